@@ -5,7 +5,8 @@ sampling temperature; `load` drops no request; a refused policy leaves the old o
 
 At a load running requests have their keys and values computed again, or kept (`KvMode`, the option `kv` of an engine). Kept
 ones are of older weights: a logprob is then what was sampled from, the version is the weights that sampled it, and the span
-says from which version on the keys and values are. A request that begins after a load meets none of before it.
+says from which version on the keys and values are. A request that begins after a load meets none of before it, and of a
+refused policy nothing is left.
 """
 
 from collections.abc import Callable, Sequence
@@ -142,8 +143,7 @@ class Engine(Protocol):
         """
 
     async def load(self, policy: Policy) -> LoadReport:
-        """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving, and
-        nothing that was computed under the refused one is left."""
+        """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens stand

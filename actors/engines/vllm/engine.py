@@ -1,7 +1,7 @@
 """The vLLM engine: continuous batching with exact hot reload.
 
-    write tensors ── pause · apply · caches · label ── probe enters ── resume ── probe's scores ── verdict
-                     \\_________ no token is sampled ____________/     \\____ completions are held ____/
+    write tensors ── pause · apply · caches · label · resume ── probe enters ── probe's scores ── verdict
+                     \\_______ no token is sampled _______/  \\____ completions are held _______/
 
 Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
 spans are exact; keys and values of running requests are rebuilt under the new weights, or kept and said to be older (`kv`),

@@ -1,6 +1,6 @@
 """Putting tensors in place between two steps of vLLM, while its requests wait.
 
-    pause ── salt ── apply ── caches ── label ── probe enters ── resume ── probe's scores
+    pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores
              keep: new requests begin with another salt
              rebuild: running requests are preempted, and what was cached is forgotten
 
@@ -33,13 +33,13 @@ class Swap:
         self._is_overlapped = bool(llm.scheduler_config.async_scheduling)
 
     async def put(self, path: Path, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
-        """Put the tensors of a file in place, and remove it; (milliseconds without sampling, the probe's scores).
+        """Put the tensors of a file in place, and remove it; (milliseconds without a step, the probe's scores). The step that
+        runs when it begins is sampling still.
 
         label: of the attempt. keep: leave running requests their keys and values. Raises PolicyRefused where vLLM does not
         take them, or holds something else then.
         """
         core = self._llm.engine_core
-        began = time.perf_counter()
         try:
             if self._is_overlapped:
                 await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -55,11 +55,15 @@ class Swap:
             )
         finally:
             self._exchange.discard(path)
-        self._check(label, results)
-        scores = [await self._requests.submit_score(tokens) for tokens in (probe.sequences if probe else ())]
+        began_s = self._checked(label, results)
+        sequences = probe.sequences if probe else ()
+        ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
+        return (ended_s - began_s) * 1e3, [await score() for score in scores]
+
+    async def _resumed(self) -> float:
+        """Let vLLM go on; when it did."""
         await self._llm.resume_generation()
-        pause_ms = (time.perf_counter() - began) * 1e3
-        return pause_ms, [await score() for score in scores]
+        return time.perf_counter()
 
     async def _change(self, label: str) -> None:
         """What is sent from now on begins under the label."""
@@ -70,12 +74,15 @@ class Swap:
         pictures = [self._llm.reset_encoder_cache()] if self._sees else []
         return [self._llm.reset_prefix_cache(reset_running_requests=True), *pictures]
 
-    def _check(self, label: str, results: Sequence[Any]) -> None:
+    def _checked(self, label: str, results: Sequence[Any]) -> float:
+        """When the first worker began."""
         for result in results:
             if isinstance(result, BaseException):
                 if self._llm.errored:
                     raise result
                 raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
         _, _, applied, *_ = results
-        if odd := next((name for name in cast(list[str], applied) if name), ""):
+        workers = cast(list[tuple[float, str]], applied)
+        if odd := next((name for _, name in workers if name), ""):
             raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
+        return min(began_s for began_s, _ in workers)

@@ -25,6 +25,7 @@ class FakeCore(FakeVllm):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[str] = []
+        self.output_processor = SimpleNamespace(request_states={})
         self.odd = ""
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
@@ -32,9 +33,9 @@ class FakeCore(FakeVllm):
     async def pause(self, mode: str, clear_cache: bool) -> None:
         await self.utility("pause")
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[str]:
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[tuple[float, str]]:
         await self.utility("apply")
-        return [self.odd]
+        return [(0.0, self.odd)]
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
         await self.utility("forget")
@@ -66,7 +67,8 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
     requests.born = old = attempts.begin(3, proved=True)
     new = attempts.begin(4)
     swap = Swap(llm, requests, Exchange(), sees=False)
-    calls, loading = [], None
+    calls: list[asyncio.Task[Any]] = []
+    loading: asyncio.Task[Any] | None = None
     while loading is None or not loading.done():
         calls.append(asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1, seed=len(calls)))))
         await asyncio.sleep(0)
@@ -130,12 +132,11 @@ def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
 
 def test_a_stream_says_it_with_every_chunk() -> None:
     async def check() -> None:
-        llm, attempts = FakeVllm(), Attempts("keep")
+        llm, attempts = FakeCore(), Attempts("keep")
         requests = Requests(llm, attempts, group_max_tokens=64, streamed_params=lambda sampling: sampling)
         requests.born = old = attempts.begin(3, proved=True)
         new = attempts.begin(4)
         attempts.decide(new, True)
-        llm.output_processor = SimpleNamespace(request_states={})
         chunks: list[Chunk] = []
         call = asyncio.create_task(stream(requests, (5,), Sampling(max_tokens=3), chunks.append, RequestImages()))
         _, _, queue = await llm.next()
