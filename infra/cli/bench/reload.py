@@ -52,8 +52,8 @@ def run(
 
     engine: "vllm" or "torch". lora_rank: of versions that are adapters of every linear module, 0 for whole models.
     *_mb_per_version: least-squares slope of resident memory after the first 100 versions (or the first half, where there are
-    fewer). *_short_*, *_long_*: distances of the demo's answers, and of those of 200 tokens. *_stream_gap_ms_*: from the last token
-    of one version to the first of the next, as the listener of a stream sees them.
+    fewer). *_short_*, *_long_*: distances of the demo's answers, and of those of 200 tokens. *_stream_gap_ms_*: from the last
+    token of one version to the first of the next, as the listener of a stream sees them.
     """
     figures: dict[str, float] = {}
     for mode in modes if not lora_rank else modes[:1]:
