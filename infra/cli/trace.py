@@ -166,7 +166,11 @@ def spans(one: Experience) -> str:
 
 
 def age_of_keys(span: Span) -> str:
-    """Of a span whose keys and values are older than its version, "" for any other."""
+    """Of a span whose keys and values are older than its version, "" for any other.
+
+    >>> age_of_keys(Span(6, 11, 12, kv=9))
+    ' with keys and values from v9 on'
+    """
     return f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""
 
 

@@ -24,9 +24,8 @@ from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
-Sampled = tuple[
-    Any, list[Label], str
-]  # vLLM's output, where each attempt's tokens begin in it, the label it began under
+# vLLM's output, where each attempt's tokens begin in it, and the label it began under.
+Sampled = tuple[Any, list[Label], str]
 PROBE_PRIORITY = -1  # before every other request
 NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is

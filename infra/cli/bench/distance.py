@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from actors.engines.engine import Completion
     from infra.policies.tensors import Tensor
 
-MOST_COMPLETIONS = 400  # that are computed again
+MOST_COMPLETIONS = 100  # that are computed again
 
 
 def distances(

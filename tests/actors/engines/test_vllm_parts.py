@@ -342,6 +342,8 @@ def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path
     assert names[0] != names[1]
     assert prompt_input(tokens, RequestImages([second, first]), vision)["mm_hashes"]["image"] == names[::-1]
     assert probe_input(tokens, vision)["mm_hashes"]["image"] not in (names, names[::-1])
+    salted = prompt_input(tokens, RequestImages([first, second]), vision, "3.1")
+    assert salted["cache_salt"] == "3.1" and not set(salted["mm_hashes"]["image"]) & set(names)
     assert (
         probe_input([1, 9], vision)
         == prompt_input([1, 9], RequestImages(), vision)
