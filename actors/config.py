@@ -268,7 +268,8 @@ class ReloadConfig(Section, frozen=True):
     that every logprob is exactly its version's; that is a forward over all that runs, at each version. "keep": they stay, and
     nothing is computed again. What is sampled then is sampled with keys and values of older weights: the recorded logprobs
     are those of that, and spans say from which version on they are. A request that begins after a reload meets none of before
-    it in either. A request under an adapter in vLLM keeps its version, so both mean the same.
+    it in either. A request under an adapter in vLLM keeps its version, so both mean the same. vLLM cannot keep those of a
+    model that takes pictures.
 
     Example: ReloadConfig(kv="keep")
     """

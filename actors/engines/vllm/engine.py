@@ -109,6 +109,11 @@ class VllmEngine:
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         self._vision = await asyncio.to_thread(load_vision, self._folder)
+        if self._keeps and self._vision is not None:
+            raise ConfigError(
+                f'reload.kv: got "keep" with {self._folder}, which takes pictures: at a load vLLM forgets those that prompts '
+                'are still being read with; expected "rebuild", or the torch engine'
+            )
         await asyncio.to_thread(self._read_folder)
         await asyncio.to_thread(self._build)
         config = self._llm.model_config

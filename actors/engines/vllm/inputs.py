@@ -1,8 +1,8 @@
 """What vLLM is given to read: tokens, and pictures prepared as the trainer prepares them.
 
 Guarantees: no processor of vLLM's changes a picture or its places in the prompt; a picture's name is made of what
-the vision tower takes, so that no cache confuses two pictures behind equal tokens. A salt divides vLLM's caches, those of
-prefixes and of pictures: what was computed for one is not found for another.
+the vision tower takes, so that no cache confuses two pictures behind equal tokens. A salt divides vLLM's cache of prefixes:
+what was computed for one is not found for another.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own rendere
 
 
 def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None, salt: str = "") -> Input:
-    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any."""
+    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any. salt: of text alone."""
     if vision is None or not pictures.images:
         return _text_input(tokens, salt)
     places = vision.places(tokens, len(pictures.images))
-    return _seen_input(tokens, places, pictures.prepared(vision), vision.num_places, salt)
+    return _seen_input(tokens, places, pictures.prepared(vision), vision.num_places)
 
 
 def probe_input(tokens: Sequence[int], vision: Vision | None, salt: str = "") -> Input:
@@ -31,25 +31,15 @@ def probe_input(tokens: Sequence[int], vision: Vision | None, salt: str = "") ->
     if vision is None:
         return _text_input(tokens, salt)
     places, pictures = vision.probe(tokens)
-    if not len(pictures):
-        return _text_input(tokens, salt)
-    return _seen_input(tokens, places, pictures, vision.num_places, salt)
+    return _seen_input(tokens, places, pictures, vision.num_places) if len(pictures) else _text_input(tokens, salt)
 
 
 def _text_input(tokens: Sequence[int], salt: str) -> Input:
-    return {"type": "token", "prompt_token_ids": list(tokens), **_salted(salt)}
-
-
-def _salted(salt: str) -> Input:
-    return {"cache_salt": salt} if salt else {}
+    return {"type": "token", "prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})}
 
 
 def _seen_input(
-    tokens: Sequence[int],
-    places: npt.NDArray[np.int64],
-    pictures: Sequence[Prepared] | Prepared,
-    num_places: int,
-    salt: str,
+    tokens: Sequence[int], places: npt.NDArray[np.int64], pictures: Sequence[Prepared] | Prepared, num_places: int
 ) -> Input:
     """places: as `Vision.places` gives them, picture after picture."""
     from vllm.multimodal.inputs import PlaceholderRange
@@ -59,9 +49,8 @@ def _seen_input(
         "type": "multimodal",
         "prompt_token_ids": list(tokens),
         "mm_kwargs": {"image": [_item(picture) for picture in pictures]},
-        "mm_hashes": {"image": [_name(picture) + salt for picture in pictures]},
+        "mm_hashes": {"image": [_name(picture) for picture in pictures]},
         "mm_placeholders": {"image": [PlaceholderRange(offset=start, length=num_places) for start in starts]},
-        **_salted(salt),
     }
 
 

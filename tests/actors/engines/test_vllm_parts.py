@@ -342,13 +342,17 @@ def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path
     assert names[0] != names[1]
     assert prompt_input(tokens, RequestImages([second, first]), vision)["mm_hashes"]["image"] == names[::-1]
     assert probe_input(tokens, vision)["mm_hashes"]["image"] not in (names, names[::-1])
-    salted = prompt_input(tokens, RequestImages([first, second]), vision, "3.1")
-    assert salted["cache_salt"] == "3.1" and not set(salted["mm_hashes"]["image"]) & set(names)
     assert (
         probe_input([1, 9], vision)
         == prompt_input([1, 9], RequestImages(), vision)
         == prompt_input([1, 9], RequestImages(), None)
     )
+
+
+def test_keys_and_values_of_a_model_that_sees_are_not_kept_and_nothing_starts(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r'reload\.kv: got "keep" with .*takes pictures.*expected "rebuild"'):
+        asyncio.run(VllmEngine(model=str(folder), kv="keep").start())
 
 
 def test_the_environment_is_as_before_after_the_start() -> None:
