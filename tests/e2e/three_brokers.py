@@ -7,7 +7,7 @@ from base64 import urlsafe_b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 from aiokafka.admin import AIOKafkaAdminClient
@@ -98,6 +98,6 @@ class Watcher:
         ((_, _, _, _, entries),) = answer.resources
         return {name: value for name, value, *_ in entries}
 
-    async def _partitions(self) -> dict[tuple[str, int], dict]:
+    async def _partitions(self) -> dict[tuple[str, int], dict[str, Any]]:
         described = await self._admin.describe_topics()
         return {(topic["topic"], one["partition"]): one for topic in described for one in topic["partitions"]}
