@@ -107,7 +107,8 @@ class S3Store:
     ) -> None:
         import certifi
         import minio
-        import urllib3
+
+        from infra.store.connections import connections
 
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or "@" in parts.netloc:
@@ -118,12 +119,12 @@ class S3Store:
         self._num_retries = num_retries
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
-        pool = urllib3.PoolManager(
-            maxsize=CONNECTIONS,
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-            retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
-            cert_reqs="CERT_REQUIRED",
-            ca_certs=ca_file or certifi.where(),
+        pool = connections(
+            most=CONNECTIONS,
+            connect_s=CONNECT_TIMEOUT_S,
+            answer_s=READ_TIMEOUT_S,
+            num_retries=num_retries,
+            ca_file=ca_file or certifi.where(),
         )
         try:
             self._client: Any = minio.Minio(
@@ -209,7 +210,7 @@ class S3Store:
         return self._range(name, start, length) if length else b""
 
     def _read_whole(self, name: str) -> bytes:
-        """The first range says how large the object is before its bytes come; the others, of the same object, come beside it."""
+        """The first range says how large the object is before its bytes come; the others, of the same object, come beside."""
         found: list[_Whole] = []
         rest: list[Future[bytes]] = []
         pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.cli.bench import minio
+from infra.cli.bench.minio import MinioServer
 from infra.cli.check_connect import object_fault
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
@@ -21,9 +23,7 @@ from infra.store.memory import MemoryStore
 from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
-from tests import minio
 from tests.infra.every_kind import Shelf
-from tests.minio import MinioServer
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 

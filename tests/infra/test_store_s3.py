@@ -3,6 +3,7 @@
 import itertools
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+import certifi
 import pytest
 
+from infra.store.connections import connections
 from infra.store.s3 import RANGE_BYTES, S3Credentials, S3Store, body_of, open_s3
 from schemas.errors import ConfigError, StoreError
 
@@ -134,6 +137,35 @@ def test_a_connection_that_gives_a_byte_now_and_then_is_given_up() -> None:
     asked = itertools.count(0.0, 59.0)  # seconds
     with pytest.raises(TimeoutError, match=r"got \d+ of 8,388,608 bytes in 572 s"):
         body_of(Dripping(), RANGE_BYTES, lambda: next(asked))
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Reads what it is sent after a second."""
+
+    got: ClassVar[list[bytes]] = []
+
+    def do_PUT(self) -> None:
+        time.sleep(1.0)
+        self.got.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_body_may_take_longer_to_be_sent_than_a_connection_to_be_made() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            pool = connections(most=1, connect_s=0.2, answer_s=30.0, num_retries=0, ca_file=certifi.where())
+            answer = pool.request("PUT", f"http://127.0.0.1:{server.server_port}/key", body=LARGE)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert answer.status == 200 and Slow.got == [LARGE]
 
 
 class Uploads(BaseHTTPRequestHandler):
