@@ -19,6 +19,7 @@ from infra.policies.tensors import from_numpy
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache, digest_of
+from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
 from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store
@@ -71,7 +72,7 @@ def docker_answers() -> bool:
     return True
 
 
-STORES = ["memory", "plugin", "directory", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
+STORES = ["memory", "plugin", "directory", "measured", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=STORES)
@@ -86,6 +87,8 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
             return lambda prefix: shelves.setdefault(prefix, Shelf())
         case "directory":
             return lambda prefix: DirectoryStore(tmp_path / "store" / prefix)
+        case "measured":
+            return lambda prefix: MeasuredStore(DirectoryStore(tmp_path / "store" / prefix), Metrics("contract"))
         case "cached":
             cache = HostCache(tmp_path / "cache", max_bytes=10_000_000, metrics=Metrics("contract"))
             return lambda prefix: CachedStore(DirectoryStore(tmp_path / "store" / prefix), cache)

@@ -1,6 +1,7 @@
 """The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
 
 import asyncio
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -197,14 +198,20 @@ def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path) -> None:
     assert not files(tmp_path) and counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
-def test_what_a_killed_writer_left_counts_and_goes_like_any_other(tmp_path: Path) -> None:
-    cache = HostCache(tmp_path, max_bytes=250, metrics=Metrics("x"))
+@pytest.mark.parametrize("goes", ["when a process begins", "when an object is added"])
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path: Path, goes: str) -> None:
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
     cache.get(*held(1))
-    left = tmp_path / "objects" / f"{named(2)[0]}.part"
-    left.write_bytes(b"h" * 100)
-    os.utime(left, (1, 1))
-    cache.get(*held(3))
-    assert {path.name for path in files(tmp_path)} == {named(1)[0], named(3)[0]}
+    left, written = (tmp_path / "objects" / f"{two}{'0' * 30}.part" for two in ("aa", "bb"))
+    with open(tmp_path / "locks" / "bb", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left.write_bytes(b"h" * 100)
+        written.write_bytes(b"h" * 100)
+        if goes == "when a process begins":
+            HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+        else:
+            cache.get(*held(3))
+        assert not left.exists() and written.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\1" * 99, b"\1" * 101], ids=["empty", "zeros", "short", "long"])
