@@ -1,6 +1,7 @@
 """S3, MinIO and whatever else speaks S3, as object store.
 
-Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged.
+Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged. Parts of
+an upload whose process was killed are removed a day later, by the next process that uploads in parts.
 Settings come from the environment, so that no file of a run holds a secret:
 
     AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN     credentials
@@ -12,12 +13,14 @@ Secrets appear in no error and no repr.
 """
 
 import io
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +28,8 @@ import msgspec
 
 from infra.store.store import check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
@@ -35,6 +40,7 @@ MAX_PARTS = 10_000  # of an object, says S3
 CONNECTIONS = 16  # at once, for the parts of one object
 SLOWEST = 16 * 1024  # bytes a second; a connection that gives fewer is opened again
 CHUNK_BYTES = 256 * 1024
+UNFINISHED_S = 24 * 3600.0  # after which an upload has no process any more
 
 # The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
@@ -117,6 +123,7 @@ class S3Store:
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
         self._num_retries = num_retries
+        self._tidied = False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
         pool = connections(
@@ -149,6 +156,10 @@ class S3Store:
         """
         name = self._name(key)
         part_bytes = max(PART_BYTES, -(-len(data) // MAX_PARTS))
+
+        if len(data) > part_bytes and not self._tidied:
+            self._tidied = True
+            self.remove_unfinished()
 
         def upload() -> None:
             self._client.put_object(
@@ -193,6 +204,25 @@ class S3Store:
         """Remove an object; absent is fine. Raises StoreError."""
         name = self._name(key)
         self._call("delete", key, lambda: self._client.remove_object(self._bucket, name))
+
+    def remove_unfinished(self, older_than_s: float = UNFINISHED_S) -> int:
+        """Remove parts of uploads that were never completed; of how many. None where that is not allowed, or not known there:
+        MinIO does it by itself.
+        """
+        begun_before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+
+        def remove() -> int:
+            uploads = self._client._list_multipart_uploads(self._bucket, prefix=self._prefix).uploads
+            old = [one for one in uploads if one.initiated_time < begun_before]
+            for one in old:
+                self._client._abort_multipart_upload(self._bucket, one.object_name, one.upload_id)
+            return len(old)
+
+        try:
+            return self._call("remove unfinished uploads", self._prefix, remove)
+        except StoreError as error:
+            log.warning("unfinished_uploads_kept error=%s", error)
+            return 0
 
     def make_bucket(self) -> None:
         """Create the bucket; one that is there is fine. Raises StoreError."""

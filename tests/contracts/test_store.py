@@ -128,7 +128,7 @@ def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
 
 @pytest.mark.slow
 def test_an_object_larger_than_one_part_comes_back_as_it_was_put(store: Store) -> None:
-    data = np.random.default_rng(0).bytes(70 * 1024 * 1024)
+    data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
     store.put("large", data)
     assert store.get("large") == data
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
@@ -105,13 +106,13 @@ class Unreliable(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[S3Store]:
+def serving(handler: type[BaseHTTPRequestHandler], prefix: str = "") -> Iterator[S3Store]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             yield open_s3(
-                "bucket", "", {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+                "bucket", prefix, {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
             )
         finally:
             server.shutdown()
@@ -230,6 +231,30 @@ def test_an_upload_that_is_given_up_leaves_no_parts_with_the_server() -> None:
     with serving(Never) as store, pytest.raises(StoreError, match="put 'weights/1'") as caught:
         store.put("weights/1", LARGE)
     assert caught.value.retriable and Never.ended == ["given up"]
+
+
+def test_parts_of_an_upload_that_a_killed_process_left_are_removed_when_they_are_a_day_old() -> None:
+    class Left(Uploads):
+        broken, tries, parts, ended = 0, Counter(), {}, []
+
+        def do_GET(self) -> None:
+            assert parse_qs(urlsplit(self.path).query)["prefix"] == ["app/"]
+            now = datetime.now(UTC)
+            uploads = "".join(
+                f"<Upload><Key>app/{key}</Key><UploadId>{key}</UploadId>"
+                f"<Initiated>{now - timedelta(hours=hours):%Y-%m-%dT%H:%M:%S.000Z}</Initiated></Upload>"
+                for key, hours in (("running", 1), ("killed", 25))
+            )
+            self.answer(f"<ListMultipartUploadsResult><Bucket>b</Bucket>{uploads}</ListMultipartUploadsResult>")
+
+        def do_DELETE(self) -> None:
+            self.ended.append(self.path)
+            self.answer("")
+
+    with serving(Left, "app") as store:
+        store.put("weights/1", LARGE)
+        store.put("weights/2", LARGE)
+    assert Left.ended == ["/bucket/app/killed?uploadId=killed", "completed", "completed"]
 
 
 def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> None:
