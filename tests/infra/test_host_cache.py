@@ -271,6 +271,21 @@ def test_a_cache_of_another_store_with_the_same_keys_is_harmless(tmp_path: Path)
         PolicyFetcher(CachedStore(ours, cache), "main").fetch(event)
 
 
+def test_objects_that_lie_under_the_names_of_another_version_are_fetched_again(tmp_path: Path) -> None:
+    store, metrics = MemoryStore(), Metrics("x")
+    events, weights = published(store)
+    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)
+    for event in events:
+        PolicyFetcher(CachedStore(store, cache), "main").fetch(event)
+    paths = sorted(files(tmp_path))
+    contents = [path.read_bytes() for path in paths]
+    for path, data in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(data)
+    for version, expected in enumerate(weights):
+        assert dict(PolicyFetcher(CachedStore(store, cache), "main").fetch(events[version]).tensors) == expected
+    assert counters(metrics)["damaged"] == len(paths) > NUM_VERSIONS
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
