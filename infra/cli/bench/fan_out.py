@@ -120,11 +120,11 @@ def _published(store: Store, plan: FanOutPlan) -> list[PolicyEvent]:
 
 def _one_client(context: ForkServerContext, place: Place, num_bytes: int) -> dict[str, float]:
     """MB/s of one connection and of a store's `get` and `put`, by a process of its own."""
-    told = context.SimpleQueue()
+    told = context.Queue()
     process = context.Process(target=transfer, args=(place, num_bytes, told))
     process.start()
     try:
-        figures: dict[str, float] | str = told.get()
+        figures: dict[str, float] | str = told.get(timeout=WAIT_S)
     finally:
         process.join()
     if isinstance(figures, str):
@@ -164,7 +164,7 @@ def _followed(
     context: ForkServerContext, places: list[Place], events: list[PolicyEvent], doors: list[Door]
 ) -> list[Arrivals]:
     """What it took until a process at each place had one version, and then the next."""
-    told, begin = context.SimpleQueue(), context.Barrier(len(places) + 1)
+    told, begin = context.Queue(), context.Barrier(len(places) + 1)
     processes = [context.Process(target=follow, args=(place, events, begin, told)) for place in places]
     for process in processes:
         process.start()
@@ -174,7 +174,7 @@ def _followed(
             read_before = sum(door.bytes_read for door in doors)
             begin.wait(WAIT_S)
             began = time.monotonic()
-            ends = [told.get() for _ in processes]
+            ends = [told.get(timeout=WAIT_S) for _ in processes]
             if wrong := [end for end in ends if isinstance(end, str)]:
                 raise RuntimeError(f"version {event.version}: {len(wrong)} of {len(ends)} followers failed: {wrong[0]}")
             read_bytes = sum(door.bytes_read for door in doors) - read_before
