@@ -44,7 +44,7 @@ class FanOutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     mb: float = 32.0
-    mb_per_s: float = 4.0
+    mb_per_s: float = 2.0
     hosts: int = 8
     followers: int = 8
     object_bytes: int = OBJECT_BYTES

@@ -58,7 +58,7 @@ def bench_fan_out(
     mb: Annotated[
         float, typer.Option(min=1, help="Weights in bfloat16, in 10⁶ bytes; three times as much a follower.")
     ] = 32,
-    mb_per_s: Annotated[float, typer.Option(min=0.1, help="Of one connection, in 10⁶ bytes.")] = 4,
+    mb_per_s: Annotated[float, typer.Option(min=0.1, help="Of one connection, in 10⁶ bytes.")] = 2,
     hosts: Annotated[int, typer.Option(min=1, help="Each with a cache of its own.")] = 8,
     followers: Annotated[int, typer.Option(min=1, help="Processes of each host.")] = 8,
     as_json: JsonOption = False,
