@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines.engine import Sampling
+from actors.engines.engine import LoadReport, Sampling
 from actors.engines.reload import PolicyFollower
 from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.engines.vllm.exchange import Exchange
 from infra.observe.metrics import Metrics
+from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.cached import CachedStore
@@ -153,3 +155,50 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
     kept = [*(tmp_path / "objects").glob("*")]
     assert bool(kept) == cached
     assert all(path.name == digest_of(path.read_bytes()) for path in kept), "nothing unfinished, nothing damaged"
+
+
+class PassingEngine(ScriptedEngine):
+    """One that passes weights on through files, as vLLM's does."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(num_vocabulary=VOCABULARY)
+        self._exchange = exchange
+
+    async def load(self, policy: Policy) -> LoadReport:
+        path = self._exchange.write(policy.tensors)
+        try:
+            return await super().load(policy)
+        finally:
+            self._exchange.discard(path)
+
+
+def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStore()
+    events, weights = published(store)
+    room = [10**9]
+
+    async def run() -> str:
+        log, metrics = await memory_log(), Metrics("explore")
+        engine = PassingEngine(Exchange([tmp_path], free=lambda place: room[0]))
+        await engine.start()
+        heard = Heard(log, POLICIES)
+        follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
+        loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen())]
+        async with running(*loops):
+            await log.publish(POLICIES, events[1])
+            await until(lambda: engine.version == 1)
+            room[0] = 1000
+            await log.publish(POLICIES, events[2])
+            await until(lambda: any(one.event == "refused" for one in heard.of(PolicyEvent)))
+            assert engine.version == 1 and len((await engine.generate([1, 2, 3], SAMPLING)).tokens) == 6
+            assert engine.tensors[TENSOR] == weights[1][TENSOR] and metrics.counters()["policies_refused"] == 2
+            room[0] = 10**9
+            await log.publish(POLICIES, events[3])
+            await until(lambda: engine.version == 3)
+            (reason,) = (one.reason for one in heard.of(PolicyEvent) if one.event == "refused")
+            return str(reason)
+
+    assert "give the container a larger /dev/shm" in asyncio.run(run())
+    assert not [*tmp_path.glob("*/*.safetensors")]
