@@ -8,12 +8,13 @@ host here is a cache folder and a door: all of them share the cores of this mach
 """
 
 import multiprocessing
+import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,12 +30,10 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
 
-if TYPE_CHECKING:
-    from multiprocessing.synchronize import Barrier
-
 BUCKET = "fan-out"
 OBJECT_BYTES = 128 * 1024 * 1024  # as large as a shard of weights becomes
 WAIT_S = 600.0
+AHEAD_S = 0.5  # between saying when a version is announced, and that moment
 CHANGED = 0.014  # of the values, from one version to the next
 
 
@@ -164,41 +163,50 @@ def _followed(
     context: ForkServerContext, places: list[Place], events: list[PolicyEvent], doors: list[Door]
 ) -> list[Arrivals]:
     """What it took until a process at each place had one version, and then the next."""
-    told, begin = context.Queue(), context.Barrier(len(places) + 1)
-    processes = [context.Process(target=follow, args=(place, events, begin, told)) for place in places]
+    told, starts = context.Queue(), context.RawArray("d", len(events))
+    processes = [context.Process(target=follow, args=(place, events, starts, told)) for place in places]
     for process in processes:
         process.start()
     arrived = []
     try:
-        for event in events:
+        _all_told(told, len(processes))
+        for number, _ in enumerate(events):
             read_before = sum(door.bytes_read for door in doors)
-            begin.wait(WAIT_S)
-            began = time.monotonic()
-            ends = [told.get(timeout=WAIT_S) for _ in processes]
-            if wrong := [end for end in ends if isinstance(end, str)]:
-                raise RuntimeError(f"version {event.version}: {len(wrong)} of {len(ends)} followers failed: {wrong[0]}")
+            starts[number] = time.monotonic() + AHEAD_S
+            last = max(_all_told(told, len(processes)))
             read_bytes = sum(door.bytes_read for door in doors) - read_before
-            arrived.append(Arrivals(read_bytes / len(doors), max(ends) - began))
+            arrived.append(Arrivals(read_bytes / len(doors), last - starts[number]))
     finally:
-        begin.abort()
         for process in processes:
-            process.join(1.0)
             process.kill()
             process.join()
     return arrived
 
 
-def follow(place: Place, events: list[PolicyEvent], begin: "Barrier", told: Any) -> None:
-    """A follower: the time at which it has each version goes to `told`, or what went wrong."""
-    store: Store = place.store()
-    if place.cache:
-        store = CachedStore(store, HostCache(Path(place.cache), max_bytes=10**12, metrics=Metrics("follower")))
-    fetcher = PolicyFetcher(store, "main")
-    for event in events:
-        begin.wait(WAIT_S)
-        try:
+def _all_told(told: Any, count: int) -> list[float]:
+    """What so many followers tell. Raises RuntimeError where one failed."""
+    found = [told.get(timeout=WAIT_S) for _ in range(count)]
+    if wrong := [one for one in found if isinstance(one, str)]:
+        raise RuntimeError(f"{len(wrong)} of {count} followers failed: {wrong[0]}")
+    return found
+
+
+def follow(place: Place, events: list[PolicyEvent], starts: Sequence[float], told: Any) -> None:
+    """A follower: that it is ready, and the time at which it has each version, go to `told`, or what went wrong. starts: when
+    each version is announced, on the clock of the machine; 0 before that is known.
+    """
+    try:
+        store: Store = place.store()
+        if place.cache:
+            store = CachedStore(store, HostCache(Path(place.cache), max_bytes=10**12, metrics=Metrics("follower")))
+        fetcher = PolicyFetcher(store, "main")
+        told.put(0.0)
+        for number, event in enumerate(events):
+            while not starts[number]:
+                time.sleep(AHEAD_S / 10)
+            time.sleep(max(0.0, starts[number] - time.monotonic()))
             fetcher.confirm(fetcher.fetch(event))
-        except Exception as error:  # the parent would wait for ever
-            told.put(f"{type(error).__name__}: {error}")
-            return
-        told.put(time.monotonic())
+            told.put(time.monotonic())
+    except Exception as error:  # the parent would wait for ever
+        told.put(f"{type(error).__name__}: {error}")
+    signal.pause()  # until everybody has arrived
