@@ -88,10 +88,11 @@ def save(
 ) -> Snapshot:
     """Write a snapshot; returns once it is stored. parts: made one after the other, so that one is in memory at a time.
 
-    before: parts that are the same as in this one are named and not written. also: parts that are there already.
+    before: parts that are the same as in this one are named and not written. also: parts that are there already, looked at
+    when the others are written, like `about`.
     Raises StoreError, SnapshotDamaged where parts of an earlier snapshot have been removed meanwhile.
     """
-    named = dict(also or {})
+    named: dict[str, Part] = {}
     for name, data in parts:
         digest = xxhash.xxh3_128_hexdigest(data)
         known = before.parts.get(name) if before is not None else None
@@ -102,7 +103,7 @@ def save(
         stored = zstandard.ZstdCompressor(level=LEVEL).compress(data)
         store.put(key, stored)
         named[name] = Part(key, len(stored), len(data), digest)
-    snapshot = Snapshot(series, position, named, about)
+    snapshot = Snapshot(series, position, {**(also or {}), **named}, about)
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(snapshot))
     key = f"{_folder(series, 'manifests')}{position:020d}-{digest}"
     snapshot = msgspec.structs.replace(snapshot, key=key)
@@ -184,6 +185,15 @@ def prune(store: Store, series: str, kept: int = KEPT) -> int:
     for key in gone:
         store.delete(key)
     return len(gone)
+
+
+def remove(store: Store, snapshot: Snapshot) -> None:
+    """Remove a snapshot and its parts, which others may name: for one of another log, at a position that means nothing here.
+
+    Raises StoreError.
+    """
+    for key in (snapshot.key, *(part.key for part in snapshot.parts.values())):
+        store.delete(key)
 
 
 def _folder(series: str, kind: str) -> str:

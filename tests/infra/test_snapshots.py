@@ -9,7 +9,7 @@ import pytest
 from infra.store import snapshots
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import SnapshotDamaged, candidates, newest, prune, read, save
+from infra.store.snapshots import SnapshotDamaged, candidates, newest, prune, read, remove, save
 from infra.store.store import Store
 from schemas.errors import StoreError
 
@@ -141,3 +141,11 @@ def test_a_snapshot_whose_shared_part_was_removed_meanwhile_is_not_left_behind(s
     with pytest.raises(SnapshotDamaged, match="removed while it was written"):
         save(store, SERIES, 9, [("a", b"same")], {}, before=first)
     assert newest(store, SERIES, lambda reason, line: None) is None
+
+
+def test_one_of_another_log_is_removed_with_its_parts(store: Store) -> None:
+    first = save(store, SERIES, 900, [("a", b"same"), ("b", b"own")], {})
+    remove(store, first)
+    assert list(store.keys("snapshots/")) == []
+    save(store, SERIES, 9, [("a", b"same")], {})
+    assert newest(store, SERIES, never) is not None
