@@ -23,7 +23,7 @@ from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
-from schemas import Block, Closure, Tick
+from schemas import Block, Closure, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.carrier import Carrier, Often
@@ -316,19 +316,21 @@ class Collector:
         found = (await self._log.at(VERIFIED, self.partition, [last])).get(last)
         return "" if found is not None and found.timestamp_ms == last_ms else FOREIGN
 
-    async def _fetch(self, offsets: Sequence[int]) -> dict[int, tuple[Block, bytes]]:
-        """Blocks that a snapshot left in the log. Raises NotInLog, with the file cleared, where one is gone."""
-        records = await self._log.at(VERIFIED, self.partition, offsets)
+    async def _fetch(self, offsets: Sequence[int], ahead: Sequence[int]) -> dict[int, bytes]:
+        """Blocks that a snapshot left in the log, and those of `ahead` that lie there whole.
+
+        Raises NotInLog, with the file cleared, where one is gone.
+        """
+        records = await self._log.at(VERIFIED, self.partition, [*offsets, *ahead])
         if gone := sorted(set(offsets) - records.keys()):
             self._pending.clear()
-            raise NotInLog(
-                f"{VERIFIED.name}/{self.partition} offset {gone[0]}: an open group waits with a block that is gone"
-            )
-        found = {}
-        for offset, record in records.items():
-            value = (await read(self._log, record, self._settings.give_up_s)).value
+            where = f"{VERIFIED.name}/{self.partition} offset {gone[0]}"
+            raise NotInLog(f"{where}: an open group waits with a block that is gone; its partition is folded anew")
+        found = {offset: frame for offset, record in records.items() if (frame := frame_of(record))}
+        for offset in set(offsets) - found.keys():
+            value = (await read(self._log, records[offset], self._settings.give_up_s)).value
             assert isinstance(value, Block), f"offset {offset} holds no block"
-            found[offset] = (value, frame_of(record))
+            found[offset] = encode(value)
         return found
 
     async def _end(self) -> int:

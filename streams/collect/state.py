@@ -15,12 +15,11 @@ from schemas.wire.sections import FindSeal
 from streams.collect.group import BlockPlace, Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
-READ_AHEAD = 256  # offsets; groups close about in the order in which they came
+READ_AHEAD = 64  # offsets; groups close about in the order in which they came
 MEMBER_BYTES = 3 * 1024  # of a decoded header, beside its frame
 
-Fetch = Callable[
-    [Sequence[int]], Awaitable[dict[int, tuple[Block, bytes]]]
-]  # blocks and their own bytes; raises for one that is gone
+# Frames at these offsets, and those further ones that cost little; raises where one of the first is gone.
+Fetch = Callable[[Sequence[int], Sequence[int]], Awaitable[dict[int, bytes]]]
 
 
 class Frames:
@@ -43,11 +42,10 @@ class Frames:
         if not lacking:
             return
         assert self.fetch is not None, "blocks are absent and nobody fetches them"
-        behind = max(lacking)
-        ahead = {offset for offset in range(behind + 1, behind + READ_AHEAD) if offset in self.absent}
-        for offset, (block, frame) in (await self.fetch(sorted(lacking | ahead))).items():
-            self.put(offset, block, frame)
-            self.absent.discard(offset)
+        ahead = {at for one in lacking for at in range(one + 1, one + READ_AHEAD) if at in self.absent} - lacking
+        found = await self.fetch(sorted(lacking), sorted(ahead))
+        self.unsaved |= found
+        self.absent -= found.keys()
 
     def put(self, offset: int, block: Block, frame: bytes) -> None:
         """Keep a block; frame: its bytes, empty to have them made."""
