@@ -6,8 +6,9 @@
     blocks stay where they are: in `verified`, at the offsets that the groups name
 
 Guarantees: a snapshot is the state file of one commit, so it is the fold up to the offset it names; what has not
-changed is not written again; of closed groups any two parts that follow each other hold more than half of MAX_ROWS, but for
-the last dozen, and what is closed longer than it is kept goes with its part.
+changed is not written again; n changes of closed groups lie in at most 17 · (1 + 2 · n / MAX_ROWS) parts, since a part is
+less than half as large as the one before it, or both together are full; a part goes when all of it is older than groups
+are kept.
 """
 
 import sqlite3
@@ -24,8 +25,10 @@ from infra.store.snapshots import Part, Snapshot, read, save
 from infra.store.store import Store
 from schemas.ids import session_of
 
+LAYOUT = 1  # of the parts
 OPEN_ROWS = 16  # bits of the row number: groups of one part
 MAX_ROWS = 65_536  # of one part of closed groups
+FACTS = ("last_ms", "now_ms", "progress_offset", "row")
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -73,7 +76,7 @@ def write(store: Store, series: str, path: Path, keep_ms: int, abandoned: Callab
 
     Reads it beside its writer, through a connection of its own. Raises StoreError, SnapshotDamaged, Abandoned.
     """
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)) as connection:
         connection.execute("BEGIN")  # what is read from here on is of one commit
         meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
         before = snapshot_in(connection)
@@ -81,8 +84,8 @@ def write(store: Store, series: str, path: Path, keep_ms: int, abandoned: Callab
             return None
         closed, also = _still_kept(before, meta["now_ms"] - keep_ms)
         parts = _Parts(connection, store, before, closed, also, abandoned)
-        about = {key: meta[key] for key in ("last_ms", "now_ms", "progress_offset", "row")}
-        about["closed"] = closed  # filled while the parts are made
+        about: dict[str, Any] = {key: meta[key] for key in FACTS}
+        about |= {"layout": LAYOUT, "closed": closed}  # the latter is filled while the parts are made
         return save(store, series, meta["next_offset"], parts.make(), about, before=before, also=also)
 
 
@@ -201,5 +204,4 @@ def hash_of(name: str) -> int:
 
 def facts_of(snapshot: Snapshot) -> dict[str, Any]:
     """The rows of the state file's table `meta` that say where the fold is."""
-    about = snapshot.about
-    return {"next_offset": snapshot.position} | {key: about[key] for key in about if key != "closed"}
+    return {"next_offset": snapshot.position} | {key: snapshot.about[key] for key in FACTS}

@@ -14,9 +14,9 @@ import msgspec
 
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from infra.store.snapshots import DAMAGED, Snapshot, SnapshotDamaged, candidates, prune, remove
+from infra.store.snapshots import DAMAGED, NEWER, Snapshot, SnapshotDamaged, candidates, prune, remove
 from schemas.errors import StoreError
-from streams.collect.carried import Abandoned, ClosedRow, series_of, write
+from streams.collect.carried import LAYOUT, Abandoned, ClosedRow, series_of, write
 from streams.collect.pending import PendingFile
 from streams.collect.shelf import Shelf
 from streams.collect.state import State
@@ -64,13 +64,17 @@ class Carrier:
         if store is None:
             return []
         try:
-            return await confirmed(
+            found = await confirmed(
                 lambda: asyncio.to_thread(lambda: list(candidates(store, self._series, self.refuse))),
                 "snapshots", self.store_away_s,
             )  # fmt: skip
         except StoreError as error:
             self.refuse(AWAY, f"{self._series}: {error}")
             return []
+        for later in [one for one in found if one.about.get("layout") != LAYOUT]:
+            self.refuse(NEWER, f"snapshot {later.key}: got layout {later.about.get('layout')}, expected {LAYOUT}")
+            found.remove(later)
+        return found
 
     def refuse(self, reason: str, line: str) -> None:
         """Say that a snapshot is not taken up."""

@@ -16,7 +16,7 @@ import msgspec
 
 from infra.chain.processor import Memory
 from infra.observe.failpoint import reach
-from infra.store.snapshots import Snapshot, read
+from infra.store.snapshots import Snapshot, SnapshotDamaged, read
 from infra.store.store import Store
 from schemas.wire.sections import FindSeal
 from streams.collect.carried import facts_of, memories_in, open_parts, open_rows, snapshot_in
@@ -116,8 +116,10 @@ class PendingFile:
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
                 connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
                 connection.execute(f"PRAGMA user_version = {LEANING}")
-            except BaseException:
+            except BaseException as error:
                 connection.execute("ROLLBACK")
+                if isinstance(error, msgspec.DecodeError | KeyError | sqlite3.IntegrityError):
+                    raise SnapshotDamaged(f"snapshot {snapshot.key}: {type(error).__name__}: {error}") from error
                 raise
             connection.execute("COMMIT")
             self.leans = True

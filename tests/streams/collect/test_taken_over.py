@@ -1,102 +1,38 @@
 """A partition taken over from a snapshot: by a worker without the file, as often as it likes, whatever failed meanwhile."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
-from infra.log.bus import Partition, Record
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import SnapshotDamaged, candidates, newest
-from schemas import Block, Closure, Control
-from schemas.errors import NotInLog, StoreError
-from schemas.ids import request_group, session_name
-from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
-from streams.collect.carried import MAX_ROWS, closed_parts, series_of
-from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
-from streams.collect.rules import Rules
-from tests.streams.collect.collecting import answer, block, said, stub, tick
-from tests.streams.deliveries import values
-
-DAY_MS = 86_400_000
-SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5, per_rater=6, within_ms=600)
-RULES = Rules(deadline_ms=300, keep_ms=10 * DAY_MS, sources={"csat": SOURCE}, session_ms=150, session_turns=5)
-SERIES = series_of("app", 0)
-STEP_MS = 20
-
-
-def group_of(session: int, number: int) -> str:
-    return request_group(session_name("acme", f"chat-{session}"), 7, number)
-
-
-def record_of(kind: str, one: int, other: int) -> Block | Control:
-    if kind == "turn":
-        made = answer(group_of(one, other), 0, size=1, lane="live")
-        return block(msgspec.structs.replace(made, turn=1 + 2 * other))
-    if kind == "said":
-        type = "retraction" if other == 4 else "value"
-        return said(f"hr-{group_of(one, other % 3)}.0-0-0", other / 5, id=str(other), rater=f"r{other % 2}", type=type)
-    if kind == "rollout":
-        return block(answer(f"t{one}.0", other % 2, attempt=other // 3))
-    return stub(f"t{one}.0", other % 2) if kind == "stub" else tick()
-
+from infra.store.snapshots import newest
+from schemas.errors import StoreError
+from schemas.topics import VERIFIED
+from streams.collect.carried import MAX_ROWS, closed_parts
+from streams.collect.collector import Collector
+from tests.streams.collect.carrying import (
+    RULES,
+    SERIES,
+    STEP_MS,
+    collector_of,
+    counted,
+    everything,
+    filled,
+    opened,
+    outcome,
+    stored_once,
+)
+from tests.streams.collect.collecting import answer, block, tick
 
 kinds = st.sampled_from(["turn", "turn", "said", "said", "rollout", "stub", "tick"])
 records = st.lists(st.tuples(kinds, st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=40)
-
-
-class Clock:
-    def __init__(self, now_ms: int) -> None:
-        self.now_ms = now_ms
-
-    def __call__(self) -> int:
-        return self.now_ms
-
-
-async def filled(steps: Sequence[tuple[str, int, int]], store: MemoryStore | None, from_ms: int = 1_000_000) -> Log:
-    clock = Clock(from_ms)
-    log = Log(MemoryBus(clock), "app", store=store)
-    await log.create_topics(partitions=1, keep_ms=-1)
-    for step in steps:
-        clock.now_ms += STEP_MS
-        await log.publish(VERIFIED, record_of(*step))
-    return log
-
-
-async def everything(log: Log) -> list[Record]:
-    end = (await log.bounds(VERIFIED))[1][0]
-    return [record async for chunk in log.chunks(VERIFIED, {0: 0}, {0: end}) for record in chunk]
-
-
-def collector_of(log: Log, folder: Path, metrics: Metrics | None = None, rules: Rules = RULES) -> Collector:
-    return Collector(log, metrics or Metrics("process"), 0, CollectSettings(folder, rules, (), give_up_s=0.0))
-
-
-async def opened(log: Log, folder: Path, metrics: Metrics | None = None, committed: int = 0) -> Collector:
-    collector = collector_of(log, folder, metrics)
-    await collector.recover(committed, lambda: False)
-    return collector
-
-
-async def outcome(log: Log) -> tuple[list[str], list[str], list[str]]:
-    """Every closure, block and letter, in an order of their own."""
-    closures = sorted(repr(one) for one in await values(log, PROGRESS) if isinstance(one, Closure))
-    blocks = sorted(
-        repr([(one.id, one.revision, one.lane, one.scores, one.turn) for one in sent.experiences])
-        for sent in await values(log, BUFFER)
-        if isinstance(sent, Block)
-    )
-    return closures, blocks, sorted(repr(one) for one in await values(log, DEAD_LETTERS))
 
 
 class Failing(MemoryStore):
@@ -161,24 +97,6 @@ async def carried_on(
     return await opened(log, folder / "last", committed=committed)
 
 
-def some(count: int) -> list[tuple[str, int, int]]:
-    """Open turns, closed ones and rollouts that wait."""
-    return [(kind, number % 3, number % 5) for number in range(count) for kind in ("turn", "said", "rollout")]
-
-
-async def stored_once(folder: Path, count: int = 8) -> tuple[Log, MemoryStore, Collector]:
-    store = MemoryStore()
-    log = await filled(some(count), store)
-    collector = await opened(log, folder)
-    await collector.take(await everything(log))
-    await collector.snapshot()
-    return log, store, collector
-
-
-def counted(metrics: Metrics, name: str) -> dict[str, float]:
-    return {key: value for key, value in metrics.counters().items() if key.startswith(name) and value}
-
-
 def test_the_next_worker_begins_where_the_snapshot_ends_and_leaves_the_blocks_in_the_log(tmp_path: Path) -> None:
     async def run() -> None:
         log, _, first = await stored_once(tmp_path / "a")
@@ -207,174 +125,6 @@ def test_a_file_that_is_further_than_the_snapshot_is_kept(tmp_path: Path) -> Non
         assert again.next_offset == (await log.bounds(VERIFIED))[1][0]
         assert counted(metrics, "snapshots") == {}
         again.close()
-
-    asyncio.run(run())
-
-
-def damage_open(store: MemoryStore) -> None:
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    store.put(snapshot.parts["open/0"].key, b"something else")
-
-
-def damage_index(store: MemoryStore) -> None:
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    store.put(snapshot.parts["index/0"].key, b"something else")
-
-
-def lose_part(store: MemoryStore) -> None:
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    store.delete(snapshot.parts["memories"].key)
-
-
-def damage_manifest(store: MemoryStore) -> None:
-    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key)[:-9])
-
-
-def newer_manifest(store: MemoryStore) -> None:
-    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key).replace(b'"format":1', b'"format":2'))
-
-
-@pytest.mark.parametrize(
-    ("harm", "reason"),
-    [
-        (damage_open, "damaged"),
-        (damage_index, "damaged"),
-        (lose_part, "a part is missing"),
-        (damage_manifest, "damaged"),
-        (newer_manifest, "written by a newer release"),
-    ],
-)
-def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folded(
-    harm: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run() -> None:
-        log, store, first = await stored_once(tmp_path / "a")
-        first.close()
-        harm(store)  # type: ignore[operator]
-        metrics = Metrics("process")
-        before = await outcome(log)
-        second = await opened(log, tmp_path / "b", metrics, committed=first.next_offset)
-        assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
-        assert counted(metrics, "snapshots") == {f"snapshots_refused{{reason={reason}}}": 1.0}
-        assert await outcome(log) == before
-        second.close()
-
-    asyncio.run(run())
-    assert len([one for one in caplog.messages if one.startswith("collect_snapshot_refused partition=0")]) == 1
-
-
-@pytest.mark.parametrize("count", [1, 9])
-def test_a_snapshot_of_another_log_is_not_taken_and_goes(count: int, tmp_path: Path) -> None:
-    async def run() -> None:
-        _, store, first = await stored_once(tmp_path / "a")
-        first.close()
-        other = await filled(some(count), store, from_ms=5_000_000)
-        metrics = Metrics("process")
-        second = await opened(other, tmp_path / "b", metrics)
-        assert second.next_offset == 0
-        assert counted(metrics, "snapshots") == {"snapshots_refused{reason=of another log}": 1.0}
-        await second.take(await everything(other))
-        for _ in range(3):  # its own are the newest now, though they begin lower
-            await second.snapshot()
-        assert [one.position for one in candidates(store, SERIES, lambda reason, line: None)] == [3 * count]
-        second.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("beyond", [-1, 1])
-def test_a_snapshot_older_than_the_log_or_waiting_for_a_trimmed_block_is_not_taken(beyond: int, tmp_path: Path) -> None:
-    async def run() -> None:
-        log, _, first = await stored_once(tmp_path / "a")
-        first.close()
-        for _ in range(3):
-            await log.publish(VERIFIED, tick())
-        await log.bus.delete_records(Partition(log.name(VERIFIED), 0), first.next_offset + beyond)
-        metrics = Metrics("process")
-        second = await opened(log, tmp_path / "b", metrics)
-        assert second.num_open() == 0
-        assert counted(metrics, "snapshots_refused") == {"snapshots_refused{reason=older than the log}": 1.0}
-        second.close()
-
-    asyncio.run(run())
-
-
-def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> None:
-    class Away(MemoryStore):
-        def keys(self, prefix: str):  # type: ignore[no-untyped-def]
-            raise StoreError("the store is away")
-
-        def put(self, key: str, data: bytes) -> None:
-            raise StoreError("the store is away")
-
-    async def run() -> None:
-        log = await filled(some(8), Away())
-        metrics = Metrics("process")
-        collector = collector_of(log, tmp_path, metrics)
-        collector._carrier.store_away_s = 0.0
-        await collector.recover(0, lambda: False)
-        await collector.take(await everything(log))
-        await collector.snapshot()
-        assert collector.next_offset == 24
-        assert counted(metrics, "snapshots") == {
-            "snapshots_refused{reason=the store was away}": 1.0,
-            "snapshots_failed": 1.0,
-        }
-        collector.close()
-
-    asyncio.run(run())
-
-
-def test_a_closed_group_that_lies_in_the_store_alone_is_not_joined_anew_and_damage_there_ends_the_worker(
-    tmp_path: Path,
-) -> None:
-    async def run() -> None:
-        log, store, first = await stored_once(tmp_path / "a")
-        first.close()
-        snapshot = newest(store, SERIES, lambda reason, line: None)
-        assert snapshot is not None
-        closed = snapshot.parts["closed/0"]
-        second = await opened(log, tmp_path / "b")
-        whole = store.get(closed.key)
-        store.put(closed.key, b"something else")
-        await log.publish(VERIFIED, record_of("said", 0, 3))
-        last = (await everything(log))[-1:]
-        with pytest.raises(SnapshotDamaged):
-            await second.take(last)
-        second.close()
-        assert whole and not list(candidates(store, SERIES, lambda reason, line: None))
-        third = await opened(log, tmp_path / "b", committed=first.next_offset)
-        await third.take(last)
-        third.close()
-        plain = await filled([*some(8), ("said", 0, 3)], None)
-        reader = await opened(plain, tmp_path / "plain")
-        await reader.take((await everything(plain))[:-1])
-        await reader.take((await everything(plain))[-1:])
-        reader.close()
-        closures = [one for one in (await outcome(log))[0]]
-        assert closures == (await outcome(plain))[0]
-
-    asyncio.run(run())
-
-
-def test_a_block_that_is_gone_ends_the_worker_before_it_decides_without_it(tmp_path: Path) -> None:
-    async def run() -> None:
-        log, _, first = await stored_once(tmp_path / "a")
-        first.close()
-        second = await opened(log, tmp_path / "b")
-        await log.bus.delete_records(Partition(log.name(VERIFIED), 0), first.next_offset)
-        log.bus.clock.now_ms += DAY_MS  # type: ignore[attr-defined]
-        await log.publish(VERIFIED, tick())
-        before = await outcome(log)
-        with pytest.raises(NotInLog, match="verified/0 offset"):
-            await second.take([one.record async for one in log.scan(VERIFIED)])
-        second.close()
-        assert await outcome(log) == before
 
     asyncio.run(run())
 
