@@ -120,6 +120,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
         "failing": failing(grown),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
+        "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
 
 
@@ -346,7 +347,7 @@ def _show_waiting(console: Console, state: State) -> None:
             console.print(
                 f"sessions   {turns:,.0f} turns wait for the rest of theirs at {role['instance']}", markup=False
             )
-        if stored := sum(size for name, size in role["gauges"].items() if name.startswith("snapshot_bytes{")):
+        if stored := role["stored_bytes"]:
             console.print(
                 f"snapshots  {stored / 1e6:,.1f} MB of waiting answers stored by {role['instance']}", markup=False
             )

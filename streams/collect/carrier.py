@@ -153,6 +153,8 @@ class Carrier:
         """The fold goes on from here."""
         known = self._pending.snapshot()
         self._at = next_offset if known is None else known.position
+        if known is not None:
+            self._tell_size(known.stored_bytes)
         self._since_s = asyncio.get_running_loop().time()
 
     def saved(self, next_offset: int) -> None:
@@ -170,7 +172,7 @@ class Carrier:
         self._closed = True
         if self._task is not None:
             self._task.cancel()
-        self._metrics.gauge("snapshot_bytes", partition=str(self._partition)).set(0)
+        self._tell_size(0)
 
     async def write(self) -> None:
         """Store the state file as it is now; returns once it is stored, or has failed, which is said and counted."""
@@ -198,4 +200,8 @@ class Carrier:
             end_for(error, f"collect: snapshot of partition {self._partition}")
         else:
             self._metrics.counter("snapshots_written").inc()
-            self._metrics.gauge("snapshot_bytes", partition=str(self._partition)).set(snapshot.stored_bytes)
+            if not self._closed:
+                self._tell_size(snapshot.stored_bytes)
+
+    def _tell_size(self, num_bytes: int) -> None:
+        self._metrics.gauge("snapshot_bytes", partition=str(self._partition)).set(num_bytes)

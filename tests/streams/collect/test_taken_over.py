@@ -104,12 +104,15 @@ def test_the_next_worker_begins_where_the_snapshot_ends_and_leaves_the_blocks_in
         second = await opened(log, tmp_path / "b", metrics)
         assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
         assert counted(metrics, "snapshots") == {"snapshots_taken_up": 1.0}
+        size = metrics.gauges()["snapshot_bytes{partition=0}"]
+        assert size > 0
         assert second.num_open() > 0 and len(second._state.frames.absent) > 0
         before = await outcome(log)
         await second.take(await everything(log))
         assert await outcome(log) == before
         first.close()
         second.close()
+        assert metrics.gauges()["snapshot_bytes{partition=0}"] == 0
 
     asyncio.run(run())
 
