@@ -35,6 +35,7 @@ CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NUL
 CREATE TABLE IF NOT EXISTS memories (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), data BLOB NOT NULL);
 """
+CACHE_KB, ADOPT_CACHE_KB = 2_000, 128_000  # of pages: SQLite's own, and for the index of a million names in no order
 TABLES = ("meta", "groups", "frames", "memories", "snapshot")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -103,6 +104,7 @@ class PendingFile:
         memories = memories_in(store, snapshot)
         with self._writing:
             connection = self._connection
+            connection.execute(f"PRAGMA cache_size = -{ADOPT_CACHE_KB}")
             connection.execute("BEGIN IMMEDIATE")
             try:
                 for table in TABLES:
@@ -116,12 +118,14 @@ class PendingFile:
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
                 connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
                 connection.execute(f"PRAGMA user_version = {LEANING}")
+                connection.execute("COMMIT")
             except BaseException as error:
                 connection.execute("ROLLBACK")
                 if isinstance(error, msgspec.DecodeError | KeyError | sqlite3.IntegrityError):
                     raise SnapshotDamaged(f"snapshot {snapshot.key}: {type(error).__name__}: {error}") from error
                 raise
-            connection.execute("COMMIT")
+            finally:
+                connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
             self.leans = True
 
     def look_up(self, state: State, group_ids: Iterable[str]) -> None:

@@ -45,7 +45,7 @@ class Frames:
         ahead = {at for one in lacking for at in range(one + 1, one + READ_AHEAD) if at in self.absent} - lacking
         found = await self.fetch(sorted(lacking), sorted(ahead))
         self.unsaved |= found
-        self.absent -= found.keys()
+        self.absent.difference_update(found)  # in place, as there may be a million
 
     def put(self, offset: int, block: Block, frame: bytes) -> None:
         """Keep a block; frame: its bytes, empty to have them made."""
