@@ -21,6 +21,7 @@ from infra.roles.deadline import ends_within
 from infra.roles.role import Role
 from schemas import Progress
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, TASKSET_RAW, VERIFIED
+from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
 from streams.config import StreamsConfig
@@ -79,7 +80,8 @@ async def run_worker(
             for stage in stages:
                 chain = " ".join(step.stamp for step in steps[stage])
                 hosts.append(HostedStage(log, login, stage, folder.path, chain))
-                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"])
+                often = Often(config.collect.snapshot_s, config.collect.snapshot_records)
+                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"], often=often)
                 _feed(hosts[-1], log, metrics, tasks, steps, settings)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
             beside = [

@@ -279,7 +279,9 @@ class CollectConfig(Section, frozen=True):
     itself, waits until no other came for so long, so that the turns of a conversation are trained as one sequence; 0 trains
     each by itself, with all that was said before it computed again. A client ends its session sooner with the header
     `x-session-end`. session_turns: how many turns wait so, on each partition; beyond it the sessions that began first are
-    closed early, and counted as `sessions_closed_early`.
+    closed early, and counted as `sessions_closed_early`. snapshot_s, snapshot_records: what waits on a partition is stored
+    after so many seconds or so many records, whichever comes first, so that a worker on another machine goes on from there;
+    it then reads what came since. More often costs writing to the store, and less a longer start.
 
     Example: CollectConfig(deadline_s=120)
     """
@@ -289,6 +291,8 @@ class CollectConfig(Section, frozen=True):
     retrainings: NonNegative = 2
     session_s: Annotated[float, msgspec.Meta(ge=0, description="a number of seconds, 0 or more")] = 300.0
     session_turns: Positive = 65_536
+    snapshot_s: Seconds = 600.0
+    snapshot_records: Positive = 100_000
     limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()

@@ -101,6 +101,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "engine_peak_over_weights": (0.0, 2.2),
         "second_engine_peak_over_weights": (0.0, 1.2),
     },
+    "takeover": {"taken_over_s": (0.0, 60.0), "taken_over_peak_mb": (0.0, 2_500.0)},
     "stream": {"events_per_s": (20_000.0, float("inf")), "gap_ms_p99": (0.0, 100.0)},
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
     "console": {"first_page_s": (0.0, 1.0), "search_ms_p95": (0.0, 300.0), "memory_mb": (0.0, 300.0)},
@@ -164,6 +165,14 @@ def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
 
     figures = run(minutes, per_s=per_s)
     return show("outage", figures, as_json)
+
+
+def run_takeover(waiting: int, closed: int, rebuild: bool, as_json: bool) -> int:
+    """Run `infra/cli/bench/takeover.py` as asked."""
+    from infra.cli.bench.takeover import TakeoverPlan, run
+
+    plan = TakeoverPlan(waiting=waiting, closed=closed, rebuild=rebuild)
+    return show("takeover", run(plan, Screen(stderr=True).print), as_json)
 
 
 def run_console_load(pairs: int, seconds: float, people: int, as_json: bool) -> int:

@@ -100,6 +100,7 @@ load_app.command("prompts")(data.load_prompts)
 for name in measure.PLAIN:
     bench_app.command(name)(measure.plain(name))
 bench_app.command("weights")(measure.bench_weights)
+bench_app.command("takeover")(measure.bench_takeover)
 bench_app.command("console-load")(measure.bench_console_load)
 bench_app.command("fan-out")(measure.bench_fan_out)
 bench_app.command("families")(measure.bench_families)

@@ -120,6 +120,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
         "failing": failing(grown),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
+        "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
 
 
@@ -329,6 +330,15 @@ def show(console: Console, state: State) -> None:
         console.print(
             f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens went no further)", markup=False
         )
+    _show_waiting(console, state)
+    for alarm in state["alarms"]:
+        console.print(f"alarm      {alarm}", style="red", markup=False)
+    for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
+        console.print(f"runbook    {section}", markup=False)
+
+
+def _show_waiting(console: Console, state: State) -> None:
+    """What waits at the roles, and what of it is stored."""
     for role in state["roles"]:
         if held := role["gauges"].get("held_back", 0.0):
             why = "tenants or users had their share of the last step (tenant_share, subject_share)"
@@ -337,10 +347,10 @@ def show(console: Console, state: State) -> None:
             console.print(
                 f"sessions   {turns:,.0f} turns wait for the rest of theirs at {role['instance']}", markup=False
             )
-    for alarm in state["alarms"]:
-        console.print(f"alarm      {alarm}", style="red", markup=False)
-    for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
-        console.print(f"runbook    {section}", markup=False)
+        if stored := role["stored_bytes"]:
+            console.print(
+                f"snapshots  {stored / 1e6:,.1f} MB of waiting answers stored by {role['instance']}", markup=False
+            )
 
 
 def accuracy_text(found: State) -> str:

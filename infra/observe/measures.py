@@ -123,6 +123,11 @@ MEASURES = (
     _gauge("lag", "process", "records that wait in a topic, in the partitions of this worker", "topic"),
     _gauge("groups_pending", "process", "groups that have not ended"),
     _gauge("turns_held", "process", "turns that wait for the rest of their session"),
+    _counter("snapshots_written", "process", "states of a partition stored"),
+    _counter("snapshots_failed", "process", "times that one could not be stored; it is tried again"),
+    _counter("snapshots_taken_up", "process", "partitions that went on from a stored state"),
+    _counter("snapshots_refused", "process", "stored states that could not be used: the log is read instead", "reason"),
+    _gauge("snapshot_bytes", "process", "size of the newest stored state, by partition", "partition"),
     _gauge("records_in_flight", "process", "records that a stage works on", "stage"),
     # feedback
     _counter("feedback_events", "process", "events of a feedback source", "source", "outcome"),

@@ -23,9 +23,10 @@ from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
-from schemas import Block, Closure, Tick
-from schemas.errors import BadFrame, Sealed
+from schemas import Block, Closure, Tick, encode
+from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
+from streams.collect.carrier import Carrier, Often
 from streams.collect.credit import usual_memories
 from streams.collect.decision import Decision, Folded
 from streams.collect.fold import chain_of, fold
@@ -45,12 +46,13 @@ logger = logging.getLogger(__name__)
 STAGE = "collect"
 READ_TIMEOUT_S = 1.0
 REBUILD_RECORDS = 500
+OLDER, FOREIGN = "older than the log", "of another log"
 ClosureKey = tuple[str, int, int]
 
 
 class CollectSettings(msgspec.Struct, frozen=True):
     """What every partition's collector shares. folder: of the state files. give_up_s: of publishing one decision. mark_every:
-    about how many records of `progress` a worker that begins reads again.
+    about how many records of `progress` a worker that begins reads again. often: when the state goes to the store.
 
     Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
     """
@@ -60,6 +62,12 @@ class CollectSettings(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     give_up_s: float = 120.0
     mark_every: int = 10_000
+    often: Often = Often()
+
+
+def frame_of(record: Record) -> bytes:
+    """A block's own bytes, none where they lie in the store."""
+    return record.value if record.value[:2] == b"HR" else b""
 
 
 class Mark(NamedTuple):
@@ -84,6 +92,7 @@ class Collector:
         self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
         self._chain: Chain = chain_of(settings.steps)
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
+        self._carrier = Carrier(log, metrics, partition, self._pending, settings.often, settings.rules.keep_ms)
         self._state = State()
         self._published: set[ClosureKey] = set()
         self._mark: Mark | None = None
@@ -112,6 +121,7 @@ class Collector:
 
     def close(self) -> None:
         """Close the state file."""
+        self._carrier.close()
         self._pending.close()
 
     async def recover(self, committed: int, taken_away: Callable[[], bool]) -> None:
@@ -120,17 +130,19 @@ class Collector:
         at = Partition(topic, self.partition)
         begin = (await self._log.bus.beginning_offsets(topic))[at]
         end = await self._end()
-        self._state = self._pending.load(self._memories())
-        if self._state.next_offset and not await self._is_of_this_log(begin, end):
-            logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, self._state.next_offset)
-            self._pending.clear()
-            self._state = self._pending.load(self._memories())
+        self._load()
+        state = self._state
+        if state.next_offset and await self._misfit(state.next_offset, state.last_ms, begin, end):
+            logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, state.next_offset)
+            self._clear()
+        await self._take_up(begin, end)
         self._state.next_offset = max(self._state.next_offset, begin)
         self._published, known_to = await self._closures_since(self._pending.progress_offset)
         self._mark = Mark(known_to, await self._end())
         if self._state.next_offset < committed:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
+        self._carrier.begin(self.next_offset)
         logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
 
     async def take(self, records: Sequence[Record]) -> None:
@@ -153,7 +165,7 @@ class Collector:
 
     def begin_at(self, offset: int) -> None:
         """Start empty at `offset`, for a fold that publishes nothing; `recover` is for one that does."""
-        self._state = self._pending.load(self._memories())
+        self._load()
         self._state.next_offset = offset
 
     async def fold(self, records: Sequence[Record]) -> tuple[list[Folded], list[Output]]:
@@ -165,22 +177,28 @@ class Collector:
             if message.error is not None:
                 letters.append(letter(message, STAGE, "bad frame", str(message.error)))
                 self._metrics.counter("dropped", reason="bad frame").inc()
-            frame = record.value if record.value[:2] == b"HR" else b""
             arrivals.append(
                 Arrival(
                     partition=record.partition, offset=record.offset, timestamp_ms=record.timestamp_ms,
-                    value=message.value, frame=frame,
+                    value=message.value, frame=frame_of(record),
                 )
             )  # fmt: skip
         named = [(arrival.value, group_named(arrival.value)) for arrival in arrivals]
         self._pending.look_up(self._state, {name for _, name in named if name})
         names = crediting(self._settings.rules.sources)
-        self._pending.look_up_sessions(self._state, {one for pair in named if (one := session_named(*pair, names))})
+        sessions = {one for pair in named if (one := session_named(*pair, names))}
+        self._pending.look_up_sessions(self._state, sessions)
+        groups = sorted({name for _, name in named if name})
+        await self._carrier.look_up(self._state, groups, sorted(sessions), self._settings.give_up_s)
         return [await self._fold(arrival) for arrival in arrivals], letters
 
     async def save(self) -> None:
         """Make the state file what was folded so far."""
         await self._pending.save(self._state, self._settings.rules.keep_ms)
+
+    async def snapshot(self) -> None:
+        """Store the state now; it is done from time to time by itself."""
+        await self._carrier.write()
 
     def _open_text(self, text: str, answer: str) -> str | None:
         """What was written about an answer. Raises StoreError."""
@@ -209,6 +227,7 @@ class Collector:
             self._pending.progress_offset = max(self._pending.progress_offset, self._mark.progress)
             self._published, self._mark = set(), None
         await self.save()
+        self._carrier.saved(self.next_offset)
         if counted:
             self._count(folded, decisions)
 
@@ -251,16 +270,68 @@ class Collector:
                     raise TakenAway
                 await self._fold_all(records, counted=False)
 
-    async def _is_of_this_log(self, begin: int, end: int) -> bool:
-        """Whether the file continues this log: its last record is where and when the file says."""
-        state = self._state
-        if state.next_offset > end or state.next_offset < begin:
-            return False
-        if state.next_offset == begin:
-            return True
-        last = state.next_offset - 1
+    def _load(self) -> None:
+        """The state of the file, whose blocks may lie in the log alone."""
+        self._state = self._pending.load(self._memories())
+        self._state.frames.fetch = self._fetch
+
+    def _clear(self) -> None:
+        """Forget everything, to be rebuilt."""
+        self._pending.clear()
+        self._load()
+
+    async def _take_up(self, begin: int, end: int) -> None:
+        """The newest snapshot in the place of a file that is missing, older or leans on what is gone."""
+        if not await self._carrier.opened():
+            self._clear()
+        for snapshot in await self._carrier.candidates():
+            if snapshot.position <= self._state.next_offset:
+                return
+            if misfit := await self._misfit(snapshot.position, snapshot.about["last_ms"], begin, end):
+                self._carrier.refuse(misfit, f"snapshot {snapshot.key}: the log holds {begin} to {end}")
+                if misfit == FOREIGN:
+                    await self._carrier.remove(snapshot)
+            elif await self._carrier.adopt(snapshot):
+                self._load()
+                oldest = min(self._state.frames.absent, default=begin)
+                if oldest >= begin:
+                    logger.info("collect_snapshot_taken partition=%d offset=%d", self.partition, self.next_offset)
+                    return
+                self._carrier.refuse(
+                    OLDER, f"snapshot {snapshot.key}: wants offset {oldest}, the log begins at {begin}"
+                )
+                self._clear()
+            else:
+                self._load()
+
+    async def _misfit(self, next_offset: int, last_ms: int, begin: int, end: int) -> str:
+        """Why a state does not continue this log, whose last record must be where and when the state says; "" if it does."""
+        if next_offset < begin:
+            return OLDER
+        if next_offset > end:
+            return FOREIGN
+        if next_offset == begin:
+            return ""
+        last = next_offset - 1
         found = (await self._log.at(VERIFIED, self.partition, [last])).get(last)
-        return found is not None and found.timestamp_ms == state.last_ms
+        return "" if found is not None and found.timestamp_ms == last_ms else FOREIGN
+
+    async def _fetch(self, offsets: Sequence[int], ahead: Sequence[int]) -> dict[int, bytes]:
+        """Blocks that a snapshot left in the log, and those of `ahead` that lie there whole.
+
+        Raises NotInLog, with the file cleared, where one is gone.
+        """
+        records = await self._log.at(VERIFIED, self.partition, [*offsets, *ahead])
+        if gone := sorted(set(offsets) - records.keys()):
+            self._pending.clear()
+            where = f"{VERIFIED.name}/{self.partition} offset {gone[0]}"
+            raise NotInLog(f"{where}: an open group waits with a block that is gone; its partition is folded anew")
+        found = {offset: frame for offset, record in records.items() if (frame := frame_of(record))}
+        for offset in set(offsets) - found.keys():
+            value = (await read(self._log, records[offset], self._settings.give_up_s)).value
+            assert isinstance(value, Block), f"offset {offset} holds no block"
+            found[offset] = encode(value)
+        return found
 
     async def _end(self) -> int:
         """Where `verified` ends now."""

@@ -250,6 +250,7 @@ class _Fold:
         attempt = group.attempts[group.winner]
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
             due_ms = self._due_ms(group)
+            await self.state.frames.bring(attempt.places(done_only=True))
             members = self._members(attempt, self.state.frames.get)
             unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
             if unlabelled and due_ms > self.state.now_ms:
@@ -301,6 +302,7 @@ class _Fold:
 
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
+        await self.state.frames.bring(attempt.places(done_only=True))
         members = self._members(attempt, self.state.frames.get)
         known = {member.id for member in members}
         strays = sum(len(on_answer.counted) for answer, on_answer in group.feedback.items() if answer not in known)

@@ -16,20 +16,27 @@ import msgspec
 
 from infra.chain.processor import Memory
 from infra.observe.failpoint import reach
+from infra.store.snapshots import Snapshot, SnapshotDamaged, read
+from infra.store.store import Store
 from schemas.wire.sections import FindSeal
+from streams.collect.carried import facts_of, memories_in, open_parts, open_rows, snapshot_in
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 
 logger = logging.getLogger(__name__)
 
 LAYOUT = 2
+LEANING = 3  # the same without the groups that were closed before the snapshot it was made from: these are in the store
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_closing ON groups (closed_ms);
 CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS memories (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), data BLOB NOT NULL);
 """
+CACHE_KB, ADOPT_CACHE_KB = 2_000, 128_000  # of pages: SQLite's own, and for the index of a million names in no order
+TABLES = ("meta", "groups", "frames", "memories", "snapshot")
 
 _encoder = msgspec.msgpack.Encoder()
 _group_decoder = msgspec.msgpack.Decoder(Group)
@@ -47,6 +54,8 @@ class PendingFile:
         self._find_seal = find_seal
         path.parent.mkdir(parents=True, exist_ok=True)
         self.progress_offset = 0
+        self.leans = False
+        self._row = 0  # last number given to a row; a row gets a new one with every change
         self._saved_memories: dict[str, int] = {}
         self._looked_up: set[str] = set()
         self._writing = threading.Lock()  # a cancelled save writes on in its thread: closing under it would crash
@@ -71,9 +80,53 @@ class PendingFile:
         state.last_ms = meta.get("last_ms", 0)
         state.now_ms = meta.get("now_ms", 0)
         self.progress_offset = meta.get("progress_offset", 0)
+        self._number_rows(meta)
         for (data,) in self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0"):
             state.restore(_group_decoder.decode(data))
+        if self.leans:
+            there = {offset for (offset,) in self._connection.execute("SELECT offset FROM frames")}
+            state.frames.absent = {at for group in state.groups.values() for at in group.offsets()} - there
         return state
+
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot that the file was last stored as, or made from."""
+        return snapshot_in(self._connection)
+
+    def stored_as(self, snapshot: Snapshot | None) -> None:
+        """The file was stored as this snapshot: the next needs what changed after it; None: the next needs all."""
+        if snapshot is None:
+            self._execute("DELETE FROM snapshot", ())
+        else:
+            self._execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
+
+    def adopt(self, store: Store, snapshot: Snapshot) -> None:
+        """Become the snapshot, in one transaction; blocking. Raises SnapshotDamaged, StoreError, and is as before then."""
+        memories = memories_in(store, snapshot)
+        with self._writing:
+            connection = self._connection
+            connection.execute(f"PRAGMA cache_size = -{ADOPT_CACHE_KB}")
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                for table in TABLES:
+                    connection.execute(f"DELETE FROM {table}")
+                for part in open_parts(snapshot):
+                    rows = open_rows(read(store, part))
+                    connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, 0, ?)", rows)
+                connection.executemany("INSERT INTO memories VALUES (?, ?)", memories.items())
+                facts = facts_of(snapshot)
+                meta = [*facts.items(), ("rows_at", snapshot.position)]
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+                connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
+                connection.execute(f"PRAGMA user_version = {LEANING}")
+                connection.execute("COMMIT")
+            except BaseException as error:
+                connection.execute("ROLLBACK")
+                if isinstance(error, msgspec.DecodeError | KeyError | sqlite3.IntegrityError):
+                    raise SnapshotDamaged(f"snapshot {snapshot.key}: {type(error).__name__}: {error}") from error
+                raise
+            finally:
+                connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
+            self.leans = True
 
     def look_up(self, state: State, group_ids: Iterable[str]) -> None:
         """Bring closed groups that records are about to name into the state."""
@@ -83,6 +136,11 @@ class PendingFile:
                 if row is not None:
                     state.add(_group_decoder.decode(row[0]))
                     self._looked_up.add(group_id)
+
+    def put_back(self, state: State, group_id: str, data: bytes) -> None:
+        """Bring a closed group that lies elsewhere into the state, as `look_up` does."""
+        state.add(_group_decoder.decode(data))
+        self._looked_up.add(group_id)
 
     def look_up_sessions(self, state: State, sessions: Iterable[str]) -> None:
         """Bring all closed turns of these sessions into the state."""
@@ -104,7 +162,8 @@ class PendingFile:
             if group is None:
                 gone.append((group_id,))
             else:
-                groups.append((group_id, group.closed_ms, _encoder.encode(group)))
+                self._row += 1
+                groups.append((self._row, group_id, group.closed_ms, _encoder.encode(group)))
         frames = list(state.frames.unsaved.items())
         removed = [(offset,) for offset in state.frames.removed]
         memories = [
@@ -117,6 +176,8 @@ class PendingFile:
             ("last_ms", state.last_ms),
             ("now_ms", state.now_ms),
             ("progress_offset", self.progress_offset),
+            ("row", self._row),
+            ("rows_at", state.next_offset),
         ]
         await asyncio.to_thread(self._write, groups, gone, frames, removed, memories, meta, state.now_ms - keep_ms)
         self._saved_memories = {name: memory.revision for name, memory in state.memories.items()}
@@ -131,9 +192,13 @@ class PendingFile:
 
     def clear(self) -> None:
         """Forget everything, to be rebuilt from the log."""
-        with self._connection:
-            for table in ("meta", "groups", "frames", "memories"):
+        with self._writing:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for table in TABLES:
                 self._connection.execute(f"DELETE FROM {table}")
+            self._connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            self._connection.execute("COMMIT")
+            self.leans = False
 
     def close(self) -> None:
         """Close the file; what was saved stays."""
@@ -148,15 +213,27 @@ class PendingFile:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             (layout,) = connection.execute("PRAGMA user_version").fetchone()
-            if layout not in (0, LAYOUT):
-                raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT}")
+            if layout not in (0, LAYOUT, LEANING):
+                raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT} or {LEANING}")
             connection.executescript(SCHEMA)
-            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            self.leans = layout == LEANING
+            connection.execute(f"PRAGMA user_version = {layout or LAYOUT}")
             connection.execute("SELECT count(*) FROM meta").fetchone()
         except sqlite3.DatabaseError:
             connection.close()
             raise
         return connection
+
+    def _number_rows(self, meta: dict[str, int]) -> None:
+        """Go on numbering rows; where an older release wrote meanwhile, which does not, all of them are new."""
+        (last,) = self._connection.execute("SELECT max(rowid) FROM groups").fetchone()
+        self._row = max(meta.get("row", 0), last or 0)
+        if not self.leans and meta.get("rows_at") != meta.get("next_offset"):
+            self._execute("DELETE FROM snapshot", ())
+
+    def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
+        with self._writing:
+            self._connection.execute(statement, values)
 
     def _frame(self, offset: int) -> bytes:
         row = self._connection.execute("SELECT data FROM frames WHERE offset = ?", (offset,)).fetchone()
@@ -176,7 +253,9 @@ class PendingFile:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
-            connection.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?)", groups)
+            connection.executemany(
+                "INSERT OR REPLACE INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", groups
+            )
             connection.executemany("DELETE FROM groups WHERE id = ?", gone)
             connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", frames)
             connection.executemany("DELETE FROM frames WHERE offset = ?", removed)

@@ -6,16 +6,20 @@ the file of `pending.py`) changes nothing it decides.
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from infra.chain.processor import Memory
 from schemas import Block, decode, encode
 from schemas.ids import session_of
 from schemas.wire.sections import FindSeal
-from streams.collect.group import Group
+from streams.collect.group import BlockPlace, Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
+READ_AHEAD = 64  # offsets; groups close about in the order in which they came
 MEMBER_BYTES = 3 * 1024  # of a decoded header, beside its frame
+
+# Frames at these offsets, and those further ones that cost little; raises where one of the first is gone.
+Fetch = Callable[[Sequence[int], Sequence[int]], Awaitable[dict[int, bytes]]]
 
 
 class Frames:
@@ -29,6 +33,19 @@ class Frames:
         self._decoded_bytes = 0
         self.unsaved: dict[int, bytes] = {}
         self.removed: set[int] = set()
+        self.absent: set[int] = set()  # in the log alone, as their state came without them
+        self.fetch: Fetch | None = None
+
+    async def bring(self, places: Iterable[BlockPlace]) -> None:
+        """Have the blocks at these places at hand, from the log where they lie there alone, with some that follow them."""
+        lacking = {place.offset for place in places} & self.absent
+        if not lacking:
+            return
+        assert self.fetch is not None, "blocks are absent and nobody fetches them"
+        ahead = {at for one in lacking for at in range(one + 1, one + READ_AHEAD) if at in self.absent} - lacking
+        found = await self.fetch(sorted(lacking), sorted(ahead))
+        self.unsaved |= found
+        self.absent.difference_update(found)  # in place, as there may be a million
 
     def put(self, offset: int, block: Block, frame: bytes) -> None:
         """Keep a block; frame: its bytes, empty to have them made."""
@@ -51,6 +68,7 @@ class Frames:
 
     def remove(self, offset: int) -> None:
         """Forget a block that no open group needs."""
+        self.absent.discard(offset)
         if offset in self._decoded:
             self._decoded_bytes -= self._decoded.pop(offset)[1]
         if self.unsaved.pop(offset, None) is None:

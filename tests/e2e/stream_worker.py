@@ -1,6 +1,6 @@
 """A stream worker as a process, for tests that kill it.
 
-python -m tests.e2e.stream_worker BOOTSTRAP APP FOLDER [DEADLINE_S]
+python -m tests.e2e.stream_worker BOOTSTRAP APP FOLDER [DEADLINE_S [STATE]]     STATE: its own disk, by default below FOLDER
 """
 
 import asyncio
@@ -26,11 +26,11 @@ def worker_config() -> StreamsConfig:
     return StreamsConfig(
         score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),),
         verify=VerifyConfig(filter=FilterConfig(min_tokens=2)),
-        collect=CollectConfig(deadline_s=3600, difficulty=Switch(on=False)),
+        collect=CollectConfig(deadline_s=3600, difficulty=Switch(on=False), snapshot_s=1.0),
     )
 
 
-async def work(bootstrap: str, app: str, folder: Path, deadline_s: float) -> None:
+async def work(bootstrap: str, app: str, folder: Path, deadline_s: float, state: Path | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -41,7 +41,7 @@ async def work(bootstrap: str, app: str, folder: Path, deadline_s: float) -> Non
         await bus.start()
         await log.require_topics()
         role = role_of("process", floor, log, store, stop=stop)
-        await run_worker(role, worker_config(), BrokerLogin(bootstrap, access_of(floor)))
+        await run_worker(role, worker_config(), BrokerLogin(bootstrap, access_of(floor)), state_folder=state)
     finally:
         await bus.close()
 
@@ -49,8 +49,9 @@ async def work(bootstrap: str, app: str, folder: Path, deadline_s: float) -> Non
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s %(message)s")
     try:
-        bootstrap, app, folder, *deadline_s = sys.argv[1:]
-        asyncio.run(work(bootstrap, app, Path(folder), float(deadline_s[0]) if deadline_s else 20.0))
+        bootstrap, app, folder, *more = sys.argv[1:]
+        state = Path(more[1]) if len(more) > 1 else None
+        asyncio.run(work(bootstrap, app, Path(folder), float(more[0]) if more else 20.0, state))
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1

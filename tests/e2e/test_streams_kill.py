@@ -1,4 +1,7 @@
-"""Three workers, killed and rebalanced at will, on a real broker: the buffer is what one worker makes of the same input."""
+"""Three workers, killed and rebalanced at will, on a real broker: the buffer is what one worker makes of the same input.
+
+A worker that is killed takes its disk with it: the next goes on from what was stored of its partitions.
+"""
 
 import asyncio
 import os
@@ -82,11 +85,13 @@ async def opened(bootstrap: str, app: str, folder: Path) -> AsyncIterator[Log]:
 
 
 class Crew:
-    """Worker processes of one app on one folder, replaced when they are killed."""
+    """Worker processes of one app, replaced when they are killed by others with an empty disk."""
 
     def __init__(self, bootstrap: str, app: str, folder: Path, size: int) -> None:
-        self._command = [sys.executable, "-m", "tests.e2e.stream_worker", bootstrap, app, str(folder)]
-        self._output = (folder / f"{app}.log").open("ab")
+        self._command = [sys.executable, "-m", "tests.e2e.stream_worker", bootstrap, app, str(folder), "20"]
+        self._folder, self._num_disks = folder, 0
+        self.said = folder / f"{app}.log"
+        self._output = self.said.open("ab")
         self.workers = [self._start() for _ in range(size)]
 
     def replace(self, index: int, number: int, wait_s: float) -> None:
@@ -116,7 +121,9 @@ class Crew:
         self._output.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(self._command, cwd=REPOSITORY, stdout=self._output, stderr=self._output)
+        self._num_disks += 1
+        command = [*self._command, str(self._folder / f"disk-{self._num_disks}")]
+        return subprocess.Popen(command, cwd=REPOSITORY, stdout=self._output, stderr=self._output)
 
 
 @contextmanager
@@ -208,6 +215,7 @@ async def compare_with_one(
                 await feeding
                 found = await all_closed(three, workers)
                 assert workers.stop() == [0, 0, 0]
+                assert "collect_snapshot_taken" in workers.said.read_text()
             assert await contents(three) == await contents(one)
             assert compared(found) == compared(expected)
             assert len(await letters(three)) == len(await letters(one)) == num_poison

@@ -87,4 +87,5 @@ def worker(world: "World", process: Process) -> Running:
         folder = world.folder / f"worker-{index}-{process.name}"
     skew_ms = world.mixture.skew_ms
     wall_ms = lambda: world.cluster.now_ms() + skew_ms  # noqa: E731
-    return run_streams(world.scenario, world.log_of(process), LightMetrics("process"), folder, wall_ms)
+    metrics = world.metrics[process] = LightMetrics("process")
+    return run_streams(world.scenario, world.log_of(process), metrics, folder, wall_ms)

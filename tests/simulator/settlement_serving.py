@@ -109,7 +109,7 @@ def check_customers(world: World, log: Logged) -> None:
         kind
         for metrics in world.metrics.values()
         for kind, count in metrics.counters().items()
-        if kind == "spooled" and count
+        if count and kind.startswith(("spooled", "snapshots_"))
     )
 
 

@@ -23,7 +23,7 @@ MUST_BE_SEEN = {
     "BrokerUnavailable", "issued again", "superseded", "late", "missing at deadline", "Tick", "DeadLetter", "DropMarker",
     "Skip", "Rollback", "EvalResult", "promoted", "held", "pinned", "rolled_back", "/v1/chat/completions 200", "Received",
     "spooled", "reads what somebody else put there", "answers of serve", "answers of canary", "serve there at the end",
-    "canary there at the end",
+    "canary there at the end", "snapshots_written", "snapshots_taken_up", "snapshots_failed",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
+from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
 from streams.sources.source import build_sources, run_sources
@@ -25,6 +26,7 @@ from tests.simulator.network import ClientReader
 from tests.simulator.scenario import Scenario, chains
 
 COMMIT_S = 0.5
+SNAPSHOT_S, SNAPSHOT_RECORDS = 1.0, 10
 STAGE_OF = {TASKSET_RAW.name: "tasks", EXPERIENCES.name: "verify", EXPERTS.name: "verify", VERIFIED.name: "collect"}
 
 
@@ -117,7 +119,9 @@ async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Pa
         return offsets.get(Partition(log.name(VERIFIED), partition), 0)
 
     async with asyncio.TaskGroup() as tasks:
-        settings = CollectSettings(folder, rules_of(scenario.floor, scenario.streams), collect_steps)
+        settings = CollectSettings(
+            folder, rules_of(scenario.floor, scenario.streams), collect_steps, often=Often(SNAPSHOT_S, SNAPSHOT_RECORDS)
+        )
         drivers: list[tuple[Topic, WindowDriver | CollectDriver]] = [
             (TASKSET_RAW, WindowDriver("tasks", TaskStage(build_tasks(scenario.streams), log), log, metrics, tasks)),
             (EXPERIENCES, WindowDriver("verify", Verifier(verify_steps), log, metrics, tasks)),

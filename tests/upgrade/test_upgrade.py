@@ -20,7 +20,7 @@ from schemas.errors import BadFrame, ConfigError, UnknownMajor
 from schemas.records import Message
 from schemas.wire.frame import SEALED_FORMAT
 from streams.collect.group import Group
-from streams.collect.pending import LAYOUT, PendingFile
+from streams.collect.pending import LEANING, PendingFile
 from tests.upgrade.parts import PARTS, Part
 from tests.upgrade.plain import differences, plain
 from tests.upgrade.write_release import RELEASES, keep, reading
@@ -125,7 +125,7 @@ def test_a_partitions_file_of_a_later_release_is_put_aside_and_made_again_from_t
     path = tmp_path / "collect-0.sqlite"
     PendingFile(path).close()
     with sqlite3.connect(path) as file:
-        file.execute(f"PRAGMA user_version = {LAYOUT + 1}")
+        file.execute(f"PRAGMA user_version = {LEANING + 1}")
     file.close()
     pending = PendingFile(path)
     assert pending.load({}).next_offset == 0 and path.with_suffix(".damaged").exists()

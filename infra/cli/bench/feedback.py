@@ -45,7 +45,7 @@ async def _run(pending: int, joins: int, seed: int) -> dict[str, float]:
     random = np.random.default_rng(seed)
     groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(pending)]
     for group in groups:
-        await log.publish(VERIFIED, _answer(group, random))
+        await log.publish(VERIFIED, answer(group, random))
     for number in random.permutation(pending)[:joins]:
         ref = answer_id(experience_id(groups[number], 0, 0))
         await log.publish(
@@ -63,17 +63,17 @@ async def _run(pending: int, joins: int, seed: int) -> dict[str, float]:
 
 async def _measured(log: Log, records: list[Record], pending: int, folder: Path) -> dict[str, float]:
     figures: dict[str, float] = {"pending": pending, "joins": len(records) - pending}
-    collector = _collector(log, folder)
+    collector = collector_of(log, folder)
     await collector.recover(0, lambda: False)
     begin = time.process_time()
-    await _take(collector, records[:pending])
+    await take(collector, records[:pending])
     figures["answers_per_s"] = pending / (time.process_time() - begin)
     begin = time.process_time()
-    await _take(collector, records[pending:])
+    await take(collector, records[pending:])
     figures["joins_per_s"] = figures["joins"] / (time.process_time() - begin)
     collector.close()
     await asyncio.to_thread(shutil.rmtree, folder)
-    rebuilt = _collector(log, folder)
+    rebuilt = collector_of(log, folder)
     begin, wall = time.process_time(), time.perf_counter()
     await rebuilt.recover(len(records), lambda: False)
     figures["rebuild_s"] = time.process_time() - begin
@@ -83,18 +83,21 @@ async def _measured(log: Log, records: list[Record], pending: int, folder: Path)
     return figures
 
 
-async def _take(collector: Collector, records: list[Record]) -> None:
+async def take(collector: Collector, records: list[Record]) -> None:
+    """Fold them in batches, as a worker does."""
     for start in range(0, len(records), BATCH):
         await collector.take(records[start : start + BATCH])
 
 
-def _collector(log: Log, folder: Path) -> Collector:
+def collector_of(log: Log, folder: Path) -> Collector:
+    """Of the one partition, its state file in `folder`."""
     sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
     rules = Rules(deadline_ms=300_000, keep_ms=30 * DAY_MS, sources=sources)
     return Collector(log, Metrics("process"), 0, CollectSettings(folder, rules, build_collect(CONFIG)))
 
 
-def _answer(group: str, random: np.random.Generator) -> Block:
+def answer(group: str, random: np.random.Generator) -> Block:
+    """Of production, with random tokens."""
     stop = PROMPT_TOKENS + RESPONSE_TOKENS
     messages = (
         Message(role="user", content="Where is my order?"),

@@ -27,7 +27,7 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
         wait_for_card(device)
         return torch.cuda.max_memory_allocated() - before
     before = held_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
+    peak_anew()
     work()
     return _status_bytes("VmHWM") - before
 
@@ -37,6 +37,11 @@ def held_bytes() -> int:
     gc.collect()
     give_back_freed()  # else later work would take it again unseen
     return _status_bytes("VmRSS")
+
+
+def peak_anew() -> None:
+    """The most that this process has held begins anew at what it holds."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def most_bytes() -> int:

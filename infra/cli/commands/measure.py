@@ -78,6 +78,18 @@ def bench_fan_out(
     exit_with(lambda: run_fan_out(plan, as_json))
 
 
+def bench_takeover(
+    waiting: Annotated[int, typer.Option(help="Answers that wait for feedback.", min=1)] = 100_000,
+    closed: Annotated[int, typer.Option(help="Answers that were joined and closed before.", min=0)] = 100_000,
+    rebuild: Annotated[bool, typer.Option(help="Also from the log alone.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """A worker takes a partition of waiting answers over: from the state in the store, and from the log alone."""
+    from infra.cli.benches import run_takeover
+
+    exit_with(lambda: run_takeover(waiting, closed, rebuild, as_json))
+
+
 def bench_families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
     as_json: JsonOption = False,

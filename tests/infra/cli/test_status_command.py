@@ -257,3 +257,10 @@ def test_a_step_that_fails_more_often_than_it_may_is_an_alarm_that_names_it() ->
     assert alarm.startswith("process/1: verify: step raises@1 failed on 3 of 40 in the last minute; ")
     assert failures(40, 0)
     assert failures(2, 38) == []
+
+
+def test_it_says_how_much_of_what_waits_is_stored() -> None:
+    gauges = {"snapshot_bytes{partition=0}": 2_400_000.0, "snapshot_bytes{partition=3}": 100_000.0}
+    worker = Progress(role="process", instance="process/1", state="running", gauges=gauges)
+    assert "snapshots  2.5 MB of waiting answers stored by process/1" in shown(state_of((0.0, worker), now_s=1.0))
+    assert "snapshots" not in shown(state_of((0.0, progress("process")), now_s=1.0))

@@ -1,0 +1,205 @@
+"""Snapshots of what a role has folded, in the store, each with the position in the log up to which it was folded.
+
+    snapshots/<series>/parts/<position>-<hash>       compressed bytes, written first
+    snapshots/<series>/manifests/<position>-<hash>   names every part with its hash, written last
+
+A state is a function of the log below its position, so every whole snapshot of a series is a true one, whoever wrote it and
+however late; the highest position is the newest. So nobody has to be kept from writing: objects are never overwritten, and a
+writer that was overtaken adds an older snapshot, which is not taken.
+
+Guarantees: a snapshot is found whole or not at all; each part is checked against its hash when it is read; a part that
+has not changed since the snapshot before is not written again; what `prune` removes is named by no snapshot that is kept, nor
+by one that is being written at a position beyond those.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import xxhash
+import zstandard
+
+from infra.store.store import Store
+from schemas.errors import HeadraceError, NotInStore
+
+FORMAT = 1
+FOLDER = "snapshots"
+KEPT = 2  # the newest, and the one before should that be damaged
+LEVEL = 3
+# Why a snapshot is not taken: short phrases, as they become labels.
+DAMAGED, MISSING, NEWER = "damaged", "a part is missing", "written by a newer release"
+
+
+class SnapshotDamaged(HeadraceError):
+    """A part has other bytes than were written, or is gone."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One object. stored_bytes: as it lies there; num_bytes, digest: of what was given to `save`.
+
+    Example: Part(key="snapshots/app/collect-0/parts/00000000000000000981-1f", stored_bytes=812, num_bytes=4096, digest="9a")
+    """
+
+    key: str
+    stored_bytes: int
+    num_bytes: int
+    digest: str
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What a manifest says. position: of the log, everything below is in it. parts: by name. about: whatever else its role
+    says of it, in msgpack's types. key: of the manifest itself.
+
+    Example: Snapshot(series="app/collect-0", position=981, parts={"open/0": Part(...)}, about={"now_ms": 1763715600000})
+    """
+
+    series: str
+    position: int
+    parts: dict[str, Part]
+    about: dict[str, Any] = {}
+    format: int = FORMAT
+    key: str = ""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.stored_bytes for part in self.parts.values())
+
+
+class _Head(msgspec.Struct):
+    """What every release can read of a manifest."""
+
+    format: int
+
+
+Refused = Callable[[str, str], None]
+_decoder = msgspec.json.Decoder(Snapshot)
+
+
+def save(
+    store: Store,
+    series: str,
+    position: int,
+    parts: Iterable[tuple[str, bytes]],
+    about: dict[str, Any],
+    *,
+    before: Snapshot | None = None,
+    also: dict[str, Part] | None = None,
+) -> Snapshot:
+    """Write a snapshot; returns once it is stored. parts: made one after the other, so that one is in memory at a time.
+
+    before: parts that are the same as in this one are named and not written. also: parts that are there already, looked at
+    when the others are written, like `about`.
+    Raises StoreError, SnapshotDamaged where parts of an earlier snapshot have been removed meanwhile.
+    """
+    named: dict[str, Part] = {}
+    for name, data in parts:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        known = before.parts.get(name) if before is not None else None
+        if known is not None and (known.digest, known.num_bytes) == (digest, len(data)):
+            named[name] = known
+            continue
+        key = f"{_folder(series, 'parts')}{position:020d}-{digest}"
+        stored = zstandard.ZstdCompressor(level=LEVEL).compress(data)
+        store.put(key, stored)
+        named[name] = Part(key, len(stored), len(data), digest)
+    snapshot = Snapshot(series, position, {**(also or {}), **named}, about)
+    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(snapshot))
+    key = f"{_folder(series, 'manifests')}{position:020d}-{digest}"
+    snapshot = msgspec.structs.replace(snapshot, key=key)
+    store.put(key, msgspec.json.encode(snapshot))
+    if lost := missing(store, snapshot):
+        store.delete(key)
+        raise SnapshotDamaged(f"snapshot {key}: {lost} was removed while it was written")
+    return snapshot
+
+
+def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot]:
+    """Whole snapshots, newest first; refused: told the reason and a line for each that is none. Raises StoreError."""
+    for key in sorted(store.keys(_folder(series, "manifests")), reverse=True):
+        try:
+            data = store.get(key)
+            if (found := msgspec.json.decode(data, type=_Head).format) > FORMAT:
+                refused(NEWER, f"snapshot {key}: got format {found}, expected up to {FORMAT}: upgrade this role")
+                continue
+            snapshot = _decoder.decode(data)
+        except NotInStore:  # pruned meanwhile
+            continue
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            refused(DAMAGED, f"snapshot {key}: {error}")
+            continue
+        if (snapshot.series, snapshot.key) != (series, key):
+            refused(DAMAGED, f"snapshot {key}: is one of {snapshot.series} at {snapshot.key}")
+        elif lost := missing(store, snapshot):
+            refused(MISSING, f"snapshot {key}: {lost} is not there")
+        else:
+            yield snapshot
+
+
+def newest(store: Store, series: str, refused: Refused) -> Snapshot | None:
+    """The first of `candidates`."""
+    return next(candidates(store, series, refused), None)
+
+
+def read(store: Store, part: Part) -> bytes:
+    """What was given to `save`. Raises SnapshotDamaged, StoreError."""
+    try:
+        stored = store.get(part.key)
+    except NotInStore as error:
+        raise SnapshotDamaged(f"part {part.key}: it is not there") from error
+    try:
+        if (claimed := zstandard.get_frame_parameters(stored).content_size) != part.num_bytes:
+            raise SnapshotDamaged(f"part {part.key}: claims {claimed} bytes, expected {part.num_bytes}")
+        data = zstandard.ZstdDecompressor().decompress(stored)
+    except zstandard.ZstdError as error:
+        raise SnapshotDamaged(f"part {part.key}: {error}") from error
+    if (len(data), xxhash.xxh3_128_hexdigest(data)) != (part.num_bytes, part.digest):
+        raise SnapshotDamaged(f"part {part.key}: got {len(data)} other bytes, expected {part.num_bytes} as written")
+    return data
+
+
+def missing(store: Store, snapshot: Snapshot) -> str:
+    """The key of a part that is not in the store with its size, "" for none. Raises StoreError."""
+    there = set(store.keys(_folder(snapshot.series, "parts")))
+    return next((part.key for part in snapshot.parts.values() if part.key not in there), "")
+
+
+def prune(store: Store, series: str, kept: int = KEPT) -> int:
+    """Remove all but the `kept` newest whole snapshots, and parts that none of them names; how many objects. Raises StoreError.
+
+    What is written at or beyond the oldest that is kept stays: its manifest may be on the way.
+    """
+    parts = list(store.keys(_folder(series, "parts")))
+    stays = []
+    for snapshot in candidates(store, series, lambda reason, line: None):
+        stays.append(snapshot)
+        if len(stays) == kept:
+            break
+    if len(stays) < kept:
+        return 0
+    oldest = stays[-1].key.rpartition("/")[2]
+    named = {part.key for snapshot in stays for part in snapshot.parts.values()}
+    manifests = list(store.keys(_folder(series, "manifests")))
+    gone = [key for key in manifests if key.rpartition("/")[2] < oldest]
+    gone += [key for key in parts if key not in named and _position(key) < stays[-1].position]
+    for key in gone:
+        store.delete(key)
+    return len(gone)
+
+
+def remove(store: Store, snapshot: Snapshot) -> None:
+    """Remove a snapshot and its parts, which others may name: for one of another log, at a position that means nothing here.
+
+    Raises StoreError.
+    """
+    for key in (snapshot.key, *(part.key for part in snapshot.parts.values())):
+        store.delete(key)
+
+
+def _folder(series: str, kind: str) -> str:
+    return f"{FOLDER}/{series}/{kind}/"
+
+
+def _position(key: str) -> int:
+    number = key.rpartition("/")[2].partition("-")[0]
+    return int(number) if number.isdigit() else 0
