@@ -11,6 +11,8 @@ Guarantee: a group drawn in issue order, by full steps, is never older than η, 
 on what was issued and on the order within `progress`: a restart recounts it exactly.
 """
 
+from typing import Any, ClassVar
+
 import msgspec
 
 from schemas import Closure, Drawn, Issued
@@ -54,6 +56,11 @@ class OutstandingGroup(msgspec.Struct):
 class Admission:
     """What is outstanding, and what may be issued next."""
 
+    KEPT: ClassVar[dict[str, Any]] = {
+        "outstanding": dict[str, OutstandingGroup], "next_sequence": int, "version": int, "steps_at_version": int,
+        "_token": int, "_step": int,
+    }  # fmt: skip
+
     def __init__(self, limits: AdmissionLimits) -> None:
         self.limits = limits
         self.outstanding: dict[str, OutstandingGroup] = {}
@@ -88,12 +95,16 @@ class Admission:
 
     def issued(self, issued: Issued, at: float) -> None:
         """A rollout group was issued, for the first time or again; the same record twice changes nothing."""
-        self.next_sequence = max(self.next_sequence, issued.sequence + 1)
+        self.number(issued)
         group = self.outstanding.get(issued.group)
         if group is None:
             self.outstanding[issued.group] = OutstandingGroup(issued.sequence, issued.attempt, at)
         elif issued.attempt > group.attempt:
             group.attempt, group.held_at = issued.attempt, at
+
+    def number(self, issued: Issued) -> None:
+        """The number of a group is taken."""
+        self.next_sequence = max(self.next_sequence, issued.sequence + 1)
 
     def closed(self, closure: Closure) -> bool:
         """Collect closed an attempt; True if that ended the group.
