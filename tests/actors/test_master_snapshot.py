@@ -198,7 +198,7 @@ def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_
             await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(names[:2])))
             bus = TellingBus(log)
             async with running(master(Log(bus, log.app), OFTEN, store=store)):
-                await until(lambda: len(progress.of(Closure)) == 6)
+                await until(lambda: len(tasks.of(Task)) == 6)
         return [issued_of(one) for one in tasks.of(Task)], bus.begun, snapshots_in(store)
 
     issued, begun, kept = run_virtual(run())
