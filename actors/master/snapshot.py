@@ -4,8 +4,8 @@
 
 Guarantee: a master that begins with a snapshot and reads the log from its place on decides as one that read all of it. So
 none is used that is not whole, that other settings or another log made, or whose place the log has not any more: a line says
-which, and the log is read from its beginning. Two masters at once do no harm: each writes under its own lease, what lies
-below a place is what its writer had counted, and none removes what a later one wrote.
+which, and the log is read from its beginning. Two masters at once do no harm: each writes under its own lease, what was taken
+while a later one may have issued is thrown away, and none removes what a later one wrote.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from infra.observe.metrics import Metrics
 from infra.observe.release import release
 from infra.roles.identity import beginning_of
 from infra.store.store import Store
-from schemas.errors import NotInStore, StoreError
+from schemas.errors import BrokerUnavailable, NotInStore, StoreError
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS
 
 FORMAT = 1
@@ -76,7 +76,7 @@ class Snapshots:
         self._number = 0
         self._begun = ""
         self._written: list[str] = []
-        self._waiting: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(maxsize=1)
+        self._waiting: asyncio.Queue[tuple[str, Head, bytes]] = asyncio.Queue(maxsize=1)
 
     async def restored(self, make: Callable[[], Plan], policy: str) -> tuple[Plan, Places]:
         """A plan as the newest snapshot that fits has it, and where to read on; a new one, and nowhere, without one."""
@@ -118,17 +118,21 @@ class Snapshots:
             places={topic: dict(at) for topic, at in places.items()},
         )
         key = f"{self._folder}{plan.token:012d}-{self._number:06d}"
-        self._waiting.put_nowait((key, msgspec.json.encode(head) + b"\n" + packed(plan)))
+        self._waiting.put_nowait((key, head, msgspec.json.encode(head) + b"\n" + packed(plan)))
 
     async def write(self) -> None:
         """Write what is handed over, for ever; what fails is tried again with the next one."""
         while True:
-            key, data = await self._waiting.get()
+            key, head, data = await self._waiting.get()
             try:
+                # Asked behind the state: where nothing newer lies in `policies`, no later master had issued anything by then.
+                if head.places[POLICIES.name] != (await self._log.bounds(POLICIES))[1]:
+                    self._due_s = self._clock()
+                    continue
                 size = await asyncio.to_thread(self._put, key, data)
                 self._metrics.counter("snapshots", result="written").inc()
                 self._metrics.gauge("snapshot_bytes").set(size)
-            except StoreError as error:
+            except (BrokerUnavailable, StoreError) as error:
                 self._metrics.counter("snapshots", result="failed").inc()
                 _log.warning("snapshot_not_written key=%s error=%s", key, error)
 

@@ -22,15 +22,15 @@ from infra.log.memory import MemoryBus
 from infra.log.reports import lately
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
-from schemas import Closure, Drawn, Issued, Progress, Task
+from schemas import Closure, Directive, Drawn, Issued, Progress, Task
 from schemas.errors import StoreError
-from schemas.topics import PROGRESS, REPORTS, TASKS
+from schemas.topics import POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.master_life import CONFIG, METRICS, TOKEN, Life, issued_in, new_plan
 from tests.actors.rig import MASTER, Heard, explorer, load, master, memory_log, running, streams, until
 from tests.simulator.virtual_loop import run_virtual
 
 WHEN = {  # moments of reading, which differ by what else had been read by then
-    "running_ms", "_moved_ms", "_task_ms", "_trial_ms", "_stable_ms", "placing",
+    "running_ms", "_moved_ms", "_task_ms", "_trial_ms", "_stable_ms", "placing", "_early",
 }  # fmt: skip
 SETS = {"_gone", "_required", "words"}
 
@@ -248,7 +248,7 @@ def test_an_overtaken_master_removes_nothing_of_its_successor() -> None:
             writing = asyncio.create_task(made[token].write())
             for _ in range(times):
                 before = METRICS.counters().get("snapshots{result=written}", 0.0)
-                made[token].take(new_plan(token), "main", {})
+                made[token].take(new_plan(token), "main", {"policies": {0: 0}})
                 await until(lambda: METRICS.counters().get("snapshots{result=written}", 0.0) > before)  # noqa: B023
             writing.cancel()
         return snapshots_in(store)
@@ -256,6 +256,24 @@ def test_an_overtaken_master_removes_nothing_of_its_successor() -> None:
     assert [key.partition("test/")[2] for key in asyncio.run(run())] == [
         "000000000003-000006", "000000000007-000001", "000000000007-000002"
     ]  # fmt: skip
+
+
+def test_a_state_that_was_taken_while_a_later_master_may_have_issued_is_thrown_away() -> None:
+    async def run() -> int:
+        store, log = MemoryStore(), await memory_log()
+        made = Snapshots(log, store, METRICS, app="test", every_s=0.0, clock=lambda: 0.0)
+        writing = asyncio.create_task(made.write())
+        await log.publish(POLICIES, Directive(order="lease", owner="later"))
+        made.take(new_plan(), "main", {"policies": {0: 0}})
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not snapshots_in(store)
+        made.take(new_plan(), "main", {"policies": {0: 1}})
+        await until(lambda: bool(snapshots_in(store)))
+        writing.cancel()
+        return len(snapshots_in(store))
+
+    assert asyncio.run(run()) == 1
 
 
 def test_reports_are_read_from_the_last_hour_on_however_many_there_are() -> None:
