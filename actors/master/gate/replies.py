@@ -28,7 +28,7 @@ class Reply(msgspec.Struct, frozen=True):
     """One answer. failed: "" for one that is fine, else cut off, refused or out of form. words: hashes of neighbouring words,
     for the distance.
 
-    Example: Reply(num_tokens=4, failed="", words=frozenset({b"\x9f\x86\xd0\x81"}))
+    Example: Reply(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
     """
 
     num_tokens: int
