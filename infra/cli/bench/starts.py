@@ -147,10 +147,11 @@ def _store(log: Log, topic: Topic, records: list[Task] | list[Progress] | list[C
     bus = log.bus
     assert isinstance(bus, MemoryBus)
     held = list(bus.log(Partition(log.name(topic), 0)).records)
+    first = len(held)
     frames: dict[int, bytes] = {}  # the same record many times is one frame
     start_ms = wall_ms() - GAP_MS * len(records)
-    for number, record in enumerate(records, len(held)):
+    for number, record in enumerate(records, first):
         frame = frames.get(id(record)) or frames.setdefault(id(record), encode(record))
-        at_ms = start_ms + GAP_MS * (number - len(held))
+        at_ms = start_ms + GAP_MS * (number - first)
         held.append(Record(log.name(topic), 0, number, at_ms, b"", frame, kafka_headers(record)))
     bus.restore(log.name(topic), held)
