@@ -1,10 +1,11 @@
 """Reports that older writers put into `progress` are read beside those in `reports`: by whoever decides or shows from them."""
 
 import asyncio
+from functools import partial
 
 from actors.master.master import take_in
 from infra.cli.console.fold import FOLDED
-from infra.cli.newest import newest_reports
+from infra.cli.newest import newest, newest_reports
 from infra.ledger.drain import Draining, drain
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -39,7 +40,7 @@ def test_status_shows_the_roles_of_both_releases_and_each_ones_newest_report() -
             await publish_as_before(log, Progress(role="explore", instance="old", version=number))
             await log.publish(PROGRESS, Closure(group=f"a.{number}", outcome="buffered"))
             await log.publish(REPORTS, Progress(role="explore", instance="new", version=number))
-        found = [one.value for one in await newest_reports(log, 4)]
+        found = [one.value for one in await newest_reports(partial(newest, log), 4)]
         return [f"{one.instance} {one.version}" for one in found if isinstance(one, Progress)]
 
     assert sorted(asyncio.run(main())) == ["new 0", "new 1", "new 2", "old 1", "old 2"]

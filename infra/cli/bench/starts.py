@@ -11,11 +11,12 @@ adds 20 to 25 µs to each record that is read from it.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from itertools import chain
 
 from actors.config import MasterConfig
 from actors.master.master import run_master
-from infra.cli.newest import newest_reports
+from infra.cli.newest import newest, newest_reports
 from infra.ledger.audit import audit
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
@@ -83,7 +84,7 @@ async def _policies(log: Log) -> None:
 
 
 async def _status(log: Log) -> None:
-    await newest_reports(log, 2000)
+    await newest_reports(partial(newest, log), 2000)
 
 
 async def _audit(log: Log) -> None:
