@@ -223,7 +223,7 @@ class MasterConfig(Section, frozen=True):
     after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a task under
     `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead, since an
     engine cannot go back. gate: what a version must show before customers are served it. drain: the longest wait after
-    the stop.
+    the stop. snapshot_s: so often its state goes to the store, from which the next start reads on.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
@@ -245,6 +245,7 @@ class MasterConfig(Section, frozen=True):
     stop: StopRule = StopRule()
     drain: Duration = "60s"
     report_s: Seconds = 2.0
+    snapshot_s: Seconds = 300.0
 
     def __post_init__(self) -> None:
         known = sorted(one.suite for one in self.evals)

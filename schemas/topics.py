@@ -9,13 +9,14 @@ import msgspec
 
 from schemas import records
 
-Retention = Literal["keep", "forever", "compact"]
+Retention = Literal["keep", "forever", "compact", "day"]
 
 
 class Topic(msgspec.Struct, frozen=True):
     """One topic: records it may hold (class names; "Block" is the experience block), its key and its cleanup.
 
-    partitions: None takes the app's configured number, 1 gives a total order.
+    partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
+    "day" for a day, of what is of now.
 
     Example: Topic("buffer", ("Block",), key="group", partitions=1, retention="keep")
     """
@@ -38,16 +39,20 @@ VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group
 BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
 BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "forever")
-PROGRESS = Topic("progress", ("Closure", "Drawn", "Progress"), "run", 1, "keep")
+# Logs of older writers have their reports here, too: whoever reads reports reads both.
+PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
+REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
 POLICIES = Topic("policies", ("PolicyEvent", "Directive"), "policy", 1, "forever")
 DEAD_LETTERS = Topic("dead-letters", ("DeadLetter",), "original", None, "keep")
 
 ALL: tuple[Topic, ...] = (
-    TASKSET_RAW, TASKSET, TASKS, EXPERIENCES, EXPERTS, FEEDBACK, VERIFIED, BUFFER, EVALS, BATCHES, PROGRESS, POLICIES,
-    DEAD_LETTERS,
+    TASKSET_RAW, TASKSET, TASKS, EXPERIENCES, EXPERTS, FEEDBACK, VERIFIED, BUFFER, EVALS, BATCHES, PROGRESS, REPORTS,
+    POLICIES, DEAD_LETTERS,
 )  # fmt: skip
 
 MAX_FRAME_BYTES = 768 * 1024  # larger frames go to the store by content hash (claim check)
+DAY_MS = 86_400_000
+SEGMENT_MS = 3_600_000  # a broker removes whole segments: of a day's reports 25 hours are there at most
 MAX_RECORD_BYTES = 8 * 1024 * 1024  # what the broker takes: journal records of large batches
 
 
@@ -77,8 +82,10 @@ def topic_config(topic: Topic, keep_ms: int, replication: int = 0) -> dict[str, 
         "compression.type": "producer",
         "max.message.bytes": str(MAX_RECORD_BYTES),
         "cleanup.policy": "compact" if topic.retention == "compact" else "delete",
-        "retention.ms": str(keep_ms if topic.retention == "keep" else -1),
+        "retention.ms": str({"keep": keep_ms, "day": DAY_MS}.get(topic.retention, -1)),
     }
+    if topic.retention == "day":
+        config["segment.ms"] = str(SEGMENT_MS)
     if replication:
         config["min.insync.replicas"] = str(max(1, replication - 1))
     return config

@@ -20,7 +20,7 @@ from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import ends_within
 from infra.roles.role import Role
 from schemas import Progress
-from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, TASKSET_RAW, VERIFIED
+from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
 from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
@@ -138,7 +138,7 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> Non
                     await host.stop()
                     for driver in host.drivers.values():
                         await driver.finish()
-    await log.publish(PROGRESS, _progress(hosts, metrics, instance, state[0]))
+    await log.publish(REPORTS, _progress(hosts, metrics, instance, state[0]))
 
 
 def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:

@@ -1,4 +1,4 @@
-"""Around the stages of one worker: its folder, its reports to `progress`, and the watchdog that ends it when stuck."""
+"""Around the stages of one worker: its folder, its reports, and the watchdog that ends it when stuck."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from infra.roles.deadline import EXIT_STUCK
 from infra.settings.config import Floor, duration_s
 from schemas import Progress
 from schemas.errors import BrokerUnavailable
-from schemas.topics import PROGRESS
+from schemas.topics import REPORTS
 from streams.collect.credit import FeedbackRules
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
@@ -93,7 +93,7 @@ async def report(log: Log, now: Callable[[], Progress]) -> None:
     """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
     while True:
         try:
-            await log.publish(PROGRESS, now())
+            await log.publish(REPORTS, now())
         except BrokerUnavailable as error:
             end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)

@@ -24,7 +24,7 @@ from infra.roles.role import Role
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.intake import Intake, follow_buffer, follow_progress, hear_directives
+from trainer.buffer.intake import Intake, follow_buffer, follow_progress, follow_reports, hear_directives
 from trainer.config import TrainerConfig
 from trainer.health.board import Board, follow_results
 from trainer.journal.journal import Lease, take_lease
@@ -75,6 +75,7 @@ async def run_trainer(
             background = [
                 tasks.create_task(follow_buffer(log, run.supply.intake, role.metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.supply.intake)),
+                tasks.create_task(follow_reports(log, run.supply.intake)),
                 tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake)),
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]

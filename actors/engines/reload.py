@@ -139,7 +139,14 @@ class PolicyFollower:
         self.caught_up.clear()
         self._feed = PolicyFeed(self._policy, channel=self._channel)
         log, metrics = self._role.log, self._role.metrics
-        await follow(log, POLICIES, self._apply, metrics=metrics, caught_up=self.caught_up, changed=self._changed.set)
+        await follow(
+            log,
+            POLICIES,
+            self._apply,
+            metrics=metrics,
+            caught_up=self.caught_up,
+            changed=lambda at: self._changed.set(),
+        )
 
     async def load(self) -> None:
         """Bring the engine forward, one version after the other."""

@@ -45,7 +45,7 @@ from infra.store.images import ImageReader
 from infra.store.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
-from schemas.topics import PROGRESS
+from schemas.topics import REPORTS
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class _Loops(msgspec.Struct, frozen=True):
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(gateway.config.report_s):
-                await self.role.log.publish(PROGRESS, progress)
+                await self.role.log.publish(REPORTS, progress)
 
 
 async def _assembled(

@@ -11,6 +11,8 @@ Guarantee: a group drawn in issue order, by full steps, is never older than η, 
 on what was issued and on the order within `progress`: a restart recounts it exactly.
 """
 
+from typing import Any, ClassVar
+
 import msgspec
 
 from schemas import Closure, Drawn, Issued
@@ -51,8 +53,16 @@ class OutstandingGroup(msgspec.Struct):
     buffered: bool = False
 
 
+MAX_EARLY = 1024  # groups that ended before it was read that they were issued: by a master that had lost its lease
+
+
 class Admission:
     """What is outstanding, and what may be issued next."""
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "outstanding": dict[str, OutstandingGroup], "next_sequence": int, "version": int, "steps_at_version": int,
+        "_token": int, "_step": int, "_early": dict[str, bool],
+    }  # fmt: skip
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self.limits = limits
@@ -62,6 +72,7 @@ class Admission:
         self.steps_at_version = 0
         self._token = -1
         self._step = -1
+        self._early: dict[str, bool] = {}  # not known to be issued: whether the group is over, and not only buffered
 
     @property
     def room(self) -> int:
@@ -88,12 +99,20 @@ class Admission:
 
     def issued(self, issued: Issued, at: float) -> None:
         """A rollout group was issued, for the first time or again; the same record twice changes nothing."""
-        self.next_sequence = max(self.next_sequence, issued.sequence + 1)
+        self.number(issued)
         group = self.outstanding.get(issued.group)
-        if group is None:
-            self.outstanding[issued.group] = OutstandingGroup(issued.sequence, issued.attempt, at)
+        is_over = self._early.pop(issued.group, None)
+        if group is None and not is_over:
+            buffered = is_over is not None
+            self.outstanding[issued.group] = OutstandingGroup(issued.sequence, issued.attempt, at, buffered)
+        elif group is None:
+            self._early[issued.group] = True
         elif issued.attempt > group.attempt:
             group.attempt, group.held_at = issued.attempt, at
+
+    def number(self, issued: Issued) -> None:
+        """The number of a group is taken."""
+        self.next_sequence = max(self.next_sequence, issued.sequence + 1)
 
     def closed(self, closure: Closure) -> bool:
         """Collect closed an attempt; True if that ended the group.
@@ -102,6 +121,8 @@ class Admission:
         """
         group = self.outstanding.get(closure.group)
         if group is None or closure.revision > 0:
+            if not closure.revision and closure.sequence >= 0:
+                self._end_early(closure.group, closure.outcome != "buffered")
             return False
         if closure.outcome == "buffered":
             group.buffered = True
@@ -124,7 +145,17 @@ class Admission:
             same = drawn.version == self.version
             self.steps_at_version = self.steps_at_version + 1 if same else 1
             self.version = drawn.version
-        return sum(self.outstanding.pop(group, None) is not None for group in (*drawn.groups, *drawn.dropped))
+        groups = (*drawn.groups, *drawn.dropped)
+        for group in groups:
+            if group in self._early:
+                self._early[group] = True
+        return sum(self.outstanding.pop(group, None) is not None for group in groups)
+
+    def _end_early(self, group: str, is_over: bool) -> None:
+        """A group that is not outstanding: it is over already, or was never read to be issued."""
+        self._early[group] = self._early.pop(group, False) or is_over
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
 
     def held(self, group: str, attempt: int, at: float) -> None:
         """An explorer says that it runs this attempt, or waits with it; an older attempt than the newest counts for nothing."""

@@ -11,6 +11,7 @@ number.
 
 from collections.abc import Iterable, Sequence
 from math import comb, fsum
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -72,6 +73,8 @@ class Request(msgspec.Struct):
 class EvalBook:
     """Every request of a run and its answers; `num_tasks` of a request is set when all of it is issued."""
 
+    KEPT: ClassVar[dict[str, Any]] = {"requests": dict[tuple[str, int], Request]}
+
     def __init__(self, suites: Sequence[EvalSuite], *, policy: str) -> None:
         self.suites = {suite.suite: suite for suite in suites}
         self._policy = policy
@@ -88,6 +91,13 @@ class EvalBook:
             if suite not in self._newest or self._newest[suite].version < version:
                 self._newest[suite] = request
         return request
+
+    def put_back(self) -> None:
+        """What follows from `requests`, which are those of an earlier life: what is open is issued as a whole again."""
+        self._open = {key: request for key, request in self.requests.items() if request.open}
+        for request in self.requests.values():
+            request.num_tasks, request.tasks = 0, ""
+        self._newest = {suite: request for (suite, _), request in sorted(self.requests.items(), key=lambda one: one[0])}
 
     def issued(self, issued: Issued, at: float) -> None:
         """One task of a request was issued; the same record twice changes nothing."""

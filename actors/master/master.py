@@ -1,36 +1,42 @@
 """The master: issues groups as fast as learning can take them, issues again what was not finished, and asks for evals.
 
     taskset ─────┐                            ┌──> tasks      groups, re-issues, eval tasks
-    progress ────┤ follow ─> Plan ── decide ─>┤
-    policies ────┤  (state)                   ├──> evals      results
-    evals ───────┘                            └──> progress   report, every few seconds
+    progress ────┤                            │
+    reports ─────┤ follow ─> Plan ── decide ─>┼──> evals      results
+    policies ────┤  (state)    │              │
+    evals ───────┘             v              └──> reports    report, every few seconds
+                     Snapshots (store)
 
 Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
-broker before the next decision; a restart recounts everything from the log, so nothing is issued twice under one
-attempt and no result is published twice. A second master takes the lease and the first one ends; what it still issues
-meanwhile are attempts of their own numbers, never the same ids with other content.
+broker before the next decision; a restart goes on from a snapshot (`actors.master.snapshot`), or recounts everything from the
+log, so nothing is issued twice under one attempt and no result is published twice. A second master takes the lease and the
+first one ends; what it still issues meanwhile are attempts of their own numbers, never the same ids with other content.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from actors.config import MasterConfig
 from actors.master.decisions import NOTHING, Decisions
 from actors.master.gate.guard import Breach
-from actors.master.plan import Plan
+from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
+from actors.master.snapshot import Places, Snapshots
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow, readable
+from infra.log.reports import lately
 from infra.observe.alarms import raised
 from infra.observe.metrics import Metrics
 from infra.roles.role import Role, run_until
 from infra.settings.config import duration_s
-from schemas import Block, Closure, Directive, Drawn, EvalResult, MasterState, PolicyEvent, Progress, Task
+from schemas import Block, Closure, Directive, Drawn, EvalResult, Issued, MasterState, PolicyEvent, Progress, Task
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange, StoreError, UnknownMajor
 from schemas.fields import CANARY_MISSING
-from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS, TASKSET
+from schemas.topics import EVALS, POLICIES, PROGRESS, REPORTS, TASKS, TASKSET
 
 _log = logging.getLogger(__name__)
 
@@ -44,34 +50,71 @@ async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event 
     log, metrics, floor = role.log, role.metrics, role.floor
     # First the lease, then the count: what the master before this one issued until then is counted.
     lease = await log.publish(POLICIES, Directive(order="lease", owner=role.instance))
-    plan = Plan(config, floor.pacing, policy=floor.policy.name, token=lease.offset)
-    await _recount(log, plan, metrics)
-    decide = _decide(log, plan, metrics, finish)
+    policy, clock = floor.policy.name, asyncio.get_running_loop().time
+    snapshots = Snapshots(log, role.store, metrics, app=floor.app, every_s=config.snapshot_s, clock=clock)
+    plan, places = await snapshots.restored(
+        lambda: Plan(config, floor.pacing, policy=policy, token=lease.offset), policy
+    )
+    starts = {**places, TASKS.name: await _recount(log, plan, metrics, places.get(TASKS.name))}
+    starts[REPORTS.name] = later(await lately(log), places.get(REPORTS.name, {}))
+    decide = _decide(log, plan, metrics, finish, starts, lambda at: snapshots.take(plan, policy, at))
     report = _report(role, plan, config.report_s)
-    await run_until(role.stop, decide, report, _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000)))
+    prune = _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000))
+    await run_until(role.stop, decide, report, snapshots.write(), prune)
 
 
-async def _recount(log: Log, plan: Plan, metrics: Metrics) -> None:
-    """All that was ever issued."""
-    async for message in log.read_all(TASKS):
+def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """Of two places in a topic the later one, by partition."""
+    return {part: max(at, other.get(part, 0)) for part, at in one.items()}
+
+
+async def _recount(log: Log, plan: Plan, metrics: Metrics, since: Mapping[int, int] | None) -> Mapping[int, int]:
+    """All that was issued, ever or since a snapshot was made; returns where that ends."""
+    begins, ends = await log.bounds(TASKS)
+    since_ = None if since is None else {part: since.get(part, begin) for part, begin in begins.items()}
+    issued: list[Issued] = []
+    async for message in log.scan(TASKS, since_ or "beginning", ends):
         if readable(message, TASKS, metrics) and isinstance(message.value, Task) and message.value.issued is not None:
-            plan.issued(message.value.issued)
+            if since_ is None:
+                plan.issued(message.value.issued)
+            else:
+                issued.append(message.value.issued)
             plan.tick(message.timestamp_ms)
+    plan.issued_since(issued)
     _log.info("recounted next_sequence=%d", plan.admission.next_sequence)
+    return ends
 
 
-async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event | None) -> None:
-    """Read, wait until all of the past is read, then decide after every change."""
+async def _decide(
+    log: Log,
+    plan: Plan,
+    metrics: Metrics,
+    finish: asyncio.Event | None,
+    starts: Places,
+    settled: Callable[[Places], None],
+) -> None:
+    """Read from `starts`, wait until all of the past is read, then decide after every change.
+
+    settled: called whenever all that was decided is in the log, with where what is counted ends.
+    """
     wake = asyncio.Event()
     caught_up: list[asyncio.Event] = []
+    places = {topic: dict(at) for topic, at in starts.items()}
 
     def apply(message: LogMessage) -> None:
-        _apply(plan, metrics, message)
+        take_in(plan, metrics, message)
+
+    def read(topic: str, at: dict[int, int]) -> None:
+        places.setdefault(topic, {}).update(at)
+        wake.set()
 
     async with asyncio.TaskGroup() as followers:
-        for topic in (TASKSET, POLICIES, EVALS, PROGRESS):
+        for topic in (TASKSET, POLICIES, EVALS, PROGRESS, REPORTS, TASKS):
             caught_up.append(asyncio.Event())
-            loop = follow(log, topic, apply, metrics=metrics, caught_up=caught_up[-1], changed=wake.set)
+            loop = follow(
+                log, topic, apply, metrics=metrics, caught_up=caught_up[-1], changed=partial(read, topic.name),
+                starts=starts.get(topic.name, "beginning"),
+            )  # fmt: skip
             followers.create_task(loop)
         for event in caught_up:
             await event.wait()
@@ -80,15 +123,19 @@ async def _decide(log: Log, plan: Plan, metrics: Metrics, finish: asyncio.Event 
             if finish is not None and finish.is_set():
                 plan.finish()
             await _act(log, plan, metrics)
+            settled({name: at for name, at in places.items() if name != TASKSET.name})
             await wake.wait()
             wake.clear()
 
 
-def _apply(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
-    """Give one record to the plan."""
+def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
+    """Give a record of any topic to the plan."""
     plan.tick(message.timestamp_ms)
     record = message.value
-    if isinstance(record, Task):
+    if isinstance(record, Task) and record.issued is not None:
+        if record.issued.attempt // ATTEMPTS_PER_LEASE != plan.token:  # our own were counted when they were decided
+            plan.issued_since([record.issued])
+    elif isinstance(record, Task):
         plan.task(record)
     elif isinstance(record, Closure):
         plan.closure(record, message.timestamp_ms)
@@ -175,7 +222,7 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
         metrics.gauge("tasks").set(len(plan.book.tasks))
         metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
         await role.log.publish(
-            PROGRESS,
+            REPORTS,
             Progress(
                 role="master",
                 instance=role.instance,

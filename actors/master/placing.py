@@ -5,6 +5,7 @@ clock, task or client. What it does not know costs balance and nothing else: a t
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,6 +23,10 @@ class _Explorer(msgspec.Struct):
 
 class Placing:
     """Explorers by instance, and the groups that run, by the explorer that has them."""
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "_explorers": dict[str, _Explorer], "_groups": dict[str, tuple[str, int]], "_load": dict[str, int], "_turn": int
+    }  # fmt: skip
 
     def __init__(self) -> None:
         self._explorers: dict[str, _Explorer] = {}

@@ -7,19 +7,18 @@ is starting or gone makes nothing overdue; for the stop rule the time during whi
 recounted from the log at a restart, except how long groups have been waiting: that begins anew.
 """
 
-import hashlib
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable
+from typing import Any, ClassVar
 
 from actors.config import MasterConfig
 from actors.master.admission import Admission, AdmissionLimits
-from actors.master.curriculum import choose
 from actors.master.decisions import Decisions, EvalRequest
 from actors.master.evaluation import EvalBook, parse_eval_group
 from actors.master.gate.gate import Gate
 from actors.master.issue import evaluation, rollout, round_of
 from actors.master.placing import Placing
-from actors.master.taskbook import Pool, TaskBook
+from actors.master.taskbook import TaskBook, digest_of
 from infra.policies.policy_feed import PolicyFeed
 from infra.roles.absence import Absence
 from infra.settings.config import Pacing, duration_s
@@ -47,6 +46,13 @@ class Plan:
     token: of this master's lease. Attempts are numbered from it, so a master that was overtaken and did not notice yet
     issues other attempts than its successor, and collect keeps the first that completes.
     """
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "drained_by": str, "paused": bool, "drain_offset": int, "clock_ms": int, "active_s": float, "running_ms": int,
+        "_explorer_ms": int | None, "_canary_ms": int | None, "_task_ms": int, "_moved_ms": int, "_begun_any": bool,
+        "_stopped_ms": int | None, "_reached": bool,
+    }  # fmt: skip
+    PARTS: ClassVar[tuple[str, ...]] = ("book", "feed", "evals", "gate", "admission", "placing")
 
     def __init__(self, config: MasterConfig, pacing: Pacing, *, policy: str, token: int = 0) -> None:
         self.config = config
@@ -110,6 +116,22 @@ class Plan:
         self.admission.issued(issued, self.active_s)
         self.book.issued(task_of(issued.group), round_of(issued.group))
         self._begun_any = True
+
+    def issued_since(self, records: Iterable[Issued]) -> None:
+        """Records of `tasks` behind what was counted: all of it was issued later, by this master, or by one it overtook.
+
+        A group that was known and is not outstanding has ended, and stays so; its number is taken.
+        """
+        for issued, is_new in [(one, self._is_new(one)) for one in records]:
+            if is_new:
+                self.issued(issued)
+            else:
+                self.admission.number(issued)
+
+    def _is_new(self, issued: Issued) -> bool:
+        if parse_eval_group(issued.group) is not None or issued.group in self.admission.outstanding:
+            return True
+        return round_of(issued.group) >= self.book.next_round(task_of(issued.group))
 
     def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
         """A Closure of `progress`; True if it ended an outstanding group."""
@@ -193,6 +215,12 @@ class Plan:
         """An operator asked for the end: as if the stop rule held."""
         self._finish = True
 
+    def put_back(self) -> None:
+        """What follows from a state that was kept: see `actors.master.kept`."""
+        self.evals.put_back()
+        if not self._ended:
+            self._stopped_ms = None  # the life before was ended by an operator
+
     # ---- what follows from it
 
     @property
@@ -263,7 +291,7 @@ class Plan:
             room = min(room, self.config.stop.groups - self.admission.next_sequence)
         new: list[Task] = []
         for _ in range(room):
-            task = self._chosen(pool, self.admission.next_sequence + len(new))
+            task = self.book.chosen(pool, self.config, self.admission.next_sequence + len(new))
             if task is None:
                 break
             new.append(
@@ -316,7 +344,7 @@ class Plan:
         tasks = self._suite_tasks(suite)
         missing = [index for index in range(len(tasks)) if index not in issued]
         issuing = tuple(self._eval(suite, version, index, self._first_attempt) for index in missing)
-        return EvalRequest(suite, version, issuing, len(tasks), _digest(tasks) if tasks else "")
+        return EvalRequest(suite, version, issuing, len(tasks), digest_of(tasks) if tasks else "")
 
     @property
     def _first_attempt(self) -> int:
@@ -340,19 +368,6 @@ class Plan:
         limit_ms = duration_s(self.config.drain) * 1000 * factor
         return self._stopped_ms is not None and self.clock_ms - self._stopped_ms >= limit_ms
 
-    def _chosen(self, pool: Pool, sequence: int) -> Task | None:
-        index = choose(
-            self.config.curriculum,
-            priorities=pool.priorities,
-            success=lambda index: self.book.success(pool.tasks[index].id),
-            seed=self.config.seed,
-            sequence=sequence,
-            ramp_groups=self.config.ramp_groups,
-            floor=self.config.floor,
-            cap=self.config.cap,
-        )
-        return None if index is None else pool.tasks[index]
-
     def _eval(self, suite: str, version: int, index: int, attempt: int) -> Task:
         task = self._suite_tasks(suite)[index]
         return evaluation(
@@ -375,8 +390,3 @@ class Plan:
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []
         return tasks[:wanted]
-
-
-def _digest(tasks: Sequence[Task]) -> str:
-    """Which tasks these are, in their order."""
-    return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

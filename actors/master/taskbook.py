@@ -1,8 +1,13 @@
 """The task book: the tasks there are, how often each was issued, how well it goes. State without clock or client."""
 
+import hashlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
 import msgspec
 
-from actors.master.curriculum import running_sum, smoothed
+from actors.config import MasterConfig
+from actors.master.curriculum import choose, running_sum, smoothed
 from schemas import Task
 from schemas.ids import task_of
 
@@ -20,6 +25,8 @@ class Pool(msgspec.Struct, frozen=True):
 class TaskBook:
     """Tasks by id and by split, with the next round and the success rate of each."""
 
+    KEPT: ClassVar[dict[str, Any]] = {"_rounds": dict[str, int], "_success": dict[str, float], "_num_rated": int}
+
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}
         self._rounds: dict[str, int] = {}
@@ -27,6 +34,7 @@ class TaskBook:
         self._ordered: dict[str, list[Task]] = {}
         self._pools: dict[str, Pool] = {}
         self._num_rated = 0
+        self._num_ordered = 0  # rated when they were last put in order
 
     def add(self, task: Task) -> None:
         """A task was added to the taskset, or replaced there by one of the same id."""
@@ -46,13 +54,27 @@ class TaskBook:
     def pool(self, split: str, *, measured: bool = False) -> Pool:
         """What the curriculum draws from. measured: tasks without a difficulty of their own are placed by their success
         rates, put in order anew now and then."""
-        if measured and self._num_rated >= max(_RESORT, len(self.tasks) // 10):
-            self._num_rated = 0
+        if measured and self._num_rated - self._num_ordered >= max(_RESORT, len(self.tasks) // 10):
+            self._num_ordered = self._num_rated
             self._pools.pop(split, None)
         if split not in self._pools:
             tasks = sorted(self.of_split(split), key=lambda task: self._difficulty(task, measured=measured))
             self._pools[split] = Pool(tasks, running_sum(task.priority for task in tasks))
         return self._pools[split]
+
+    def chosen(self, pool: Pool, config: MasterConfig, sequence: int) -> Task | None:
+        """The task for the group of this `sequence`, None where every task has priority 0."""
+        index = choose(
+            config.curriculum,
+            priorities=pool.priorities,
+            success=lambda index: self.success(pool.tasks[index].id),
+            seed=config.seed,
+            sequence=sequence,
+            ramp_groups=config.ramp_groups,
+            floor=config.floor,
+            cap=config.cap,
+        )
+        return None if index is None else pool.tasks[index]
 
     def issued(self, task: str, round: int) -> None:
         """Round `round` of a task was issued."""
@@ -77,3 +99,8 @@ class TaskBook:
         rate = self._success.get(task.id) if measured else None
         own = MIDDLE_DIFFICULTY if rate is None else 1.0 - rate
         return (own if task.difficulty is None else task.difficulty, task.id)
+
+
+def digest_of(tasks: Sequence[Task]) -> str:
+    """Which tasks these are, in their order."""
+    return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

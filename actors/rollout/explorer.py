@@ -34,7 +34,7 @@ from infra.store.images import ImageReader
 from schemas import Progress, Task
 from schemas.fields import GROUP_OVER, VERSION_PASSED, Life
 from schemas.reports import MAX_HELD
-from schemas.topics import PROGRESS, TASKS
+from schemas.topics import PROGRESS, REPORTS, TASKS
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ async def run_explorer(
         images=ImageReader(role.store),
     )
     scheduler = Scheduler(max_episodes=config.episodes_in_flight)
-    await log.publish(PROGRESS, Progress(role="explore", instance=role.instance, state="loading", life="starting"))
+    await log.publish(REPORTS, Progress(role="explore", instance=role.instance, state="loading", life="starting"))
     await engine.start()
     if started is not None:
         started()
@@ -85,7 +85,7 @@ async def run_explorer(
             _report(runtime, scheduler, follower, reader),
             _drain(scheduler, config.drain_s, role.stop, halt),
         )
-        await log.publish(PROGRESS, _progress(runtime, "stopped", "ended"))
+        await log.publish(REPORTS, _progress(runtime, "stopped", "ended"))
     finally:
         await engine.close()
 
@@ -209,7 +209,7 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
             holds=holds,
             partitions={TASKS.name: tuple(sorted(one.index for one in reader.positions()))},
         )
-        await runtime.role.log.publish(PROGRESS, told)
+        await runtime.role.log.publish(REPORTS, told)
         await asyncio.sleep(runtime.config.report_s)
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import getpass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from infra.cli.connect import reading, store_of
-from infra.cli.newest import newest
+from infra.cli.newest import newest, newest_reports
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.cli.trace import index_of
@@ -19,7 +20,7 @@ from infra.settings.config import duration_s
 from infra.store.seal import FRESH_S, Keys
 from schemas import Batch, Progress, Saved
 from schemas.errors import ConfigError
-from schemas.topics import BATCHES, POLICIES, PROGRESS
+from schemas.topics import BATCHES, POLICIES
 
 LAST_RECORDS = 200
 LATELY_MS = 30_000
@@ -92,7 +93,7 @@ async def trains(log: Log) -> bool:
     """Whether a trainer has reported lately, by the broker's clock."""
     (order,) = await newest(log, POLICIES, 1)  # our own word
     ended: dict[str, bool] = {}
-    for message in await newest(log, PROGRESS, LAST_RECORDS):
+    for message in await newest_reports(partial(newest, log), LAST_RECORDS):
         one = message.value
         if isinstance(one, Progress) and one.role == "train" and order.timestamp_ms - message.timestamp_ms < LATELY_MS:
             ended[one.instance] = one.life == "ended"

@@ -6,7 +6,8 @@ from contextlib import aclosing
 import msgspec
 
 from infra.log.log import Log, LogMessage
-from schemas.topics import Topic
+from schemas import Progress
+from schemas.topics import PROGRESS, REPORTS, Topic
 
 # A topic, how many of its newest records, and their kind ("" for any) → those of the kind, oldest first.
 Newest = Callable[[Topic, int, str], Awaitable[list[LogMessage]]]
@@ -15,6 +16,12 @@ Newest = Callable[[Topic, int, str], Awaitable[list[LogMessage]]]
 async def newest(log: Log, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
     """The `last` newest records, oldest first; kind: those of one kind among them, the others are not decoded."""
     return (await newest_and_next(log, topic, last, kind))[0]
+
+
+async def newest_reports(look: Newest, last: int) -> list[LogMessage]:
+    """The `last` newest of `reports`, and the reports among the `last` newest of `progress`, where older writers put them."""
+    old = [one for one in await look(PROGRESS, last, "progress") if isinstance(one.value, Progress)]
+    return sorted([*old, *await look(REPORTS, last, "")], key=lambda message: message.timestamp_ms)
 
 
 async def newest_and_next(log: Log, topic: Topic, last: int, kind: str = "") -> tuple[list[LogMessage], dict[int, int]]:

@@ -26,7 +26,7 @@ from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
-from schemas.topics import PROGRESS
+from schemas.topics import REPORTS
 from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
     )
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
-            await log.publish(PROGRESS, ended)
+            await log.publish(REPORTS, ended)
     except (HeadraceError, ValueError) as error:
         logger.warning("end_not_told error=%s", error)
 

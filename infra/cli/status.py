@@ -14,7 +14,7 @@ from rich.table import Table
 
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
-from infra.cli.newest import Newest, newest
+from infra.cli.newest import Newest, newest, newest_reports
 from infra.cli.settings import load_settings
 from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
@@ -62,7 +62,7 @@ async def read_status(
     """
     look = look or partial(newest, log)
     reports: dict[str, Reports] = {}
-    for message in await look(topics.PROGRESS, RECENT, ""):
+    for message in await newest_reports(look, RECENT):
         if isinstance(message.value, Progress):
             reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
     instances = [role_state(one, now_s) for one in reports.values()]

@@ -8,7 +8,7 @@ buffer to be drawn stay there, and production traffic is not stopped by it.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -17,7 +17,7 @@ from infra.ledger.account import Account
 from infra.ledger.audit import audit
 from infra.log.log import Log
 from schemas import Directive, Progress
-from schemas.topics import POLICIES, PROGRESS
+from schemas.topics import POLICIES, PROGRESS, REPORTS, Topic
 
 AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
@@ -40,12 +40,12 @@ OnDraining = Callable[[Draining], None]
 
 async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
     """Drain and account for everything; what is still on its way when the time is up is in the account."""
-    heard_from = await log.bus.end_offsets(log.name(PROGRESS))
+    heard_from = {topic: (await log.bounds(topic))[1] for topic in (REPORTS, PROGRESS)}
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await _master_drained(log, min(heard_from.values()), order.offset, on_draining)
+            await _master_drained(log, heard_from, order.offset, on_draining)
     except TimeoutError:
         return await audit(log, run)
     again_s = AGAIN_S
@@ -63,9 +63,22 @@ async def go_on(log: Log, owner: str) -> None:
     await log.publish(POLICIES, Directive(order="continue", owner=owner))
 
 
-async def _master_drained(log: Log, start: int, told: int, on_draining: OnDraining) -> None:
-    """Until a master that has read the word at offset `told` reports that nothing is outstanding."""
-    async with aclosing(log.tail(PROGRESS, {0: start})) as messages:
+async def _master_drained(
+    log: Log, starts: Mapping[Topic, Mapping[int, int]], told: int, on_draining: OnDraining
+) -> None:
+    """Until a master that has read the word at offset `told` reports, in one of these topics, that nothing is outstanding."""
+    hearing = [asyncio.ensure_future(_hear_drained(log, topic, at, told, on_draining)) for topic, at in starts.items()]
+    try:
+        heard, _ = await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
+        for one in heard:
+            one.result()
+    finally:
+        for one in hearing:
+            one.cancel()
+
+
+async def _hear_drained(log: Log, topic: Topic, start: Mapping[int, int], told: int, on_draining: OnDraining) -> None:
+    async with aclosing(log.tail(topic, start)) as messages:
         async for message in messages:
             report = message.value
             if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:

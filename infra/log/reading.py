@@ -1,4 +1,4 @@
-"""Following a topic from its beginning: every record once, in the order of its partition, until cancelled.
+"""Following a topic: every record once, in the order of its partition, until cancelled.
 
 Loss: what does not decode is counted and logged, never passed over in silence; a record of a newer major stops the
 role.
@@ -6,7 +6,8 @@ role.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
@@ -24,24 +25,24 @@ async def follow(
     *,
     metrics: Metrics,
     caught_up: asyncio.Event,
-    changed: Callable[[], None],
+    changed: Callable[[dict[int, int]], None],
+    starts: Mapping[int, int] | Literal["beginning"] = "beginning",
 ) -> None:
-    """Call `apply` for every record and `changed` after every batch.
+    """Call `apply` for every record and `changed` after every batch, with where the next one begins, by partition.
 
     caught_up: set once all is read that was there at the call. Ends only by cancellation or an error of the log.
     """
     ends = await log.bus.end_offsets(log.name(topic))
-    reader = await log.assigned(topic, "beginning")
+    reader = await log.assigned(topic, starts)
     try:
         while True:
             for message in await log.read(reader, timeout_s=_POLL_S if caught_up.is_set() else 0.05):
                 if readable(message, topic, metrics):
                     apply(message)
-            if not caught_up.is_set():
-                positions = reader.positions()
-                if all(positions.get(partition, 0) >= end for partition, end in ends.items()):
-                    caught_up.set()
-            changed()
+            positions = reader.positions()
+            if all(positions.get(partition, 0) >= end for partition, end in ends.items()):
+                caught_up.set()
+            changed({partition.index: offset for partition, offset in positions.items()})
     finally:
         await reader.close()
 

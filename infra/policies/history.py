@@ -5,6 +5,7 @@ the log, counts for nothing. A version counts as its first event says; an orphan
 """
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,6 +14,8 @@ from schemas import PolicyEvent
 
 class LeaseFence:
     """Which trainer's word holds, from the events of one policy in log order. token: of the newest lease, -1 before one."""
+
+    KEPT: ClassVar[dict[str, Any]] = {"token": int}
 
     def __init__(self) -> None:
         self.token = -1

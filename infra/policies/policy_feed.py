@@ -5,6 +5,7 @@ stable channel, which may be pinned or rolled back; the version an evaluation wa
 """
 
 from collections.abc import Collection
+from typing import Any, ClassVar
 
 from infra.policies.channel import Stable, fenced, moved
 from infra.policies.history import LeaseFence
@@ -16,8 +17,11 @@ _CARRIES_WEIGHTS = ("published", "rolled_back")
 
 class PolicyFeed:
     """Version events of one policy in log order. channel: once the stable channel has a version, what a channel serves is
-    wanted and nothing else; of the candidate channel everything.
+    wanted and nothing else; of the candidate channel everything. KEPT, PARTS: see `actors.master.kept`.
     """
+
+    KEPT: ClassVar[dict[str, Any]] = {"stable": Stable, "events": dict[int, PolicyEvent], "newest": int}
+    PARTS: ClassVar[tuple[str, ...]] = ("_fence",)
 
     def __init__(self, policy: str, *, channel: Channel = "candidate") -> None:
         self._policy = policy

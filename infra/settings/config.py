@@ -144,7 +144,8 @@ class StoreConfig(Section, frozen=True):
 
 
 class Keep(Section, frozen=True):
-    """[keep]. replay: how far back replay and audit reach; sets every retention and every pruning.
+    """[keep]. replay: how far back replay and audit reach; sets every retention and every pruning, but
+    that of reports, which stay for a day.
 
     Example: Keep(replay="30d")
     """

@@ -100,9 +100,11 @@ def explorer(
     )
 
 
-def master(log: Log, config: MasterConfig = MASTER, pacing: Pacing = PACING) -> asyncio.Task[None]:
+def master(
+    log: Log, config: MasterConfig = MASTER, pacing: Pacing = PACING, *, store: Store | None = None
+) -> asyncio.Task[None]:
     floor = msgspec.structs.replace(FLOOR, pacing=pacing)
-    return asyncio.create_task(run_master(role_of("master", floor, log, MemoryStore()), config))
+    return asyncio.create_task(run_master(role_of("master", floor, log, store or MemoryStore()), config))
 
 
 class Heard:

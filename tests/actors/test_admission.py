@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.master.admission import Admission, AdmissionLimits, OutstandingGroup
+from actors.master.admission import MAX_EARLY, Admission, AdmissionLimits, OutstandingGroup
 from schemas import Closure, Drawn, Issued
 
 
@@ -325,3 +325,27 @@ def test_a_restart_recounts_what_the_live_master_knew(limits: AdmissionLimits, a
     assert again.outstanding == world.master.outstanding
     assert again.next_sequence == world.master.next_sequence
     assert again.min_version() == world.master.min_version()
+
+
+def test_a_group_whose_end_is_read_before_its_issue_is_not_outstanding_and_its_number_is_taken() -> None:
+    early = admission()
+    early.closed(closure(0, "dropped"))
+    early.closed(closure(1, "buffered"))
+    early.drawn(drawn(0, 0, 1))
+    early.closed(closure(2, "buffered"))
+    for sequence in range(4):
+        early.issued(issued(sequence), 0.0)
+        early.issued(issued(sequence), 0.0)
+    assert {name: one.buffered for name, one in early.outstanding.items()} == {"task.2": True, "task.3": False}
+    assert early.next_sequence == 4
+
+
+def test_of_ends_without_an_issue_no_more_than_so_many_are_remembered_and_none_of_production() -> None:
+    one = admission()
+    one.closed(Closure(group="hr-1.0", outcome="dropped", lane="live"))
+    for sequence in range(MAX_EARLY + 3):
+        one.closed(closure(sequence, "dropped"))
+    one.issued(Issued(group="hr-1.0", attempt=0, num_episodes=1, max_tokens=1), 0.0)
+    for sequence in range(5):
+        one.issued(issued(sequence), 0.0)
+    assert sorted(one.outstanding) == ["hr-1.0", "task.0", "task.1", "task.2"]

@@ -17,7 +17,7 @@ from infra.observe.metrics import Metrics
 from infra.roles.absence import MISSING_S, Absence
 from schemas import PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel
-from schemas.topics import POLICIES, PROGRESS
+from schemas.topics import POLICIES, REPORTS
 from tests.actors.gateway.gateway_rig import serving
 from tests.actors.rig import MASTER, Heard, master, running, until
 from tests.simulator.virtual_loop import VirtualLoop
@@ -50,7 +50,7 @@ def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_
     async def check() -> None:
         log = Log(MemoryBus(lambda: round(loop.time() * 1000)), "test")
         await log.create_topics(partitions=1, keep_ms=-1)
-        heard = Heard(log, PROGRESS)
+        heard = Heard(log, REPORTS)
 
         async def missing() -> bool:
             await asyncio.sleep(1.0)
@@ -68,7 +68,7 @@ def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_
             assert "version 5 is on trial and no canary has been heard of for" in alarm
             assert "start headrace serve --channel canary" in alarm and "headrace promote or rollback" in alarm
             assert caplog.text.count("canary_missing trial=5") == 1
-            await log.publish(PROGRESS, Progress(role="serve", instance="serve/1", is_canary=True))
+            await log.publish(REPORTS, Progress(role="serve", instance="serve/1", is_canary=True))
             await asyncio.sleep(2.0)
             assert not await missing() and await alarms(log, loop.time()) == []
             await asyncio.sleep(LATEST_S)
@@ -97,7 +97,7 @@ def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_
         watching = asyncio.create_task(canary.watch())
 
         async def told() -> list[str]:
-            await log.publish(PROGRESS, Progress(role="serve", instance="serve/1", gauges=metrics.gauges()))
+            await log.publish(REPORTS, Progress(role="serve", instance="serve/1", gauges=metrics.gauges()))
             return await alarms(log, loop.time())
 
         await asyncio.sleep(MISSING_S / 2)
@@ -119,7 +119,7 @@ def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_
 def test_a_gateway_reports_whether_it_is_a_canary(tmp_path: Path, channel: Channel) -> None:
     async def check() -> None:
         async with serving(tmp_path, channel=channel, report_s=0.05) as served:
-            heard = Heard(served.log, PROGRESS)
+            heard = Heard(served.log, REPORTS)
             async with running(asyncio.create_task(heard.listen())):
                 await until(lambda: bool(heard.of(Progress)), seconds=60)
             assert heard.of(Progress)[0].is_canary == (channel == "canary")

@@ -21,7 +21,7 @@ from infra.settings.config import Use
 from infra.store.store import Store
 from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
 from schemas.ids import group_of
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, TASKS, VERIFIED
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED
 from tests.actors.rig import EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, task, until
 
 
@@ -334,7 +334,7 @@ def test_progress_tells_what_the_explorer_did(tmp_path: Path) -> None:
     async def run() -> Progress:
         store = folder_store(tmp_path)
         log = await memory_log()
-        progress = Heard(log, PROGRESS)
+        progress = Heard(log, REPORTS)
         async with running(explorer(log, store, ScriptedEngine()), *listening(progress)):
             await until(lambda: bool(progress.records))
             await log.publish(TASKS, issue("add"))

@@ -18,7 +18,7 @@ from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS, Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
-from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, TASKS
+from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.rig import (
     MASTER,
     PACING,
@@ -130,14 +130,15 @@ def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
         log = await memory_log()
         await load(log, dev=3)
         config = replace(MASTER, evals=(SUITE,), eval_lead=0)
-        tasks, evals, progress = Heard(log, TASKS), Heard(log, EVALS), Heard(log, PROGRESS)
+        tasks, evals = Heard(log, TASKS), Heard(log, EVALS)
+        progress, reports = Heard(log, PROGRESS), Heard(log, REPORTS)
         roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
-        async with running(*roles, *listening(tasks, evals, progress)):
+        async with running(*roles, *listening(tasks, evals, progress, reports)):
             async with running(master(log, config)):
                 await until(lambda: bool(evals.of(EvalResult)) and len(issued_in(tasks)) == 4 + 3)
-            before = len(progress.records)
+            before = len(reports.records)
             async with running(master(log, config)):
-                await until(lambda: any(isinstance(one, Progress) for one in progress.records[before + 20 :]))
+                await until(lambda: len(reports.records) > before + 20)
                 groups = [one.group for one in issued_in(tasks) if not one.suite]
                 await until(lambda: len(progress.of(Closure)) == 4)
                 await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(groups[:2])))
@@ -155,7 +156,7 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
         log = await memory_log()
         await load(log, dev=3)
         config = replace(MASTER, evals=(SUITE,), stop=StopRule(versions=5), eval_lead=2, drain="1500ms")
-        evals, heard, progress = Heard(log, EVALS), Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+        evals, heard, progress = Heard(log, EVALS), Heard(log, EXPERIENCES), Heard(log, REPORTS)
 
         def correct(experience: Experience) -> bool:
             return experience.max_version >= 2
@@ -185,7 +186,7 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
     async def run() -> list[Issued]:
         log = await memory_log()
         await load(log)
-        tasks, progress = Heard(log, TASKS), Heard(log, PROGRESS)
+        tasks, progress = Heard(log, TASKS), Heard(log, REPORTS)
         async with running(master(log, replace(MASTER, first_version=1)), *listening(tasks, progress)):
             await until(lambda: any(one.gauges.get("tasks") == 4 for one in progress.of(Progress)))
             assert not tasks.records
@@ -218,7 +219,7 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
 
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
-        policies, progress = Heard(log, POLICIES), Heard(log, PROGRESS)
+        policies, progress = Heard(log, POLICIES), Heard(log, REPORTS)
         config = replace(MASTER, gate=GateConfig(guard=GateGuardConfig(), people=PeopleConfig(block="1ms")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):

@@ -226,7 +226,7 @@ async def until_drained(log: Log, limit_s: float) -> bool:
     """Whether the master says so in time."""
     started_s = time.time()
     async with asyncio.timeout(limit_s):
-        async for message in log.read_all(topics.PROGRESS, until_end=False):
+        async for message in log.read_all(topics.REPORTS, until_end=False):
             report = message.value
             role: Mapping[str, object] = {"role": getattr(report, "role", ""), "state": getattr(report, "state", "")}
             if role == {"role": "master", "state": "done"} and message.timestamp_ms / 1000 >= started_s:

@@ -12,7 +12,7 @@ from infra.log.memory import MemoryBus
 from infra.settings.config import Pacing
 from schemas import MasterState, PolicyEvent, Progress
 from schemas.fields import Life, MasterPhase
-from schemas.topics import POLICIES, PROGRESS
+from schemas.topics import POLICIES, REPORTS
 from tests.actors.rig import MASTER, until
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
@@ -73,10 +73,10 @@ def test_a_drain_ends_with_the_masters_own_word_and_not_with_its_gauges(numbers:
             None,
             MasterState(state="draining", outstanding=2, drained_to=0),
         ]
-        await log.publish_all(PROGRESS, [report(master=one) for one in told])
+        await log.publish_all(REPORTS, [report(master=one) for one in told])
         await until(lambda: bool(seen))
         assert not draining.done()
-        await log.publish(PROGRESS, report(master=MasterState(state="drained", drained_to=0)))
+        await log.publish(REPORTS, report(master=MasterState(state="drained", drained_to=0)))
         await draining
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.roles.deadline import EXIT_STUCK
 from schemas import Block, DeadLetter, Progress, encode
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, REPORTS, VERIFIED
 from schemas.wire.frame import SEALED_FORMAT
 from streams.stages.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_UNKNOWN_MAJOR
 from tests.streams.collect.collecting import answer, block
@@ -136,7 +136,7 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
         process = worker(kafka, app_name, tmp_path)
         try:
             async with asyncio.timeout(60):
-                async for message in log.read_all(PROGRESS, until_end=False):
+                async for message in log.read_all(REPORTS, until_end=False):
                     if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
                         break
             process.terminate()
@@ -144,7 +144,7 @@ def test_a_worker_reports_itself_and_stops_cleanly(kafka: str, app_name: str, tm
             assert code == 0
         finally:
             process.kill()
-        reports = [message.value async for message in log.read_all(PROGRESS)]
+        reports = [message.value async for message in log.read_all(REPORTS)]
         await log.bus.close()
         return [one for one in reports if isinstance(one, Progress)]
 
@@ -164,7 +164,7 @@ def test_a_worker_whose_broker_falls_silent_ends_by_itself(app_name: str, tmp_pa
         async def feed() -> None:
             log = await prepared(broker.bootstrap, app_name)
             async with asyncio.timeout(60):
-                async for message in log.read_all(PROGRESS, until_end=False):
+                async for message in log.read_all(REPORTS, until_end=False):
                     if isinstance(message.value, Progress) and message.value.partitions.get("collect"):
                         break
             for group in range(200):

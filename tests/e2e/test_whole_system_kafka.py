@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 HEARD = (
     topics.TASKSET, topics.EXPERIENCES, topics.VERIFIED, topics.BUFFER, topics.BATCHES, topics.EVALS, topics.PROGRESS,
-    topics.POLICIES, topics.DEAD_LETTERS,
+    topics.REPORTS, topics.POLICIES, topics.DEAD_LETTERS,
 )  # fmt: skip
 LANES = {"usual", "expert", "human"}
 
@@ -205,7 +205,7 @@ def answers_were_judged(flow: Flow) -> None:
         score.version for one in flow.experiences(topics.VERIFIED) for score in one.scores if score.name == "quality"
     }
     assert models == {"1+quality-0"}
-    counted = {name for one in flow.of(topics.PROGRESS, Progress) if one.role == "process" for name in one.counters}
+    counted = {name for one in flow.of(topics.REPORTS, Progress) if one.role == "process" for name in one.counters}
     assert any("scores_absent" in name and "away" in name and "judge unavailable" in name for name in counted)
 
 
@@ -228,7 +228,7 @@ def batches_were_trained(flow: Flow) -> None:
         usual = [item.advantage for item in batch.items if item.lane == "usual"]
         assert abs(sum(usual)) < 1e-3 < max(usual)
         assert {item.weight for item in batch.items if item.lane != "expert"} == {1.0}
-    *_, told = [one.gauges for one in flow.of(topics.PROGRESS, Progress) if one.role == "train"]
+    *_, told = [one.gauges for one in flow.of(topics.REPORTS, Progress) if one.role == "train"]
     assert told["critic/value_loss"] > 0.0 and told["mismatch_abs_max_run"] < 1e-4
     assert {span.version for one in flow.sampled for span in one.spans} >= {0, 1}
     assert {one.suite for one in flow.of(topics.EVALS, EvalResult)} == {"dev"}

@@ -86,6 +86,8 @@ class ClientStore:
         raise Killed
 
     def _check(self, key: str, data: bytes) -> None:
+        if key.startswith("masters/"):
+            self._watch.snapshots[key] = data
         if not key.startswith("policies/"):
             return
         try:

@@ -215,6 +215,11 @@ class ClientBus:
             self.cluster.watcher.asked_end(self.process, partition, end)
         return ends
 
+    async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
+        """See Bus."""
+        await self.hop()
+        return await self.cluster.offsets_at(topic, timestamp_ms)
+
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """See Bus."""
         await self.hop()

@@ -96,6 +96,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             enough=self.enough,
             max_tokens=3,
             report_s=1.5,
+            snapshot_s=2.0,
             first_version=1 if self.warmup else 0,
             drain="300s",
             eval_lead=1,

@@ -14,6 +14,7 @@ from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
 from tests.simulator.scenario import DEADLINE_S, SESSION_S, WINDOW_S
 from tests.simulator.settlement_serving import settle_serving
+from tests.simulator.settlement_snapshots import settle_snapshots
 from tests.simulator.watch import content_of
 from tests.simulator.world import World
 from trainer.batch.assemble import train_items
@@ -33,6 +34,7 @@ def settle(world: World) -> None:
     check_letters(world, log)
     check_logprobs(world, log)
     settle_serving(world, log)
+    settle_snapshots(world, log)
 
 
 Logged = dict[str, list[tuple[Any, Any]]]

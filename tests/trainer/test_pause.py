@@ -62,7 +62,7 @@ def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_
 async def said_paused(log: Log) -> None:
     """Until the trainer has reported it."""
     async with asyncio.timeout(60):
-        async for message in log.read_all(topics.PROGRESS, until_end=False):
+        async for message in log.read_all(topics.REPORTS, until_end=False):
             if isinstance(message.value, Progress) and message.value.state == "paused":
                 return
 

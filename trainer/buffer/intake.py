@@ -2,6 +2,7 @@
 
     buffer ────> Intake.buffer (candidates)  ─┐
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
+    reports ───> whether more groups come     │
     policies ──> FencedOut, Intake.paused,    ─┘
                  Intake.must_forget
 
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from infra.log.log import Log, LogMessage
+from infra.log.reports import lately
 from infra.observe.metrics import Metrics
 from infra.store.seal import FRESH_S
 from schemas import Block, Closure, Directive, Progress, topics
@@ -134,7 +136,15 @@ async def follow_progress(log: Log, intake: Intake) -> None:
             if isinstance(message.value, Closure):
                 intake.take_closure(message.value)
                 intake.changed.set()
-            elif isinstance(message.value, Progress):
+            elif isinstance(message.value, Progress):  # of an older writer
+                intake.take_report(message.value)
+
+
+async def follow_reports(log: Log, intake: Intake) -> None:
+    """Read reports for ever, from the last hour on: of the master's the newest counts."""
+    async with aclosing(log.tail(topics.REPORTS, await lately(log))) as messages:
+        async for message in messages:
+            if isinstance(message.value, Progress):
                 intake.take_report(message.value)
 
 

@@ -95,7 +95,7 @@ async def publish_progress(log: Log, report: TrainerReport, version: int) -> Non
         state=report.state,
         life=report.life,
     )
-    await log.publish(topics.PROGRESS, progress)
+    await log.publish(topics.REPORTS, progress)
 
 
 class Stopwatch:

@@ -11,6 +11,7 @@ nothing twice.
 """
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -43,6 +44,12 @@ class GateDecision(msgspec.Struct, frozen=True):
 
 class Gate:
     """What is known of candidates and of the stable channel."""
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "_results": dict[int, dict[str, EvalResult]], "_decided": int, "_required": set[str], "_since": int,
+        "_refused": str, "_before": int, "stable": Stable,
+    }  # fmt: skip
+    PARTS: ClassVar[tuple[str, ...]] = ("people", "_replies")
 
     def __init__(self, config: GateConfig, *, policy: str, token: int = 0) -> None:
         self._config = config

@@ -5,6 +5,7 @@ what is revised later counts with the next block.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 from actors.config import GateConfig
 from actors.master.gate import guard, trial
@@ -22,6 +23,9 @@ MOST = 0.8  # share of the people that is almost everybody
 
 class People:
     """Ratings, and since when the channel has not moved."""
+
+    KEPT: ClassVar[dict[str, Any]] = {"_now_ms": int, "_trial_ms": int, "_stable_ms": int, "_gone": set[int]}
+    PARTS: ClassVar[tuple[str, ...]] = ("ratings",)
 
     def __init__(self, config: GateConfig) -> None:
         self.ratings = Ratings(config.people)

@@ -15,6 +15,7 @@ stands as it is; of each of `MAX_TRIALS` trials and `MAX_DAYS` days `MAX_VOICES`
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -67,20 +68,22 @@ class RatedAnswer(msgspec.Struct):
     counts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
-class Voices:
-    """People of one trial or one day, by a hash the same ones in whatever order they come."""
+class Voices(msgspec.Struct):
+    """People of one trial or one day, by a hash the same ones in whatever order they come.
 
-    def __init__(self) -> None:
-        self._known: dict[str, Voice] = {}
-        self._place = 2**64  # who lies below it is kept
-        self.counts = [0, 0, 0, 0]
+    _bits: who lies below 2 ** _bits is kept.
+    """
+
+    _known: dict[str, Voice] = {}
+    _bits: int = 64
+    counts: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0, 0])
 
     def __iter__(self) -> Iterator[Voice]:
         return (voice for voice in self._known.values() if voice.bad is not None)
 
     def speak(self, person: str, voice: Voice) -> None:
         """What a person thinks of an answer now; of their answers the first one counts."""
-        if place_of_person(person) >= self._place:
+        if place_of_person(person) >= 2**self._bits:
             return
         known = self._known.get(person)
         if known is None and voice.bad is None:
@@ -88,12 +91,17 @@ class Voices:
         if known is None or (voice.answered_ms, voice.group) <= (known.answered_ms, known.group):
             self._known[person] = voice
         while len(self._known) > MAX_VOICES:
-            self._place //= 2
-            self._known = {one: kept for one, kept in self._known.items() if place_of_person(one) < self._place}
+            self._bits -= 1
+            self._known = {one: kept for one, kept in self._known.items() if place_of_person(one) < 2**self._bits}
 
 
 class Ratings:
     """Counts what closures and gateways tell."""
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "_answers": dict[str, RatedAnswer], "_trials": dict[int, Voices], "_days": dict[int, Voices],
+        "_served": dict[tuple[str, Arm], Answered],
+    }  # fmt: skip
 
     def __init__(self, config: PeopleConfig | None = None) -> None:
         self._config = config or PeopleConfig()

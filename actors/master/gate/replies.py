@@ -9,7 +9,9 @@ that prompts are independent of each other; nothing is assumed of how long answe
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,18 +21,19 @@ from schemas import Experience
 
 QUESTIONS = 4  # longer, shorter, failed more often, too far away
 
-Prompt = tuple[tuple[str, str], ...]
+Prompt = bytes  # a hash: nothing that a customer wrote is kept
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One answer. failed: "" for one that is fine, else cut off, refused or out of form. words: for the distance.
+    """One answer. failed: "" for one that is fine, else cut off, refused or out of form. words: hashes of neighbouring words,
+    for the distance.
 
-    Example: Reply(num_tokens=4, failed="", words=frozenset({("the", "answer")}))
+    Example: Reply(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
     """
 
     num_tokens: int
     failed: str
-    words: frozenset[tuple[str, str]]
+    words: frozenset[bytes]
 
 
 Pair = tuple[Reply, Reply]  # the candidate's answer, and the stable version's
@@ -38,6 +41,8 @@ Pair = tuple[Reply, Reply]  # the candidate's answer, and the stable version's
 
 class Replies:
     """Answers by version and prompt, as evals of the suite bring them back. One answer per prompt counts, the last."""
+
+    KEPT: ClassVar[dict[str, Any]] = {"_known": dict[int, dict[Prompt, Reply]]}
 
     def __init__(self, config: GateReplies) -> None:
         self._config = config
@@ -48,7 +53,7 @@ class Replies:
     def take(self, experience: Experience) -> None:
         """An answer came back; those of other suites change nothing."""
         if experience.suite == self._config.suite and experience.last and experience.messages:
-            prompt = tuple((one.role, one.content) for one in experience.messages[:-1])
+            prompt = hashed([part for one in experience.messages[:-1] for part in (one.role, one.content)])
             self._known.setdefault(experience.max_version, {})[prompt] = self._reply(experience)
 
     def forget(self, versions: Iterable[int]) -> None:
@@ -100,7 +105,7 @@ class Replies:
             failed = "refused"
         elif self._form is not None and self._form.fullmatch(text.strip()) is None:
             failed = "out of form"
-        return Reply(num_tokens=experience.num_sampled, failed=failed, words=word_pairs(text))
+        return Reply(num_tokens=experience.num_sampled, failed=failed, words=frozenset(map(hashed, word_pairs(text))))
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, float]:
@@ -135,6 +140,11 @@ def word_pairs(text: str) -> frozenset[tuple[str, str]]:
     return frozenset(pairwise(words))
 
 
-def jaccard(one: frozenset[tuple[str, str]], other: frozenset[tuple[str, str]]) -> float:
+def hashed(texts: Iterable[str]) -> bytes:
+    """Some texts in their order, as 16 bytes."""
+    return blake2b(msgspec.msgpack.encode(list(texts)), digest_size=16).digest()
+
+
+def jaccard(one: frozenset[Any], other: frozenset[Any]) -> float:
     """Jaccard's distance: 0 for equal sets, 1 for sets without a common member."""
     return 1.0 - len(one & other) / len(one | other)

@@ -40,8 +40,8 @@ from schemas.topics import Topic
 
 # What a group goes through, in order.
 FOLDED = (
-    topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.BATCHES,
-    topics.POLICIES, topics.DEAD_LETTERS,
+    topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
+    topics.BATCHES, topics.POLICIES, topics.DEAD_LETTERS,
 )  # fmt: skip
 MAX_RECORDS = 2000
 MARK = "re-delivered"  # stage of a letter that says another was delivered again
@@ -111,7 +111,7 @@ class Folder:
                 self._decided(found)
             elif topic is topics.BUFFER:
                 self._buffered(found)
-            elif topic is topics.PROGRESS:
+            elif topic in (topics.PROGRESS, topics.REPORTS):
                 self._progress(found)
             elif topic is topics.BATCHES:
                 self._journaled(found)

@@ -125,5 +125,5 @@ async def follow_log(log: Log, watch: Watch, *, until_end: bool = False) -> None
                     return
 
     async with asyncio.TaskGroup() as tasks:
-        for topic in (topics.PROGRESS, topics.POLICIES, topics.EVALS, topics.EXPERIENCES):
+        for topic in (topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.EVALS, topics.EXPERIENCES):
             tasks.create_task(follow(topic))

@@ -21,7 +21,7 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Closure, PolicyEvent, Progress
-from schemas.topics import POLICIES, PROGRESS
+from schemas.topics import POLICIES, PROGRESS, REPORTS
 from streams.collect.decision import trial_of
 from tests.actors.gateway.gateway_rig import Served, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded, serves
@@ -116,7 +116,7 @@ def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_sa
 
             told_of: set[tuple[int, int]] = set()
             async with asyncio.timeout(60):
-                async for message in stable.log.read_all(PROGRESS, until_end=False):
+                async for message in stable.log.read_all(REPORTS, until_end=False):
                     report = message.value
                     answered = report.answered if isinstance(report, Progress) else ()
                     told_of |= {(one.version, one.trial) for one in answered if one.answers}

@@ -12,7 +12,7 @@ from actors.gateway.config import GatewayConfig
 from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.log.memory import MemoryBus
 from schemas import Answered, Client, Progress
-from schemas.topics import PROGRESS
+from schemas.topics import REPORTS
 from tests.actors.gateway.gateway_rig import engine, serving
 
 
@@ -92,7 +92,7 @@ def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(
             clients = (Client(client=key.split("-")[1], sessions=4, failed=1, refused=1),)
             wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
             async with asyncio.timeout(60):
-                async for message in served.log.read_all(PROGRESS, until_end=False):
+                async for message in served.log.read_all(REPORTS, until_end=False):
                     if isinstance(message.value, Progress) and message.value.answered == wanted:
                         break
 
@@ -112,7 +112,7 @@ def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tm
                 async with served.http(key) as http:
                     answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
                 assert answer.status_code == 503
-        reports = [m.value async for m in served.log.read_all(PROGRESS) if isinstance(m.value, Progress)]
+        reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
         clients = (Client(client=key.split("-")[1], sessions=1, failed=1),)
         assert reports[-1].answered == (Answered(version=0, answers=1, failed=1, clients=clients),)
 

@@ -48,6 +48,7 @@ from schemas.topics import (
     MAX_FRAME_BYTES,
     POLICIES,
     PROGRESS,
+    REPORTS,
     TASKS,
     TASKSET,
     VERIFIED,
@@ -102,7 +103,7 @@ KEYS: list[tuple[Topic, Control | Block, bytes]] = [
     (POLICIES, PolicyEvent(event="lease", policy="main"), b"main"),
     (BATCHES, Fence(run="demo", token=1), b"demo"),
     (PROGRESS, Closure(group=GROUP, outcome="buffered"), b""),
-    (PROGRESS, Progress(role="explore", instance="explore-0/1"), b"explore-0/1"),
+    (REPORTS, Progress(role="explore", instance="explore-0/1"), b"explore-0/1"),
     (DEAD_LETTERS, DeadLetter(topic="tasks", partition=0, offset=0, stage="s", reason="r", key=b"\xff"), b"\xff"),
 ]
 
@@ -385,11 +386,11 @@ def test_a_tail_goes_on_where_a_scan_of_the_same_bounds_ends() -> None:
     async def main() -> None:
         log = await progress_log()
         for number in range(3):
-            await log.publish(PROGRESS, Progress(role="train", instance=f"t/{number}"))
-        _, ends = await log.bounds(PROGRESS)
-        await log.publish(PROGRESS, Progress(role="train", instance="t/3"))
-        scanned = [message.offset async for message in log.scan(PROGRESS, "beginning", ends)]
-        async with aclosing(log.tail(PROGRESS, ends)) as messages:
+            await log.publish(REPORTS, Progress(role="train", instance=f"t/{number}"))
+        _, ends = await log.bounds(REPORTS)
+        await log.publish(REPORTS, Progress(role="train", instance="t/3"))
+        scanned = [message.offset async for message in log.scan(REPORTS, "beginning", ends)]
+        async with aclosing(log.tail(REPORTS, ends)) as messages:
             assert (scanned, (await anext(messages)).offset) == ([0, 1, 2], 3)
 
     asyncio.run(main())

@@ -95,7 +95,7 @@ async def fill(log: Log) -> None:
             role="train", instance="train/1", version=version, state="learning", counters={"steps": 2.0 * version},
             gauges={"reward_mean": 0.1 * version, "live/entropy": 1.0 / (version + 1), "live/k3": 0.02, "grad_norm": 2.0},
         )  # fmt: skip
-        await publish(topics.PROGRESS, report)
+        await publish(topics.REPORTS, report)
         for task in range(6):
             block = Block((of_suite(version, task),))
             await publish(topics.EXPERIENCES, block)

@@ -175,7 +175,7 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
         [
             (topics.POLICIES, PolicyEvent(event="published", policy="main", version=4)),
             (topics.EVALS, EvalResult(policy="main", version=4, suite="dev", num_tasks=10, num_correct=9)),
-            *((topics.PROGRESS, one) for one in told),
+            *((topics.REPORTS, one) for one in told),
         ],
     )
     shown = printed(config, "status", "--check")

@@ -40,7 +40,7 @@ def state_of(
         log = Log(MemoryBus(clock), "t")
         await log.create_topics(partitions=2, keep_ms=-1)
         homes = {
-            Progress: topics.PROGRESS, PolicyEvent: topics.POLICIES, EvalResult: topics.EVALS, Directive: topics.POLICIES
+            Progress: topics.REPORTS, PolicyEvent: topics.POLICIES, EvalResult: topics.EVALS, Directive: topics.POLICIES
         }  # fmt: skip
         for at_s, event in events:
             clock.now_ms = START_MS + int(at_s * 1000)
@@ -162,7 +162,7 @@ def test_lag_is_what_a_group_has_yet_to_commit_and_too_much_is_an_alarm() -> Non
         reader = await log.subscribed(topics.VERIFIED, group="collect")
         for index in (0, 1, 1):
             await log.publish(topics.VERIFIED, Tick(partition=index, due_ms=0))
-        await log.publish(topics.PROGRESS, progress("process"))
+        await log.publish(topics.REPORTS, progress("process"))
         state = await read_status(log, now_s=time.time(), max_lag=2)
         assert state["lags"]["verified"] == 3 and state["lags"]["tasks"] is None
         assert state["alarms"] == ["verified: 3 records wait, expected at most 2"]

@@ -253,7 +253,7 @@ async def waited(
     if trained:
         await log.publish(topics.BATCHES, batch(7, "usual-6.0-0-0"))
     for progress in trainers:
-        await log.publish(topics.PROGRESS, progress)
+        await log.publish(topics.REPORTS, progress)
     await tell(log, TENANT, USER, secret=b"s", owner="ops")
     waiting = asyncio.create_task(first_checkpoint(log, "t", wait_s, known_s=0.0))
     for _ in range(200):  # on the memory bus every step of it is one turn of the loop

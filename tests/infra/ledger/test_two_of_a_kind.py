@@ -16,7 +16,7 @@ from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from schemas import Block, Closure, Directive, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
-from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS, VERIFIED
+from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.rules import Rules
 from tests.actors.acting import reissues, rollouts
@@ -64,7 +64,7 @@ def test_a_second_master_takes_the_lease_and_the_first_ends() -> None:
     async def main() -> None:
         log = await memory_log()
         await load(log)
-        heard = Heard(log, PROGRESS)
+        heard = Heard(log, REPORTS)
         listening = asyncio.create_task(heard.listen())
         first = master(log)
         async with running(listening):

@@ -1,0 +1,23 @@
+"""Where roles report of themselves, and how far back that is read.
+
+A report is of now, so whoever begins reads the last hour of them, however many there are: by the broker's clock, counted from
+the newest. Writers of before put them into `progress`, which a reader of that topic meets there.
+"""
+
+from infra.log.log import Log
+from schemas.topics import REPORTS
+
+LATELY_MS = 3_600_000
+
+
+async def lately(log: Log, within_ms: int = LATELY_MS) -> dict[int, int]:
+    """Where to begin in `reports`, by partition: at the first within that time of the newest; at the end where none is kept."""
+    name = log.name(REPORTS)
+    begins, ends = await log.bounds(REPORTS)
+    starts = dict(ends)
+    for index, end in ends.items():
+        newest = await log.at(REPORTS, index, [end - 1])
+        if newest:
+            since = await log.bus.offsets_at(name, newest[end - 1].timestamp_ms - within_ms)
+            starts[index] = max([begins[index], *(offset for at, offset in since.items() if at.index == index)])
+    return starts

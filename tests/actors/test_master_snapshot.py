@@ -1,0 +1,296 @@
+"""A master that begins with a snapshot decides as one that read all of the log."""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from actors.engines.scripted import ScriptedEngine
+from actors.master.kept import packed, put_back
+from actors.master.plan import Plan
+from actors.master.snapshot import FORMAT, Head, Snapshots, Unfit, opened, require_reach, shaping, summed
+from actors.rollout.waiting import issued_of
+from infra.log.bus import Partition, Reader
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.log.reports import lately
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
+from schemas import Closure, Directive, Drawn, Issued, Progress, Task
+from schemas.errors import StoreError
+from schemas.topics import POLICIES, PROGRESS, REPORTS, TASKS
+from tests.actors.master_life import CONFIG, METRICS, TOKEN, Life, issued_in, new_plan
+from tests.actors.rig import MASTER, Heard, explorer, load, master, memory_log, running, streams, until
+from tests.simulator.virtual_loop import run_virtual
+
+WHEN = {  # moments of reading, which differ by what else had been read by then
+    "running_ms", "_moved_ms", "_task_ms", "_trial_ms", "_stable_ms", "placing", "_early",
+}  # fmt: skip
+SETS = {"_gone", "_required", "words"}
+
+
+def state_of(plan: Plan) -> dict[str, object]:
+    found: dict[str, object] = msgspec.msgpack.decode(packed(plan), strict=False)
+    return without(found)
+
+
+def without(found: dict[str, object]) -> dict[str, object]:
+    if "attempts" in found and (found["missed"] or found["result"]):
+        return {"missed": found["missed"]}  # a request that has ended
+    return {name: plain(name, value) for name, value in found.items() if name not in WHEN}
+
+
+def plain(name: object, value: object) -> object:
+    """Without the order of sets."""
+    if isinstance(value, dict):
+        return without(value)
+    return sorted(value) if name in SETS and isinstance(value, list) else value
+
+
+def from_snapshot(life: Life, data: bytes, at: dict[str, int], token: int) -> Plan:
+    """A master that begins with the state and reads each topic from its place on, `tasks` first."""
+    plan = new_plan(token)
+    put_back(plan, data)
+    plan.put_back()
+    tasks = life.topics[TASKS.name][at[TASKS.name] :]
+    plan.issued_since([issued_in(message) for message in tasks])
+    for message in tasks:
+        plan.tick(message.timestamp_ms)
+    left = {id(message) for name, stored in life.topics.items() for message in stored[at[name] :]}
+    life.give(plan, [one for one in life.order if id(one) in left or one.record.topic == "taskset"])
+    return plan
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    happened=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 10**6)), min_size=20, max_size=160),
+    share=st.floats(0.0, 1.0),
+    late=st.integers(0, 4),
+)
+def test_a_master_from_a_snapshot_decides_as_one_that_read_everything(
+    happened: list[tuple[int, int]], share: float, late: int
+) -> None:
+    life = Life()
+    cut = int(share * len(happened))
+    for what, number in happened[:cut]:
+        life.happen(what, number)
+    data = packed(life.plan)
+    # Its own tasks may not have been read back yet: `late` of them are read once more.
+    at = {name: len(stored) for name, stored in life.topics.items()}
+    at[TASKS.name] = max(0, at[TASKS.name] - late)
+    for what, number in happened[cut:]:
+        life.happen(what, number)
+    life.now_ms += 120_000
+    life.write(REPORTS, Progress(role="master", instance="m"))
+    token = TOKEN + len(life.topics["policies"])
+    read, begun = life.read_anew(token), from_snapshot(life, data, at, token)
+    assert state_of(begun) == state_of(read)
+    assert begun.decide() == read.decide()
+    assert begun.state == read.state
+
+
+def stored(life: Life, *, policy: str = "main", log: str = "9f") -> bytes:
+    head = Head(
+        format=FORMAT, shaping=shaping(CONFIG, policy), log=log, release="0", clock_ms=1, places={"tasks": {0: 3}}
+    )  # fmt: skip
+    return summed(msgspec.json.encode(head) + b"\n" + packed(life.plan))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda data: data[:-1], "damaged"),
+        (lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "damaged"),
+        (lambda data: b"", "damaged"),
+        (lambda data: resummed(data.replace(b'"format":1', b'"format":2')), "of format 2, this release reads 1"),
+        (lambda data: resummed(data.replace(b'"log":"9f"', b'"log":"3a"')), "of the log 3a, this is 9f"),
+        (lambda data: resummed(data.replace(b'"shaping":"', b'"shaping":"0')), "have changed since"),
+        (lambda data: resummed(data[:-20]), "not read"),
+        (lambda data: resummed(data.partition(b"\n{")[0] + b"\n{}"), "format"),
+    ],
+)
+def test_a_snapshot_that_is_not_whole_or_of_others_is_refused_in_a_line_that_says_which(
+    change: Callable[[bytes], bytes], why: str
+) -> None:
+    data = stored(Life())
+    assert opened(data, new_plan(), "main", "9f").places == {"tasks": {0: 3}}
+    with pytest.raises(Unfit, match=re.escape(why)):
+        opened(change(data), new_plan(), "main", "9f")
+
+
+def resummed(data: bytes) -> bytes:
+    rest = data.partition(b"\n")[2]
+    return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
+
+
+def test_other_gates_suites_and_stop_rules_count_the_log_otherwise_and_sampling_does_not() -> None:
+    same = [replace(CONFIG, temperature=0.5), replace(CONFIG, report_s=9.0, snapshot_s=1.0, eval_lead=7)]
+    others = [
+        replace(CONFIG, evals=CONFIG.evals[:1], gate=replace(CONFIG.gate, replies=None)),
+        replace(CONFIG, first_version=3),
+    ]
+    assert {shaping(one, "main") for one in same} == {shaping(CONFIG, "main")}
+    assert len({shaping(one, "main") for one in (CONFIG, *others)} | {shaping(CONFIG, "other")}) == 4
+
+
+def test_a_state_that_lacks_a_part_is_refused_whole() -> None:
+    found = msgspec.msgpack.decode(packed(Life().plan), type=dict[str, msgspec.Raw])
+    del found["admission"]
+    with pytest.raises(ValueError, match="Plan: 'admission' is not there"):
+        put_back(new_plan(), msgspec.msgpack.encode(found))
+
+
+@pytest.mark.parametrize(
+    ("places", "fits"),
+    [({0: 5}, True), ({0: 9}, True), ({0: 4}, False), ({0: 10}, False), ({}, False)],
+)
+def test_the_log_must_hold_all_that_lies_behind_a_snapshot(places: dict[int, int], fits: bool) -> None:
+    bounds = {"progress": ({0: 5}, {0: 9})}
+    if fits:
+        require_reach({"progress": places}, bounds)
+    else:
+        with pytest.raises(Unfit, match="the log holds 5 to 9"):
+            require_reach({"progress": places}, bounds)
+
+
+class TellingBus(MemoryBus):
+    """The shared bus as a process sees it that tells where its readers began."""
+
+    def __init__(self, shared: Log) -> None:
+        super().__init__()
+        self.__dict__.update(shared.bus.__dict__)
+        self.begun: dict[str, int] = {}
+
+    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+        for at, offset in starts.items():
+            name = at.topic.partition(".")[2]
+            self.begun[name] = max(offset, self.begun.get(name, 0))
+        return await super().assigned(starts, group=group)
+
+
+def snapshots_in(store: Store) -> list[str]:
+    return list(store.keys("masters/test/"))
+
+
+OFTEN = replace(MASTER, snapshot_s=0.2)
+
+
+def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_comes_next() -> None:
+    async def run() -> tuple[list[Issued], dict[str, int], list[str]]:
+        store, log = MemoryStore(), await memory_log()
+        await load(log)
+        tasks, progress, reports = Heard(log, TASKS), Heard(log, PROGRESS), Heard(log, REPORTS)
+        listening = [asyncio.create_task(one.listen()) for one in (tasks, progress, reports)]
+        roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
+        async with running(*roles, *listening):
+            async with running(master(log, OFTEN, store=store)):
+                await until(lambda: len(progress.of(Closure)) == 4)
+                await until(lambda: bool(snapshots_in(store)))
+                first, number = snapshots_in(store)[-1], len(reports.records)
+                await until(lambda: len(reports.records) > number + 10 and snapshots_in(store)[-1] > first)
+            names = [one.group for one in sorted(progress.of(Closure), key=lambda one: one.sequence)]
+            await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(names[:2])))
+            bus = TellingBus(log)
+            async with running(master(Log(bus, log.app), OFTEN, store=store)):
+                await until(lambda: len(tasks.of(Task)) == 6)
+        return [issued_of(one) for one in tasks.of(Task)], bus.begun, snapshots_in(store)
+
+    issued, begun, kept = run_virtual(run())
+    assert sorted(one.sequence for one in issued) == list(range(6))
+    assert begun["progress"] >= 4 and begun["tasks"] > 0 and begun["taskset"] == 0
+    assert len(kept) <= 3, "old ones are removed: of this master two, and the newest of the one before until then"
+
+
+def test_a_master_whose_snapshots_are_damaged_or_cannot_be_read_counts_the_whole_log() -> None:
+    async def run(damage: Callable[[MemoryStore], Store]) -> list[Issued]:
+        store, log = MemoryStore(), await memory_log()
+        await load(log)
+        tasks, reports = Heard(log, TASKS), Heard(log, REPORTS)
+        listening = [asyncio.create_task(one.listen()) for one in (tasks, reports)]
+        async with running(*listening):
+            async with running(master(log, OFTEN, store=store)):
+                await until(lambda: bool(snapshots_in(store)) and len(tasks.records) == 4)
+            number = len(reports.records)
+            async with running(master(log, OFTEN, store=damage(store))):
+                await until(lambda: len(reports.records) > number + 10)
+        return [issued_of(one) for one in tasks.of(Task)]
+
+    def cut(store: MemoryStore) -> Store:
+        for key in snapshots_in(store):
+            store.put(key, store.get(key)[:-1])
+        return store
+
+    for damage in (cut, lambda store: DeadStore()):
+        assert sorted(one.sequence for one in run_virtual(run(damage))) == list(range(4))
+
+
+class DeadStore(MemoryStore):
+    """A store that does not answer."""
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        raise StoreError("no answer")
+
+    def put(self, key: str, data: bytes) -> None:
+        raise StoreError("no answer")
+
+
+def test_an_overtaken_master_removes_nothing_of_its_successor() -> None:
+    async def run() -> list[str]:
+        store, log = MemoryStore(), await memory_log()
+        made = {token: Snapshots(log, store, METRICS, app="test", every_s=0.0, clock=lambda: 0.0) for token in (3, 7)}
+        for token, times in ((3, 3), (7, 1), (3, 2), (7, 1), (3, 1)):
+            writing = asyncio.create_task(made[token].write())
+            for _ in range(times):
+                before = METRICS.counters().get("snapshots{result=written}", 0.0)
+                made[token].take(new_plan(token), "main", {"policies": {0: 0}})
+                await until(lambda: METRICS.counters().get("snapshots{result=written}", 0.0) > before)  # noqa: B023
+            writing.cancel()
+        return snapshots_in(store)
+
+    assert [key.partition("test/")[2] for key in asyncio.run(run())] == [
+        "000000000003-000006", "000000000007-000001", "000000000007-000002"
+    ]  # fmt: skip
+
+
+def test_a_state_that_was_taken_while_a_later_master_may_have_issued_is_thrown_away() -> None:
+    async def run() -> int:
+        store, log = MemoryStore(), await memory_log()
+        made = Snapshots(log, store, METRICS, app="test", every_s=0.0, clock=lambda: 0.0)
+        writing = asyncio.create_task(made.write())
+        await log.publish(POLICIES, Directive(order="lease", owner="later"))
+        made.take(new_plan(), "main", {"policies": {0: 0}})
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not snapshots_in(store)
+        made.take(new_plan(), "main", {"policies": {0: 1}})
+        await until(lambda: bool(snapshots_in(store)))
+        writing.cancel()
+        return len(snapshots_in(store))
+
+    assert asyncio.run(run()) == 1
+
+
+def test_reports_are_read_from_the_last_hour_on_however_many_there_are() -> None:
+    async def run() -> list[dict[int, int]]:
+        now_ms = [0]
+        log = Log(MemoryBus(lambda: now_ms[0]), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        found = [await lately(log)]
+        for minute in range(180):
+            now_ms[0] = 60_000 * minute
+            await log.publish(REPORTS, Progress(role="explore", instance="e"))
+        found.append(await lately(log))
+        now_ms[0] += 10**9
+        found.append(await lately(log))
+        await log.bus.delete_records(Partition(log.name(REPORTS), 0), 150)
+        found.append(await lately(log))
+        await log.bus.delete_records(Partition(log.name(REPORTS), 0), 180)
+        return [*found, await lately(log)]
+
+    assert asyncio.run(run()) == [{0: 0}, {0: 119}, {0: 119}, {0: 150}, {0: 180}]
