@@ -1,7 +1,7 @@
 """A store whose weights are kept on this machine too, so that each object comes over the network once for all engines here.
 
-Only objects that are named by their content are kept: the anchors and deltas of policies (`infra.policies.manifest`). Such a
-name means the same bytes in every store and for every version. All else goes to the store each time, manifests too.
+Only objects that are named by their content are kept: the anchors, slices and deltas of policies (`infra.policies.manifest`).
+Such a name means the same bytes in every store and for every version. All else goes to the store each time, manifests too.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from infra.store.host_cache import DIGEST_LETTERS, HostCache
 from infra.store.store import Store, check_key
 
-_NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
+_NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
 
 
 class CachedStore:

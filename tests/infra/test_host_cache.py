@@ -39,7 +39,7 @@ Counters = dict[str, float]
 
 
 def published(store: Store) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
-    """Versions in single deltas, one consolidated, and an anchor of several objects."""
+    """Versions in deltas and slices, and an anchor of several objects."""
     generator = np.random.default_rng(5)
     table = generator.normal(size=(64, 64)).astype(np.float32)
     events: list[PolicyEvent] = []
