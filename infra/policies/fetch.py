@@ -24,11 +24,11 @@ from infra.policies.manifest import (
     WeightSource,
     entries_of,
     first_difference,
-    sha256_hex,
 )
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, first_not_finite, load_tensors
 from infra.policies.threads import in_threads
+from infra.store.cached import get_hashed
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
@@ -188,10 +188,10 @@ def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
     return payload
 
 
-def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes:
+def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes | memoryview:
     check_within(manifest, shard.key)
-    data = store.get(shard.key)
-    if len(data) != shard.num_bytes or sha256_hex(data) != shard.sha256:
+    data, sha256 = get_hashed(store, shard.key)
+    if len(data) != shard.num_bytes or sha256 != shard.sha256:
         raise PolicyRefused(f"{shard.key}: {len(data)} bytes with another sha256 than its manifest says")
     return data
 
