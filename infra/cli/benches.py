@@ -77,13 +77,16 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
     },
     "weights": {
-        "trainer_cpu_s_per_gb": (0.0, 1.0),
-        "publish_fifth_cpu_s_per_gb": (0.0, 1.0),
-        "explorer_cpu_s_per_gb": (0.0, 1.5),
+        **{f"trainer_v{version}_cpu_s_per_gb": (0.0, 1.0) for version in (0, 1, 5, 20, 50)},
+        **{f"explorer_v{version}_cpu_s_per_gb": (0.0, 1.5) for version in (1, 5, 20, 50)},
+        **{f"explorer_behind_{behind}_cpu_s_per_gb": (0.0, 1.5) for behind in (5, 15, 30)},
+        "cached_anchor_cpu_s_per_gb": (0.0, 1.5),
         "trainer_wall_over_cpu": (0.0, 0.6),
         "explorer_wall_over_cpu": (0.0, 0.6),
         "trainer_stall_ms": (0.0, 50.0),
         "explorer_stall_ms": (0.0, 50.0),
+        "engine_peak_over_weights": (0.0, 2.2),
+        "second_engine_peak_over_weights": (0.0, 1.2),
     },
     "stream": {"events_per_s": (20_000.0, float("inf")), "gap_ms_p99": (0.0, 100.0)},
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
@@ -148,11 +151,21 @@ def run_console_load(pairs: int, seconds: float, people: int, as_json: bool) -> 
     return show("console-load", run(plan, Screen(stderr=True).print), as_json)
 
 
-def run_weights(gb: float, share: float, as_json: bool) -> int:
-    """Run `infra/cli/bench/weights.py` as asked."""
+def run_weights(gb: float, share: float, sizes: str, out: Path, as_json: bool) -> int:
+    """Run `infra/cli/bench/weights.py` as asked, or at several sizes. Raises ConfigError for sizes that are no numbers."""
     from infra.cli.bench.weights import WeightsPlan, run
+    from infra.cli.bench.weights_sweep import sweep
 
-    return show("weights", run(WeightsPlan(gb=gb, share=share), Screen(stderr=True).print), as_json)
+    say = Screen(stderr=True).print
+    if not sizes:
+        return show("weights", run(WeightsPlan(gb=gb, share=share), say), as_json)
+    try:
+        wanted = [float(size) for size in sizes.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--sweep: got {sizes!r}, expected numbers of GB by commas, as in 0.1,0.5,2") from error
+    for figures in sweep(wanted, share, out, say).values():
+        show("weights", figures, as_json)
+    return 0
 
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:

@@ -138,6 +138,11 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
     return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
 
 
+def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
+    """A copy of each, by name, in threads."""
+    return dict(zip(values, in_threads(from_torch, values.values()), strict=True))
+
+
 def to_torch(tensor: Tensor) -> "torch.Tensor":
     """A copy as a CPU torch tensor that owns its memory."""
     import torch

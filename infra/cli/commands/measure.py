@@ -43,15 +43,22 @@ def plain(name: str) -> Callable[[bool], None]:
 
 def bench_weights(
     gb: Annotated[
-        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about five times as much memory.")
+        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about nine times as much memory.")
     ] = 0.5,
     share: Annotated[float, typer.Option(help="Of the values that a version moves.", min=0, max=1)] = 0.014,
+    sizes: Annotated[
+        str,
+        typer.Option("--sweep", help="GB by commas, as in 0.1,0.5,2: one version at each size, and a picture of them."),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder for weights.json and weights.png of a sweep.")] = Path("bench"),
     as_json: JsonOption = False,
 ) -> None:
-    """The way of weights, from the trainer's copy to the file for an engine's workers, beside safetensors and xor."""
+    """The way of weights over 50 versions, from the trainer's copy to the file for an engine's workers, beside safetensors and
+    xor. Minutes.
+    """
     from infra.cli.benches import run_weights
 
-    exit_with(lambda: run_weights(gb, share, as_json))
+    exit_with(lambda: run_weights(gb, share, sizes, out, as_json))
 
 
 def bench_families(
