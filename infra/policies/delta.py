@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import ITEM_BYTES, Tensor, bits, chunks
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
 
 LEVEL = 1
 ESCAPE = 255
@@ -37,11 +37,12 @@ _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A tensor's new state relative to its old one. changed: how many values differ."""
+    """A tensor's new state relative to its old one. changed: how many values differ. finite: whether all that differ are."""
 
     encoder: str
     payload: bytes
     changed: int
+    finite: bool = True
 
 
 def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
@@ -53,9 +54,10 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     candidates: list[tuple[str, bytes]] = []
     if before.itemsize == 2 and size <= MAX_VALUES:
         encoder = "k1" if sampled_share(before, after) < BITMAP_SHARE else "bitmap"
-        changed, streams = _by_ulps(before, after, encoder)
+        changed, finite, streams = _by_ulps(before, after, encoder, new.dtype)
         candidates.append((encoder, _pack(streams)))
     else:
+        finite = is_finite(new)
         changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
     if before.itemsize != 2 and size <= MAX_VALUES:
         candidates.append(("xor", _pack(_planes(before ^ after))))
@@ -63,8 +65,8 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
         candidates.append(("planes", _pack(_planes(after))))
     encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]), default=("raw", b""))
     if encoder == "raw" or len(payload) >= new.num_bytes:
-        return Encoded("raw", bytes(new.data), changed)
-    return Encoded(encoder, payload, changed)
+        return Encoded("raw", bytes(new.data), changed, finite)
+    return Encoded(encoder, payload, changed, finite)
 
 
 def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
@@ -73,15 +75,15 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.mean(before[::stride] != after[::stride])) if before.size else 0.0
 
 
-def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str) -> tuple[int, list[memoryview]]:
-    """How many 16-bit values changed, and the streams of k1 or bitmap. Piece by piece, so that what is made of one stays in
-    the processor's cache.
+def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str, dtype: str) -> tuple[int, bool, list[memoryview]]:
+    """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. Piece by piece, so that what is
+    made of one stays in the processor's cache.
     """
     places: list[np.ndarray] = []  # gaps, or packed bits
     place_escapes, down, large, rest, rest_escapes = (
         [np.empty(0, kind)] for kind in ("<u4", bool, bool, np.uint8, "<u2")
     )
-    last, start = -1, 0
+    last, start, finite = -1, 0, True
     for old, new in zip(chunks(before), chunks(after), strict=True):
         differs = old != new
         at = np.flatnonzero(differs) if encoder == "bitmap" else _sparse(differs)
@@ -92,7 +94,9 @@ def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str) -> tuple[int, 
             last = start + int(at[-1])
             places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
             place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
-        one, other = _ordered(old.take(at)), _ordered(new.take(at))
+        changed = new.take(at)
+        finite = finite and are_finite(changed, dtype)
+        one, other = _ordered(old.take(at)), _ordered(changed)
         down.append(other < one)
         ulps = _signed(other - one, down[-1])
         large.append(ulps > 1)
@@ -110,7 +114,7 @@ def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str) -> tuple[int, 
         np.concatenate(rest),
         np.concatenate(rest_escapes),
     ]
-    return signs.size, [stream.view(np.uint8).data for stream in found]
+    return signs.size, finite, [stream.view(np.uint8).data for stream in found]
 
 
 def _sparse(differs: np.ndarray) -> np.ndarray:

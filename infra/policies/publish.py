@@ -92,8 +92,6 @@ def publish(
     check_key(folder_of(policy, token))
     if "/" in policy or not tensors:
         raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
-    if wrong := first_not_finite(tensors):
-        raise PolicyRefused(f"version {version} of {policy}: {wrong} holds values that are not finite")
     entries = entries_of(tensors)
     if (existing := _existing(store, new, entries)) is not None:
         return existing
@@ -197,10 +195,19 @@ def _store_sources(
     entries: tuple[TensorEntry, ...],
     base: Previous | None,
 ) -> tuple[WeightSource, ...]:
-    """Put the shards of a version; the ways that lead to it, the delta from its parent first."""
+    """Put the shards of a version; the ways that lead to it, the delta from its parent first.
+
+    Nothing is written of weights that are not finite. What does not differ from the parent was found so before.
+    """
+    encoded = None if base is None else _encode(base.tensors, base.manifest.tensors, tensors, entries)
+    if encoded is None:
+        wrong = first_not_finite(tensors)
+    else:
+        wrong = next((name for name, one in encoded.items() if not one.finite), "")
+    if wrong:
+        raise PolicyRefused(f"version {target.version}: {wrong} holds values that are not finite")
     if base is None:
         return (_store_anchor(target, tensors),)
-    encoded = _encode(base.tensors, base.manifest.tensors, tensors, entries)
     full_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     delta_bytes = full_bytes if encoded is None else sum(len(one.payload) for one in encoded.values())
     if encoded is None or delta_bytes > full_bytes // 2:

@@ -199,9 +199,25 @@ def test_a_publication_that_died_is_invisible_and_can_be_repeated(fail_at: int) 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_never_published(bad: float) -> None:
     store = Recording()
-    with pytest.raises(PolicyRefused, match="version 0 of main: w holds values that are not finite"):
+    with pytest.raises(PolicyRefused, match="version 0: w holds values that are not finite"):
         put(store, 0, {"v": from_numpy(np.ones(2, np.float32)), "w": from_numpy(np.array([1, bad], np.float32))})
     assert store.written == []
+
+
+@pytest.mark.parametrize("bad", [0x7FC0, 0x7F80, 0xFF80, 0x7F81, 0xFFFF])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_change_that_is_not_finite_is_never_published(bad: int, dense: bool) -> None:
+    store, weights = Recording(), first_weights()
+    put(store, 0, weights)
+    written = list(store.written)
+    step = small_step(weights, 1)
+    patterns = np.frombuffer(step["layers.1.w"].data, np.uint16).copy()
+    patterns[: 15_000 if dense else 3] += 1
+    patterns[17] = bad
+    step["layers.1.w"] = Tensor("BF16", step["layers.1.w"].shape, patterns.tobytes())
+    with pytest.raises(PolicyRefused, match=r"version 1: layers\.1\.w holds values that are not finite"):
+        put(store, 1, step, weights)
+    assert store.written == written
 
 
 def test_a_previous_that_is_not_what_was_published_is_the_callers_mistake() -> None:
