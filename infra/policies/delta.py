@@ -206,7 +206,8 @@ def _move(values: np.ndarray, moves: Sequence[_Moves]) -> None:
         ordered = _ordered(values[start : start + CHAIN_VALUES])
         for (positions, ulps), cut in zip(moves, cuts, strict=True):
             part = slice(cut[chunk], cut[chunk + 1])
-            ordered[positions[part] - start] += ulps[part]
+            at = positions[part] - start
+            ordered[at] = ordered.take(at, mode="wrap") + ulps[part]  # all lie within: to wrap is less than to look
         values[start : start + CHAIN_VALUES] = _from_ordered(ordered)
 
 
@@ -217,13 +218,18 @@ def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
 
 def _ordered(patterns: np.ndarray) -> np.ndarray:
     """Sign-magnitude patterns as integers in the order of the values they stand for (u16 to u16, one to one)."""
-    ordered: np.ndarray = patterns ^ ((patterns >> 15) * np.uint16(0x7FFF) | np.uint16(0x8000))
-    return ordered
+    flipped = patterns.view(np.int16) >> 15  # all bits of what is negative
+    flipped |= np.int16(-0x8000)
+    flipped ^= patterns.view(np.int16)
+    return flipped.view(np.uint16)
 
 
 def _from_ordered(ordered: np.ndarray) -> np.ndarray:
-    patterns: np.ndarray = ordered ^ ((np.uint16(1) - (ordered >> 15)) * np.uint16(0x7FFF) | np.uint16(0x8000))
-    return patterns
+    flipped = ordered.view(np.int16) >> 15
+    np.invert(flipped, out=flipped)
+    flipped |= np.int16(-0x8000)
+    flipped ^= ordered.view(np.int16)
+    return flipped.view(np.uint16)
 
 
 def _from_ulps(streams: Sequence[bytes], count: int) -> np.ndarray:
