@@ -119,8 +119,8 @@ def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent, plan:
         found[f"{one}_cpu_s_per_gb"] = min(costs[one + end].cpu_s for end in ends) / full_gb
     for name in ("cached_anchor", "safetensors_save", "safetensors_load", "xor_encode", "xor_apply"):
         found[f"{name}_cpu_s_per_gb"] = costs[name].cpu_s / full_gb
-    for side, parts in (("trainer", TRAINER), ("explorer", EXPLORER)):
-        every = [[costs[one + end] for one in parts] for end in ends]
+    for side, pieces in (("trainer", TRAINER), ("explorer", EXPLORER)):
+        every = [[costs[one + end] for one in pieces] for end in ends]
         cpu_s, wall_s = (
             min(sum(getattr(one, field) for one in version) for version in every) for field in ("cpu_s", "wall_s")
         )
