@@ -9,9 +9,9 @@ from infra.cli.bench.weights import WeightsPlan, run
 
 # Figures that are added up, by their name in the picture.
 CURVES = {
-    "publish": ("trainer_v1",),
-    "before the pause": ("explorer_v1",),
-    "anchor from the cache": ("cached_anchor",),
+    "publish (target: 1)": ("trainer_v1",),
+    "before the pause (1.5)": ("explorer_v1",),
+    "anchor from the cache (1.5)": ("cached_anchor",),
     "safetensors: save, load": ("safetensors_save", "safetensors_load"),
     "xor + zstd: encode, apply": ("xor_encode", "xor_apply"),
 }
@@ -30,19 +30,10 @@ def sweep(sizes: Sequence[float], share: float, out: Path, say: Callable[[str], 
 
 def draw(found: Mapping[float, Mapping[str, float]], out: Path) -> None:
     """CPU seconds a GB over GB."""
-    import matplotlib
+    from infra.cli.demo.curves import draw_curves
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
-    for label, names in CURVES.items():
-        points = [sum(one[f"{name}_cpu_s_per_gb"] for name in names) for one in found.values()]
-        axis.plot(list(found), points, marker="o", label=label)
-    for target, what in ((1.0, "target: publish"), (1.5, "target: before the pause")):
-        axis.axhline(target, color="grey", linewidth=0.8, linestyle="--", label=f"{what}, {target:g}")
-    axis.set(xlabel="GB of bfloat16 weights", ylabel="CPU seconds a GB", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(out, dpi=110)
-    pyplot.close(figure)
+    curves = {
+        label: [[(gb, sum(one[f"{name}_cpu_s_per_gb"] for name in names)) for gb, one in found.items()]]
+        for label, names in CURVES.items()
+    }
+    draw_curves({"weights": curves}, out, x="GB of bfloat16 weights", y="CPU seconds a GB", top=None)
