@@ -23,7 +23,7 @@ MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 # CPU seconds for a GB of published weights, as `headrace bench weights` measures them: bfloat16, 1.4 % of the values change, on
 # 2.5 GHz virtual CPUs with SHA instructions.
 PUBLISH_S = 0.9  # copy, look for NaN, hash, encode, one slice
-ANCHOR_S = 0.7  # more, where all is stored
+ANCHOR_S = 0.85  # more, where all is stored
 RELOAD_S = 1.1  # fetch a delta, apply, verify, compare, write for the worker: before the pause
 DELTA_SHARE = 1 / 120  # of all weights, measured as above
 
