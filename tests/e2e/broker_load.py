@@ -82,6 +82,7 @@ class BrokerLoad:
         self._pause_s = 1.0 / groups_per_s
         self._sequence = 0
         self._writing = True
+        assert log.store is not None
         self._outbox = Outbox(
             log, Spool(folder / "spool", max_bytes=10**8), Metrics("serve"), held=HeldKeys(log.store, folder / "keys"),
             queue_records=10_000, queue_bytes=10**8, send_s=5.0,
