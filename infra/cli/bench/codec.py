@@ -271,7 +271,7 @@ def cpu_times(contestants: dict[str, Callable[[], object]], rounds: int, budget_
 
 
 def measure(num_episodes: int, num_prompt: int, num_response: int, *, rounds: int, budget_s: float) -> dict[str, float]:
-    """CPU times in µs of the best rounds, sizes in bytes and ratios of one shape of group; `_median`: of the median rounds."""
+    """CPU times in µs of the best rounds, sizes in bytes, ratios of one shape of group; `_median` is of the median rounds."""
     group = samples(num_episodes, num_prompt, num_response)
     frame = pack_block(group)
     contestants: dict[str, Callable[[], object]] = {

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from itertools import chain
 
 from actors.config import MasterConfig
 from actors.master.master import run_master
@@ -135,7 +134,8 @@ async def _log(groups: int) -> Log:
         Drawn(token=1, step=at // 8, version=0, groups=tuple(one.group for one in issued[at : at + 8]))
         for at in range(0, groups, 8)
     )
-    _store(log, PROGRESS, list(chain(closed, steps)))
+    ended: list[Closure | Drawn] = [*closed, *steps]
+    _store(log, PROGRESS, ended)
     return log
 
 
