@@ -13,7 +13,7 @@ from infra.chain.chain import Step
 from infra.chain.processor import mark_of
 from infra.cli.check_fit import check_fit
 from infra.cli.check_state import check_state
-from infra.cli.connect import connected
+from infra.cli.connect import connected, create_topics
 from infra.cli.private import open_to_others
 from infra.cli.roles import told_engine
 from infra.cli.settings import Settings, load_settings
@@ -56,10 +56,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
         console.print(f"note: {note}", style="yellow")
     if create:
         async with connected(settings, deadline_s=15.0, create=True) as log:
-            keep_ms = int(duration_s(settings.keep.replay) * 1000)
-            created = await log.create_topics(
-                partitions=settings.kafka.partitions, keep_ms=keep_ms, replication=settings.kafka.replication
-            )
+            created = await create_topics(log, settings)
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     for note in await check_fit(settings):
         console.print(f"note: {note}", style="yellow")

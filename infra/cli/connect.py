@@ -14,6 +14,7 @@ from infra.cli.terminal import JsonFormatter, LineFormatter
 from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
+from infra.settings.config import duration_s
 from infra.store.cached import CachedStore
 from infra.store.host_cache import HostCache
 from infra.store.measured import MeasuredStore
@@ -146,10 +147,21 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     broker = EmbeddedKafka(kafka_folder(settings), jars=jars, with_password=True)
     await asyncio.to_thread(broker.start)
     try:
-        async with connected(settings, deadline_s=10.0, create=create) as log:
+        async with connected(settings, deadline_s=10.0, create=True) as log:
+            if not create:
+                await create_topics(log, settings)  # a run of an earlier release may lack one of them
             yield log
     finally:
         await asyncio.to_thread(broker.stop)
+
+
+async def create_topics(log: Log, settings: Settings) -> list[str]:
+    """Create the topics of the app that are missing; their names. Raises ConfigError, see `Log.create_topics`."""
+    return await log.create_topics(
+        partitions=settings.kafka.partitions,
+        keep_ms=int(duration_s(settings.keep.replay) * 1000),
+        replication=settings.kafka.replication,
+    )
 
 
 def log_to_stderr(level: int = logging.INFO, *, as_json: bool = False) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from infra.cli.audit import operator
-from infra.cli.connect import reading, store_of
+from infra.cli.connect import create_topics, reading, store_of
 from infra.cli.settings import load_settings
 from infra.log.log import Log
 from infra.roles.identity import Fit, fault, fit_of
-from infra.settings.config import Floor, duration_s
+from infra.settings.config import Floor
 from infra.store.store import Store
 from schemas import Batch, topics
 from schemas.errors import ConfigError
@@ -36,10 +36,7 @@ async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
     store = store_of(settings)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     async with reading(settings, create=True) as log:
-        keep_ms = int(duration_s(settings.keep.replay) * 1000)
-        await log.create_topics(
-            partitions=settings.kafka.partitions, keep_ms=keep_ms, replication=settings.kafka.replication
-        )
+        await create_topics(log, settings)
         return await recover(log, store, settings, console, agreed=yes)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.cli.connect import bootstrap_of, connected, kafka_folder, quieten_client, store_of
+from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
 from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
@@ -20,7 +20,6 @@ from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.unless import unless
-from infra.settings.config import duration_s
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
@@ -114,11 +113,7 @@ async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s
         where = settings.kafka.bootstrap_servers or f"the embedded broker in {kafka_folder(settings)}"
         raise BrokerUnavailable(f"Kafka at {where} did not answer within {deadline_s:g} s") from error
     async with connected(settings, create=True) as log:
-        await log.create_topics(
-            partitions=settings.kafka.partitions,
-            keep_ms=int(duration_s(settings.keep.replay) * 1000),
-            replication=settings.kafka.replication,
-        )
+        await create_topics(log, settings)
 
 
 def last_words(log: Path) -> str:
