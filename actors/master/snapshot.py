@@ -91,7 +91,7 @@ class Snapshots:
                     head = opened(await asyncio.to_thread(self._store.get, key), plan, policy, self._begun)
                     require_reach(head.places, bounds)
                 except (Unfit, NotInStore) as error:
-                    self._metrics.counter("snapshots", result="unfit").inc()
+                    self._metrics.counter("master_snapshots", result="unfit").inc()
                     _log.warning("snapshot_not_used key=%s reason=%s", key, error)
                     continue
                 _log.info("snapshot_read key=%s clock_ms=%d", key, head.clock_ms)
@@ -130,10 +130,10 @@ class Snapshots:
                     self._due_s = self._clock()
                     continue
                 size = await asyncio.to_thread(self._put, key, data)
-                self._metrics.counter("snapshots", result="written").inc()
-                self._metrics.gauge("snapshot_bytes").set(size)
+                self._metrics.counter("master_snapshots", result="written").inc()
+                self._metrics.gauge("master_snapshot_bytes").set(size)
             except (BrokerUnavailable, StoreError) as error:
-                self._metrics.counter("snapshots", result="failed").inc()
+                self._metrics.counter("master_snapshots", result="failed").inc()
                 _log.warning("snapshot_not_written key=%s error=%s", key, error)
 
     def _put(self, key: str, data: bytes) -> int:

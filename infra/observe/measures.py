@@ -50,6 +50,10 @@ MEASURES = (
     _counter("guard_rollbacks", "master", "versions that the guard took back"),
     _counter("frames_pruned", "master", "large frames removed from the store"),
     _counter("prunings_failed", "master", "times that removing large frames failed; it is tried again"),
+    _counter(
+        "master_snapshots", "master", "stored states of the master: written, failed, or not used at a start", "result"
+    ),
+    _gauge("master_snapshot_bytes", "master", "size of its newest stored state"),
     _gauge("accuracy", "master", "share of right answers of the newest eval", "suite"),
     _gauge("outstanding_groups", "master", "groups issued, and neither drawn nor dropped"),
     _gauge("max_outstanding_groups", "master", "how many groups may be outstanding"),

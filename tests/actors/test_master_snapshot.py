@@ -247,9 +247,9 @@ def test_an_overtaken_master_removes_nothing_of_its_successor() -> None:
         for token, times in ((3, 3), (7, 1), (3, 2), (7, 1), (3, 1)):
             writing = asyncio.create_task(made[token].write())
             for _ in range(times):
-                before = METRICS.counters().get("snapshots{result=written}", 0.0)
+                before = METRICS.counters().get("master_snapshots{result=written}", 0.0)
                 made[token].take(new_plan(token), "main", {"policies": {0: 0}})
-                await until(lambda: METRICS.counters().get("snapshots{result=written}", 0.0) > before)  # noqa: B023
+                await until(lambda: METRICS.counters().get("master_snapshots{result=written}", 0.0) > before)  # noqa: B023
             writing.cancel()
         return snapshots_in(store)
 

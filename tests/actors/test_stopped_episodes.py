@@ -18,7 +18,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas import Closure, Drawn, DropMarker, Score, Task
 from schemas.fields import ENOUGH, GROUP_OVER
-from schemas.topics import EXPERIENCES, PROGRESS, TASKS, VERIFIED
+from schemas.topics import EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
 from tests.actors.rig import (
     EOS,
     EXPLORE,
@@ -75,7 +75,7 @@ class Rig:
         self.log = log
         self.metrics = Metrics("explore")
         self.engine = ScriptedEngine()
-        self.answers, self.markers, self.reports = Heard(log, EXPERIENCES), Heard(log, VERIFIED), Heard(log, PROGRESS)
+        self.answers, self.markers, self.reports = Heard(log, EXPERIENCES), Heard(log, VERIFIED), Heard(log, REPORTS)
 
     def counters(self) -> dict[str, float]:
         return self.metrics.counters()

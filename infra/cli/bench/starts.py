@@ -103,7 +103,7 @@ async def _master(log: Log, store: MemoryStore) -> float:
 
     async def begin() -> None:
         running = asyncio.create_task(run_master(role, MasterConfig(num_episodes=2)))
-        while not metrics.counters().get("snapshots{result=written}"):  # noqa: ASYNC110 - written in a thread
+        while not metrics.counters().get("master_snapshots{result=written}"):  # noqa: ASYNC110 - written in a thread
             await asyncio.sleep(0.005)
         stop.set()
         await running
