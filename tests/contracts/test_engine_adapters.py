@@ -45,7 +45,7 @@ class AdaptedCase(Case):
         from infra.model.adapter import adapter_shapes, find_adapter
         from infra.model.model import meta_model
 
-        model, base, forward = char_model(folder)
+        model, base, forward, _ = char_model(folder)
         self.adapter = find_adapter(model, rank=RANK, alpha=ALPHA, targets=("all-linear",))
         self.shapes = adapter_shapes(meta_model(model), self.adapter)
         self.random = np.random.default_rng(5)

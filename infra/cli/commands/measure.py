@@ -74,12 +74,15 @@ def bench_families(
 def bench_reload(
     versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
     lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    kv: Annotated[str, typer.Option(help="Modes of reload.kv, by commas.")] = "rebuild,keep",
     as_json: JsonOption = False,
 ) -> None:
-    """Hot reloads under load: pause, and memory per version."""
-    from infra.cli.benches import run_bench
+    """Hot reloads under load beside a trainer, in both modes of reload.kv: pause, memory per version, and how far logprobs
+    after a reload are from exact ones. Minutes.
+    """
+    from infra.cli.benches import run_reload
 
-    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
+    exit_with(lambda: run_reload(versions, lora_rank, kv, as_json))
 
 
 def bench_offpolicy(
