@@ -13,7 +13,7 @@ from infra.cli.options import JsonOption, exit_with
 
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
 PLAIN = {
-    "codec": "The experience block against msgspec lists and zstd-1.",
+    "codec": "The experience block against msgspec and zstd-1, of packed bytes and of lists.",
     "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
     "draw": "Draws by priority and even ones from a buffer of 100,000 experiences.",
