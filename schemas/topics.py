@@ -68,8 +68,10 @@ def by_name(name: str) -> Topic:
     raise ValueError(f"no topic {name!r}: expected one of {', '.join(topic.name for topic in ALL)}")
 
 
-def topic_config(topic: Topic, keep_ms: int) -> dict[str, str]:
-    """Broker settings of a topic at creation."""
+def topic_config(topic: Topic, keep_ms: int, replication: int = 0) -> dict[str, str]:
+    """Broker settings of a topic at creation. replication: its copies; with it, a record is confirmed once all of them but one
+    have it, so that one broker may be lost. 0 leaves that to the brokers.
+    """
     config = {
         "message.timestamp.type": "LogAppendTime",
         "compression.type": "producer",
@@ -77,6 +79,8 @@ def topic_config(topic: Topic, keep_ms: int) -> dict[str, str]:
         "cleanup.policy": "compact" if topic.retention == "compact" else "delete",
         "retention.ms": str(keep_ms if topic.retention == "keep" else -1),
     }
+    if replication:
+        config["min.insync.replicas"] = str(max(1, replication - 1))
     return config
 
 

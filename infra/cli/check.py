@@ -57,7 +57,9 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if create:
         async with connected(settings, deadline_s=15.0, create=True) as log:
             keep_ms = int(duration_s(settings.keep.replay) * 1000)
-            created = await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
+            created = await log.create_topics(
+                partitions=settings.kafka.partitions, keep_ms=keep_ms, replication=settings.kafka.replication
+            )
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     for note in await check_fit(settings):
         console.print(f"note: {note}", style="yellow")

@@ -72,7 +72,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
         for topic in topics.ALL:
             wanted: tuple[Right, ...] = ("read", "write", "delete") if topic is topics.BUFFER else ("read", "write")
             name, count = topic_name(settings.app, topic), topic.partitions or settings.kafka.partitions
-            asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms))
+            asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication))
             what, fault = f"topic {name}", asked.fault
             if asked.denied:
                 fault = f"may not {', '.join(asked.denied)}: it needs an ACL"

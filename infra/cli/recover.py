@@ -37,7 +37,9 @@ async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     async with reading(settings, create=True) as log:
         keep_ms = int(duration_s(settings.keep.replay) * 1000)
-        await log.create_topics(partitions=settings.kafka.partitions, keep_ms=keep_ms)
+        await log.create_topics(
+            partitions=settings.kafka.partitions, keep_ms=keep_ms, replication=settings.kafka.replication
+        )
         return await recover(log, store, settings, console, agreed=yes)
 
 

@@ -115,7 +115,9 @@ async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s
         raise BrokerUnavailable(f"Kafka at {where} did not answer within {deadline_s:g} s") from error
     async with connected(settings, create=True) as log:
         await log.create_topics(
-            partitions=settings.kafka.partitions, keep_ms=int(duration_s(settings.keep.replay) * 1000)
+            partitions=settings.kafka.partitions,
+            keep_ms=int(duration_s(settings.keep.replay) * 1000),
+            replication=settings.kafka.replication,
         )
 
 

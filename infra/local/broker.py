@@ -32,7 +32,7 @@ from infra.local import jars
 from infra.local.address import HOST, BrokerPorts, plan_address
 from infra.local.ahead import cache_options
 from infra.local.broker_password import password_settings, write_private
-from infra.local.folder_lock import lock_folder
+from infra.local.folder_lock import lock_folder, release_folder
 from infra.local.process import Watched, start_watched
 from infra.log.access import PLAINTEXT, Access, embedded_access
 from infra.log.kafka import answers
@@ -176,7 +176,7 @@ class EmbeddedKafka:
             self._watched.release()
             self._watched = None
         if self._lock is not None:
-            self._lock.close()
+            release_folder(self._lock)
             self._lock = None
 
     def restart(self) -> str:

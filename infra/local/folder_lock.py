@@ -38,6 +38,12 @@ def lock_folder(file: Path, what: str, wait_s: float = WAIT_S) -> IO[str]:
     return lock
 
 
+def release_folder(lock: IO[str]) -> None:
+    """Let go of it. A child that was killed holds it until the kernel has ended it: whoever comes next waits for that."""
+    lock.truncate(0)
+    lock.close()
+
+
 def _is_alive(pid: str) -> bool:
     if not pid.isdigit():
         return False

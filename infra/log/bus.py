@@ -125,8 +125,11 @@ class Bus(Protocol):
     async def held(self, group: str, topic: str) -> set[int]:
         """Partitions of a topic that the group's subscribed readers were given; none while they are dealt anew."""
 
-    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
-        """Create a topic; False if it was there. ConfigError if it is there with another partition count."""
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
+        """Create a topic; False if it was there. ConfigError if it is there with another partition count.
+
+        replication: copies of each partition, 0 for as many as the brokers make by themselves.
+        """
 
     async def delete_records(self, partition: Partition, before: int) -> None:
         """Remove all records below `before`; OffsetOutOfRange if that is past the end."""

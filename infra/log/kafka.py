@@ -233,15 +233,15 @@ class KafkaBus:
 
         return await self._retried(f"who holds {topic} in {group}", attempt)
 
-    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
-        """See Bus. On a cluster, replication is the broker's default.replication.factor."""
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
+        """See Bus. Without a replication it is the brokers' default.replication.factor."""
 
         async def attempt() -> bool:
             if (leaders := (await self._topics()).get(topic)) is not None:
                 if len(leaders) != partitions:
                     raise changed_count(topic, len(leaders), partitions)
                 return False
-            new = NewTopic(topic, partitions, -1, replica_assignments={}, topic_configs=dict(config))
+            new = NewTopic(topic, partitions, replication or -1, None if replication else {}, dict(config))
             response = await self._admin_client().create_topics([new], timeout_ms=REQUEST_TIMEOUT_MS)
             for name, code, *message in response.topic_errors:
                 error = for_code(code)

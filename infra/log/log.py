@@ -19,6 +19,7 @@ import msgspec
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
 from infra.log.letters import letter_of
+from infra.log.memory import changed_count
 from infra.log.partitioner import key_of
 from infra.log.retry import retry
 from infra.observe.failpoint import reach, send_point
@@ -296,23 +297,31 @@ class Log:
         return found
 
     async def require_topics(self) -> None:
-        """Raises ConfigError naming the first topic of the app that is not there."""
+        """Raises ConfigError naming the first topic of the app that is not there, or that has another number of partitions than
+        it was made with: stages join topics by partition, and readers have committed to those there were.
+        """
+        counts: dict[str, int] = {}
         for topic in ALL:
             try:
-                await self.bus.partitions(self.name(topic))
+                counts[self.name(topic)] = len(await self.bus.partitions(self.name(topic)))
             except ValueError as error:
                 raise ConfigError(f"app: {error}; `headrace check --create` creates the topics") from error
+        shared = min(
+            counts[self.name(topic)] for topic in ALL if topic.partitions is None
+        )  # they can be added to alone
+        for topic in ALL:
+            if counts[self.name(topic)] != (topic.partitions or shared):
+                raise changed_count(self.name(topic), counts[self.name(topic)], topic.partitions or shared)
 
-    async def create_topics(self, *, partitions: int, keep_ms: int) -> list[str]:
+    async def create_topics(self, *, partitions: int, keep_ms: int, replication: int = 0) -> list[str]:
         """Create the topics that are missing; returns their names. ConfigError where a partition count has changed, once all
-        that can be created are.
+        that can be created are. replication: copies of each, 0 for as many as the brokers make by themselves.
         """
         created, refused = [], []
         for topic in ALL:
             try:
-                if await self.bus.create_topic(
-                    self.name(topic), topic.partitions or partitions, topic_config(topic, keep_ms)
-                ):
+                config = topic_config(topic, keep_ms, replication)
+                if await self.bus.create_topic(self.name(topic), topic.partitions or partitions, config, replication):
                     created.append(self.name(topic))
             except ConfigError as error:
                 refused.append(error)

@@ -119,8 +119,8 @@ class MemoryBus:
         dealt = [self.share(group, member) for member in self.group(group).members]
         return {partition.index for share in dealt for partition in share if partition.topic == topic}
 
-    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
-        """See Bus; `config` has no effect here."""
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
+        """See Bus; `config` and `replication` have no effect here."""
         if topic not in self._topics:
             self._topics[topic] = [_Partition() for _ in range(partitions)]
             return True

@@ -61,8 +61,10 @@ class Use(Section, frozen=True):
 
 class Kafka(Section, frozen=True):
     """[kafka]. bootstrap_servers: "" starts an embedded broker. partitions: of every topic that has several; fixed once
-    created. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long an unreachable
-    broker is retried.
+    created. replication: copies of each partition of topics that are made from now on, 0 for the brokers'
+    default.replication.factor; from 2 on a record is confirmed once all copies but one have it (min.insync.replicas), so with 3
+    any one broker may be lost. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long
+    an unreachable broker is retried.
 
     The keys from security_protocol on are Kafka's own names, for a cluster with authentication. A password is never written
     here. security_protocol: how clients connect. sasl_mechanism: how they say who they are, under SASL. sasl_username: as
@@ -77,6 +79,7 @@ class Kafka(Section, frozen=True):
 
     bootstrap_servers: str = ""
     partitions: Positive = 4
+    replication: NonNegative = 0
     jars: str = ""
     deadline_s: Seconds = 60.0
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
@@ -95,6 +98,10 @@ class Kafka(Section, frozen=True):
         return self.security_protocol.startswith("SASL")
 
     def __post_init__(self) -> None:
+        if self.replication > 1 and not self.bootstrap_servers:
+            raise ValueError(
+                f"got replication = {self.replication} without bootstrap_servers: the embedded broker is one alone"
+            )
         if self.security_protocol != "PLAINTEXT" and not self.bootstrap_servers:
             raise ValueError(
                 "got security_protocol without bootstrap_servers: the embedded broker has a password of its own"

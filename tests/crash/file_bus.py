@@ -30,7 +30,7 @@ class FileBus(MemoryBus):
             self._apply(entry)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
         """See Bus."""
         made = await super().create_topic(topic, partitions, config)
         if made:

@@ -169,3 +169,9 @@ def test_a_file_that_is_not_toml_names_the_line(tmp_path: Path, text: str) -> No
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
+
+
+def test_copies_of_topics_need_brokers_that_can_hold_them() -> None:
+    assert "got replication = 3 without bootstrap_servers: the embedded broker is one alone" in mistake(
+        {"kafka": {"replication": 3}}
+    )

@@ -229,7 +229,7 @@ class ClientBus:
         await self.hop()
         return await self.cluster.held(group, topic)
 
-    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str]) -> bool:
+    async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
         """See Bus."""
         return await self.cluster.create_topic(topic, partitions, config)
 

@@ -52,6 +52,7 @@ from schemas.topics import (
     TASKSET,
     VERIFIED,
     Topic,
+    topic_config,
 )
 
 GROUP = "add-3745.2"
@@ -307,6 +308,25 @@ def test_topics_are_created_once_and_a_changed_count_is_refused() -> None:
             await log.create_topics(partitions=8, keep_ms=1000)
 
     run(check)
+
+
+def test_no_role_starts_where_topics_that_are_joined_differ_in_their_partitions() -> None:
+    async def check() -> None:
+        bus = MemoryBus()
+        await bus.create_topic("app.experiences", 8, {})
+        log = Log(bus, "app")
+        with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
+            await log.create_topics(partitions=4, keep_ms=1000)
+        with pytest.raises(ConfigError, match=r"app\.experiences: got 8 partitions .* expected 4"):
+            await log.require_topics()
+
+    asyncio.run(check())
+
+
+def test_copies_are_confirmed_by_all_but_one_and_left_to_the_brokers_where_none_are_named() -> None:
+    assert "min.insync.replicas" not in topic_config(EXPERIENCES, 1000)
+    found = [topic_config(EXPERIENCES, 1000, copies)["min.insync.replicas"] for copies in (1, 2, 3, 5)]
+    assert found == ["1", "1", "2", "4"]
 
 
 def test_a_missing_blob_is_not_asked_for_again(store_dir: Path) -> None:

@@ -1,0 +1,103 @@
+"""Three real brokers as processes: replication 3, two in sync for every confirmed record, the three of them the quorum.
+
+The embedded broker, three times: each folder has its own ports, and learns those of the others before the first start.
+"""
+
+from base64 import urlsafe_b64encode
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from infra.local.address import HOST, plan_address
+from infra.local.broker import EmbeddedKafka
+
+NODES = (1, 2, 3)
+Leaders = dict[tuple[str, int], int]
+
+
+class ThreeBrokers:
+    """A cluster in one folder. Also a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = {node: plan_address(folder / str(node)) for node in NODES}
+        cluster = urlsafe_b64encode(uuid4().bytes).rstrip(b"=").decode()
+        self.bootstrap = ",".join(one.bootstrap for one in ports.values())
+        self.brokers = {
+            node: EmbeddedKafka(
+                folder / str(node),
+                settings={
+                    "node.id": str(node),
+                    "controller.quorum.voters": ",".join(f"{n}@{HOST}:{p.controller_port}" for n, p in ports.items()),
+                    "default.replication.factor": "3",
+                    "min.insync.replicas": "2",
+                    "offsets.topic.replication.factor": "3",
+                    "transaction.state.log.replication.factor": "3",
+                    "transaction.state.log.min.isr": "2",
+                    # Leaders go back to the broker that is to have them: they move in calm, too, and not with kills alone.
+                    "leader.imbalance.check.interval.seconds": "2",
+                },
+                format_options=(f"--cluster-id={cluster}",),
+            )
+            for node in NODES
+        }
+
+    def kill(self, node: int) -> None:
+        """SIGKILL one. Start it again with `start`."""
+        self.brokers[node].kill()
+
+    def start(self, node: int) -> None:
+        """Returns once it answers; the others must be a quorum by then, or become one meanwhile."""
+        broker = self.brokers[node]
+        broker.start()
+        assert broker.bootstrap in self.bootstrap.split(","), f"broker {node} came up at {broker.bootstrap}"
+
+    def restart(self, node: int) -> None:
+        """As an upgrade does it: it hands its leaders over, ends, and comes back."""
+        self.brokers[node].stop()
+        self.start(node)
+
+    def __enter__(self) -> Self:
+        with ThreadPoolExecutor(len(NODES)) as pool:
+            list(pool.map(self.start, NODES))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for node in NODES:  # the last two have no quorum left to say good-bye to
+            self.kill(node)
+
+
+class Watcher:
+    """Asks the cluster who leads what, and which replicas are in sync. Belongs to one event loop."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+
+    async def __aenter__(self) -> Self:
+        await self._admin.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._admin.close()
+
+    async def leaders(self) -> Leaders:
+        """Who leads each partition, -1 for nobody."""
+        return {at: one["leader"] for at, one in (await self._partitions()).items()}
+
+    async def replicas(self, app: str) -> set[int]:
+        """How many copies the partitions of an app's topics have."""
+        return {len(one["replicas"]) for (topic, _), one in (await self._partitions()).items() if topic.startswith(app)}
+
+    async def config(self, topic: str) -> dict[str, str]:
+        """What a topic was told, and what it has from its brokers."""
+        (answer,) = await self._admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic)])
+        ((_, _, _, _, entries),) = answer.resources
+        return {name: value for name, value, *_ in entries}
+
+    async def _partitions(self) -> dict[tuple[str, int], dict[str, Any]]:
+        described = await self._admin.describe_topics()
+        return {(topic["topic"], one["partition"]): one for topic in described for one in topic["partitions"]}
