@@ -15,6 +15,7 @@ from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from infra.cli.bench.families import Family
+    from infra.cli.bench.fan_out import FanOutPlan
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
     from infra.cli.bench.memory_held import MemoryPlan
@@ -28,6 +29,11 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         for draw in ("priority", "spread")
     },
     "episodes": {"failed": (0.0, 0.0), "not_their_own": (0.0, 0.0)},
+    "fan-out": {
+        "get_over_one_connection": (8.0, float("inf")),
+        "put_over_one_connection": (8.0, float("inf")),
+        "cached_version_bytes_per_host": (0.0, 1.05),
+    },
     "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
     "feedback": {"joins_per_s": (2_000.0, float("inf")), "rebuild_s": (0.0, 30.0)},
     "gateway": {
@@ -183,6 +189,13 @@ def run_weights(gb: float, share: float, sizes: str, out: Path, as_json: bool) -
     for figures in sweep(wanted, share, out, say).values():
         show("weights", figures, as_json)
     return 0
+
+
+def run_fan_out(plan: "FanOutPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/fan_out.py` as asked. Raises ConfigError where there is no MinIO."""
+    from infra.cli.bench.fan_out import run
+
+    return show("fan-out", run(plan, Screen(stderr=True).print), as_json)
 
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, store_of
+from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
@@ -96,7 +96,7 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
     """What a role of these settings is given."""
-    store = cached_store_of(settings, metrics) if name in WITH_ENGINE else store_of(settings)
+    store = (cached_store_of if name in WITH_ENGINE else measured_store_of)(settings, metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 

@@ -7,10 +7,11 @@
 
 Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Each byte is hashed once, in the
 pass that reads it, and the sha256 comes out with the bytes, for whoever holds it against a manifest. Whoever asks while another
-fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks. What the folder
-holds, unfinished objects included, stays within `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes
-first. Where the folder cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is
-synced: what a machine loses with its power has another digest then.
+fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks, and what it left
+unfinished goes when the next one begins, or adds an object. What the folder holds, unfinished objects included, stays within
+`max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes first. Where the folder cannot be used, or its
+disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine loses with its power has
+another digest then.
 """
 
 import fcntl
@@ -54,6 +55,7 @@ class HostCache:
         self._wait_s = wait_s
         self._left_free = left_free
         self._warned = threading.Event()
+        self._remove_unfinished()
         metrics.gauge("host_cache_max_bytes").set(max_bytes)
         metrics.gauge("host_cache_bytes").set(self._num_bytes())
 
@@ -145,6 +147,7 @@ class HostCache:
         with self._locked("room") as mine:
             if not mine:
                 return False
+            self._remove_unfinished()
             held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
             total = sum(size for _, size, _ in held)
             most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
@@ -162,6 +165,13 @@ class HostCache:
                 file.truncate(num_bytes)
             self._metrics.gauge("host_cache_bytes").set(total + num_bytes)
             return True
+
+    def _remove_unfinished(self) -> None:
+        """Remove what nobody writes any more: whoever writes holds its lock."""
+        for part in self._objects.glob("*.part"):
+            with suppress(OSError), open(self._locks / part.name[:2], "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
 
     def _num_bytes(self) -> int:
         return sum(size for _, size, _ in self._held())

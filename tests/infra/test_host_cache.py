@@ -1,6 +1,7 @@
 """The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
 
 import asyncio
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -204,14 +205,20 @@ def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path) -> None:
     assert not files(tmp_path) and counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
-def test_what_a_killed_writer_left_counts_and_goes_like_any_other(tmp_path: Path) -> None:
-    cache = HostCache(tmp_path, max_bytes=250, metrics=Metrics("x"))
+@pytest.mark.parametrize("goes", ["when a process begins", "when an object is added"])
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path: Path, goes: str) -> None:
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
     cache.get(*held(1))
-    left = tmp_path / "objects" / f"{named(2)[0]}.part"
-    left.write_bytes(b"h" * 100)
-    os.utime(left, (1, 1))
-    cache.get(*held(3))
-    assert {path.name for path in files(tmp_path)} == {named(1)[0], named(3)[0]}
+    left, written = (tmp_path / "objects" / f"{two}{'0' * 30}.part" for two in ("aa", "bb"))
+    with open(tmp_path / "locks" / "bb", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left.write_bytes(b"h" * 100)
+        written.write_bytes(b"h" * 100)
+        if goes == "when a process begins":
+            HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+        else:
+            cache.get(*held(3))
+        assert not left.exists() and written.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\1" * 99, b"\1" * 101], ids=["empty", "zeros", "short", "long"])
@@ -269,6 +276,21 @@ def test_a_cache_of_another_store_with_the_same_keys_is_harmless(tmp_path: Path)
         assert dict(PolicyFetcher(CachedStore(ours, cache), "main").fetch(events[version]).tensors) == expected
     with pytest.raises(PolicyRefused):
         PolicyFetcher(CachedStore(ours, cache), "main").fetch(event)
+
+
+def test_objects_that_lie_under_the_names_of_another_version_are_fetched_again(tmp_path: Path) -> None:
+    store, metrics = MemoryStore(), Metrics("x")
+    events, weights = published(store)
+    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)
+    for event in events:
+        PolicyFetcher(CachedStore(store, cache), "main").fetch(event)
+    paths = sorted(files(tmp_path))
+    contents = [path.read_bytes() for path in paths]
+    for path, data in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(data)
+    for version, expected in enumerate(weights):
+        assert dict(PolicyFetcher(CachedStore(store, cache), "main").fetch(events[version]).tensors) == expected
+    assert counters(metrics)["damaged"] == len(paths) > NUM_VERSIONS
 
 
 @pytest.mark.parametrize(

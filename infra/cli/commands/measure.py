@@ -61,6 +61,23 @@ def bench_weights(
     exit_with(lambda: run_weights(gb, share, sizes, out, as_json))
 
 
+def bench_fan_out(
+    mb: Annotated[
+        float, typer.Option(min=1, help="Weights in bfloat16, in 10⁶ bytes; three times as much a follower.")
+    ] = 32,
+    mb_per_s: Annotated[float, typer.Option(min=0.1, help="Of one connection, in 10⁶ bytes.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, help="Each with a cache of its own.")] = 8,
+    followers: Annotated[int, typer.Option(min=1, help="Processes of each host.")] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """Many followers of one version, from a MinIO server behind slow connections: bytes from the store, and speed. Minutes."""
+    from infra.cli.bench.fan_out import FanOutPlan
+    from infra.cli.benches import run_fan_out
+
+    plan = FanOutPlan(mb=mb, mb_per_s=mb_per_s, hosts=hosts, followers=followers)
+    exit_with(lambda: run_fan_out(plan, as_json))
+
+
 def bench_families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
     as_json: JsonOption = False,
