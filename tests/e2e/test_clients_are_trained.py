@@ -25,7 +25,7 @@ from infra.model.model import Tokenizer, folder_tensors, load_into, load_model, 
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
-from schemas import Batch, Experience, PolicyEvent, Span, topics
+from schemas import Batch, Experience, PolicyEvent, Span, Task, topics
 from schemas.ids import task_of
 from tests.actors.rig import Heard, folder_store, running, until
 from tests.e2e.clients_model import CallingEngine, build_model
@@ -113,7 +113,9 @@ async def play(file: Path, settings: Settings, store: Store) -> Trained:
     """One group of each client, collected and trained."""
     log = Log(KafkaBus(settings.kafka.bootstrap_servers), settings.app, store=store)
     await log.bus.start()
-    heard = {topic: Heard(log, topic) for topic in (topics.EXPERIENCES, topics.BATCHES, topics.POLICIES)}
+    heard = {
+        topic: Heard(log, topic) for topic in (topics.TASKSET, topics.EXPERIENCES, topics.BATCHES, topics.POLICIES)
+    }
     tokenizer = load_tokenizer(settings.model_path)
     stop = asyncio.Event()
 
@@ -131,6 +133,8 @@ async def play(file: Path, settings: Settings, store: Store) -> Trained:
     learner = TorchLearner(settings.model_path, settings.trainer, device="cpu")
     listening = [asyncio.create_task(one.listen()) for one in heard.values()]
     async with running(*listening), Supervisor([role_child(settings, file, [], "process")]):
+        # A pass goes over the tasks there are: with fewer at its beginning some would be drawn twice, and others never.
+        await until(lambda: len(heard[topics.TASKSET].of(Task)) == len(clients()), seconds=120.0)
         roles = [
             asyncio.create_task(run_master(role("master"), settings.master)),
             asyncio.create_task(run_explorer(role("explore"), settings.explore, engine, tokenizer, tokenizer.eos_ids)),

@@ -1,5 +1,6 @@
 """After the drain: what was evaluated, what was promoted for it, and what customers are served, by rules told anew."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from schemas import Block, Closure, Directive, EvalResult, PolicyEvent, topics
@@ -47,21 +48,35 @@ def check_results(world: World, log: Logged) -> None:
 
 def check_verdicts(world: World, log: Logged) -> None:
     """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
-    accuracy = {one.version: one.accuracy for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
+    results = {one.version: one for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
     told, newest = stands(event for _, event in log[topics.POLICIES.name]), -1
     for record, event in log[topics.POLICIES.name]:
         if isinstance(event, Directive) and event.order == "lease":
             newest = record.offset
         if not isinstance(event, PolicyEvent) or event.owner != "gate" or event.token < newest:
             continue
-        own, before = event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
-        allowed = own is not None and (before is None or own >= before - MAX_DROP)
+        result, own, before = results.get(event.version), event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
         # Its token is where its lease lies: it had read that far, and may have stood still since.
-        stood = {accuracy.get(stand.channel.version) for stand in told[event.token : record.offset + 1]}
-        if own is None or own != accuracy.get(event.version) or before not in stood:
-            world.watch.complain("the gate decides by results", f"{event}; results {accuracy}, before it {stood}")
-        if (event.event == "promoted") != allowed:
-            world.watch.complain("the gate decides by the rules", f"{event}")
+        stood = [results.get(stand.channel.version) for stand in told[event.token : record.offset + 1]]
+        shares = {None if one is None else one.accuracy for one in stood}
+        if own is None or result is None or own != result.accuracy or before not in shares:
+            world.watch.complain("the gate decides by results", f"{event}; results {results}, before it {shares}")
+        elif fault := verdict_fault(
+            event, result, [one for one in stood if one is not None and one.accuracy == before]
+        ):
+            world.watch.complain("the gate decides by the rules", f"{event}: {fault}")
+
+
+def verdict_fault(event: PolicyEvent, own: EvalResult, before: Sequence[EvalResult]) -> str:
+    """Why a verdict is not as the rules say, "" where it is. before: of versions that it may have been compared with.
+
+    Of two tasks, the same ones, a drop by one of them is too much. A result of other tasks, made while some had not come yet,
+    shows less than that: chance alone may be the difference.
+    """
+    is_less = bool(before) and own.accuracy < before[0].accuracy - MAX_DROP
+    if event.event == "promoted" and is_less and all(one.tasks == own.tasks for one in before):
+        return "it answers the same tasks worse"
+    return "it answers no worse" if event.event != "promoted" and not is_less else ""
 
 
 def check_served(world: World, log: Logged) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 
 import msgspec
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from infra.log.memory import MemoryBus
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, filled_log, train
+from schemas import Batch, topics
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
+from trainer.config import LaneConfig
 from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
 from trainer.journal.horizon import SLOTS, CheckpointTime, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
@@ -77,11 +80,40 @@ def test_without_a_checkpoint_nothing_is_trimmed() -> None:
     assert trim_below([], []) == 0
 
 
-def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read() -> None:
+def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read_once_it_is_older_than_the_horizon() -> None:
     made = [
-        Manifest(position=Position(step=step, buffer_next=10 * step), state="", size=0, sha256="") for step in range(4)
+        Manifest(
+            position=Position(step=step, buffer_next=10 * step),
+            state="",
+            size=0,
+            sha256="",
+            time_ms=10**12 + 1000 * step,
+        )
+        for step in range(4)
     ]
-    assert uses_below(made, {one.place for one in made[2:]}) == 20 and uses_below([], set()) == 0
+    stay = {one.place for one in made[2:]}
+    assert uses_below(made, stay, keep_ms=1000) == 20
+    assert uses_below(made, stay, keep_ms=1001) == 0, "what the oldest had read may be delivered again"
+    assert uses_below([], set(), keep_ms=1000) == 0
+
+
+def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_after_it_is_not_trained_again() -> None:
+    expert = LaneConfig(loss="sft", weight=0.5, max_uses=1, optional=True)
+    lanes = {"usual": LaneConfig(weight=0.5), "expert": expert}
+    config = msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None, checkpoint_every=1)
+
+    async def trained() -> Counter[tuple[str, int]]:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=6))
+        for number in range(4):  # by a worker that died before it could say that it had sent them
+            await log.publish(topics.BUFFER, block(number, "expert"))
+        await train(log, store, ScriptedLearner(), config)
+        batches = [entry for entry in await journal(log) if isinstance(entry, Batch)]
+        return Counter((item.id, item.use) for batch in batches for item in batch.items if item.lane == "expert")
+
+    times = asyncio.run(trained())
+    assert len(times) == 8 and set(times.values()) == {1}
 
 
 def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run() -> None:

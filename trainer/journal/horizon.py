@@ -48,9 +48,14 @@ def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace])
     return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
 
 
-def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
+def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> int:
     """Offset of `buffer` below which everything was delivered before the horizon, so that nothing brings it again.
 
-    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above.
+    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above. 0 while
+    no checkpoint is older than the horizon: what the first one had read may still be delivered again.
     """
-    return min((one.position.buffer_next for one in manifests if one.place in stay), default=0)
+    left = [one for one in manifests if one.place in stay]
+    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
+    if all(one.time_ms > begins_ms for one in left):
+        return 0
+    return min(one.position.buffer_next for one in left)

@@ -103,7 +103,7 @@ async def tidy(run: Run) -> None:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
         logger.info("buffer trimmed below=%d", below)
         run.saving.trimmed = below
-    if gone := run.supply.intake.buffer.forget_uses(uses_below(manifests, stay)):
+    if gone := run.supply.intake.buffer.forget_uses(uses_below(manifests, stay, keep_ms)):
         logger.info("uses forgotten groups=%d", gone)
     run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
