@@ -130,6 +130,7 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
             str(folder),
             str(settings.master.seed),
             task.name,
+            stdout=asyncio.subprocess.DEVNULL,  # libraries print there, and our own output may be read by a program
             stderr=asyncio.subprocess.PIPE,
         )
         try:
