@@ -77,7 +77,7 @@ checkpoint_every = 5
 tensorboard = ""
 version_every = "3s"
 [trainer.lanes]
-usual = {{ loss = "dppo" }}
+usual = {{ loss = "dppo", optional = true }}
 live = {{ loss = "dppo", least = 8, optional = true }}
 """
 
