@@ -261,6 +261,22 @@ class MasterConfig(Section, frozen=True):
             raise ValueError(f"got floor = {self.floor} and cap = {self.cap}, expected floor <= cap, and cap above 0")
 
 
+class ReloadConfig(Section, frozen=True):
+    """[reload]: a new version in explorers and gateways, while requests run.
+
+    kv: what becomes of the keys and values of running requests. "rebuild": they are computed again under the new weights, so
+    that every logprob is exactly its version's; that is a forward over all that runs, at each version. "keep": they stay, and
+    nothing is computed again. What is sampled then is sampled with keys and values of older weights: the recorded logprobs
+    are those of that, and spans say from which version on they are. A request that begins after a reload meets none of before
+    it in either. A request under an adapter in vLLM keeps its version, so both mean the same. vLLM cannot keep those of a
+    model that takes pictures.
+
+    Example: ReloadConfig(kv="keep")
+    """
+
+    kv: Literal["rebuild", "keep"] = "rebuild"
+
+
 class ExploreConfig(Section, frozen=True):
     """[explore]: how an explorer runs what it takes.
 

@@ -356,6 +356,8 @@ def _made_bulk(
 
 def _whole(message: Message) -> Message:
     """The message, with halves of characters, which no log can hold, made into U+FFFD (tools and tasks write such)."""
+    if message.content.isascii():
+        return message
     try:
         message.content.encode()
     except UnicodeEncodeError:

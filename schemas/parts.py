@@ -17,7 +17,8 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     """A run of sampled tokens, start to stop (exclusive) in `Experience.tokens`, by one policy at one temperature.
 
     version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
-    at that temperature, so an importance ratio exists.
+    at that temperature, so an importance ratio exists. kv: where the engine kept keys and values over reloads, the version of
+    the oldest that they may have been sampled with; -1 where all are those of `version`.
 
     Example: Span(start=6, stop=11, version=12)
     """
@@ -27,6 +28,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     version: Version
     temperature: Annotated[float, Bounds(ge=0, le=1e6)] = 1.0
     ratio: bool = True
+    kv: Version = -1
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):

@@ -2,10 +2,15 @@
 
 Guarantees (one contract, every engine): a recorded logprob is the policy's own, of the version its span names, at the
 sampling temperature; `load` drops no request; a refused policy leaves the old one serving.
+
+At a load running requests have their keys and values computed again, or kept (`KvMode`, the option `kv` of an engine). Kept
+ones are of older weights: a logprob is then what was sampled from, the version is the weights that sampled it, and the span
+says from which version on the keys and values are. A request that begins after a load meets none of before it, and of a
+refused policy nothing is left.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -14,6 +19,8 @@ import numpy.typing as npt
 from infra.policies.policy import Policy
 from infra.store.images import Pixels
 from schemas import Span
+
+KvMode = Literal["rebuild", "keep"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +47,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens of one request that were sampled by one version, with the logprob of each."""
+    """Tokens of one request that were sampled by one version, with the logprob of each. kv: as in Span."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
+    kv: int = -1
 
 
 OnChunk = Callable[[Chunk], None]

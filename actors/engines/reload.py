@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _MAX_SAMPLES = 4096
+SLOW_S = 60.0
 
 
 class ReloadGate(Protocol):
@@ -95,7 +96,7 @@ class PolicyFollower:
     """Moves the engine of a role along the versions of its policy.
 
     gate: when it may reload, at once by default. hold_s: how long a reload waits at the gate. channel: see PolicyFeed. loaded:
-    called with the event of every version that serves.
+    called with the event of every version that serves. slow_s: a fetch that takes longer is told, again and again.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class PolicyFollower:
         hold_s: float = 0.0,
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
+        slow_s: float = SLOW_S,
     ) -> None:
         self._role = role
         self._engine = engine
@@ -115,6 +117,7 @@ class PolicyFollower:
         self._policy = role.floor.policy.name
         self._channel: Channel = channel
         self._loaded = loaded
+        self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
         self._follower = PolicyFetcher(role.store, self._policy)
         self._published_ms: dict[int, int] = {}
@@ -173,7 +176,7 @@ class PolicyFollower:
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
         """The verified policy; None when it was refused, or when the store failed and it should be looked at again."""
         try:
-            policy = await asyncio.to_thread(self._follower.fetch, event)
+            policy = await self._fetched(event)
         except PolicyRefused as error:
             await self._refuse(event, error)
             return None
@@ -186,6 +189,18 @@ class PolicyFollower:
             return None
         self._store_tries.pop(event.version, None)
         return policy
+
+    async def _fetched(self, event: PolicyEvent) -> Policy:
+        """The verified policy; while it does not come, that is told."""
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._follower.fetch, event))
+        began = time.monotonic()
+        try:
+            while not (await asyncio.wait([fetching], timeout=self._slow_s))[0]:
+                self._role.metrics.counter("policy_fetch_slow").inc()
+                _log.warning("policy_fetch_slow version=%d for_s=%.0f", event.version, time.monotonic() - began)
+        finally:
+            fetching.cancel()
+        return fetching.result()
 
     async def _let_evals_end(self) -> None:
         """Wait for the evals of the held version, within bounds."""

@@ -2,7 +2,8 @@
 
 It keeps the whole engine contract: recorded logprobs are the table's own, a load takes effect between two tokens, and
 the same seed gives the same tokens. `script` puts words in its mouth; the logprobs stay those of the table. To a schema
-its tokens are the bytes, and a script is followed as far as the schema allows.
+its tokens are the bytes, and a script is followed as far as the schema allows. A bigram needs no keys and values: those that
+it "keeps" over a load are a number alone, the version under which a request began.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
 )
-from actors.engines.engine import Completion, LoadReport, OnChunk, Sampling
+from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, Matcher
 from actors.engines.token_spellings import byte_vocabulary
 from actors.engines.trace import Trace
@@ -38,6 +39,7 @@ class ScriptedEngine:
     model: a folder whose model.safetensors holds `bigram.weight` [V, V] float32; "" draws one from the seed.
     script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: seconds
     from one token to the next, counted from the request on: a token that a busy event loop gives late delays no other.
+    kv: whether spans say that keys and values were kept over a load.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class ScriptedEngine:
         max_model_len: int = 4096,
         script: Script | None = None,
         token_s: float = 0.0,
+        kv: KvMode = "rebuild",
     ) -> None:
+        self._kv = kv
         self._model = model
         self._seed = seed
         self._num_vocabulary = num_vocabulary
@@ -133,6 +137,7 @@ class ScriptedEngine:
         trace = Trace(sampling)
         matcher = await self._grammars.matcher(sampling)
         last, done = prompt[-1], False
+        began = self._version
         clock = asyncio.get_running_loop().time
         begin_s = clock()
         while not done:
@@ -148,7 +153,7 @@ class ScriptedEngine:
                 last = int(row.argmax())
             else:
                 last = min(int(cumulative.searchsorted(random.random())), len(row) - 1)
-            done = trace.add(last, float(row[last]), self._version)
+            done = trace.add(last, float(row[last]), self._version, began if self._kv == "keep" else -1)
             if matcher is not None:
                 matcher.take(last)
                 if matcher.stuck:

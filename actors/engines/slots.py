@@ -1,7 +1,8 @@
 """Continuous batching over a transformers model: running sequences in slots, keys and values in one tensor a layer.
 
 A sequence enters after a forward over its prompt (equal prompts are forwarded once), leaves at its last token, and the
-last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights.
+last slot moves into its place. `rebuild` recomputes every running sequence's keys and values, for new weights; where it is
+not called after new weights, sequences go on with those they have, and say from which version on these are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ class RunningSequence:
         self.generator = generator
         self.on_chunk = on_chunk
         self.cancelled = False
+        self.kv_version = -1  # oldest version of its keys and values
         self.routing: list[np.ndarray] = []  # [tokens, layers, k] of each forward
 
     @property
@@ -61,7 +63,7 @@ class RunningSequence:
         """Record a token; True where it ends the sequence."""
         if self.matcher is not None:
             self.matcher.take(token)
-        return self.trace.add(token, logprob, version) or self.is_stuck
+        return self.trace.add(token, logprob, version, self.kv_version) or self.is_stuck
 
     def completion(self) -> Completion:
         """What was recorded."""
@@ -152,6 +154,8 @@ class RunningBatch:
                 layers, logits = self._forward(prompts)
             self._keep(taken, group, which.tolist(), len(prompts))
             start = len(self.rows)
+            for row in group:
+                row.kv_version = version
             self._slots.reserve(layers, start + len(group), max(row.num_reserved for row in group))
             self._slots.write(layers, start, which)
             self.rows += group
@@ -180,8 +184,10 @@ class RunningBatch:
         """Free the slots of cancelled sequences."""
         self._remove({index for index, row in enumerate(self.rows) if row.cancelled})
 
-    def rebuild(self) -> None:
-        """Recompute keys and values of all running sequences under the model's present weights."""
+    def rebuild(self, version: int) -> None:
+        """Recompute keys and values of all running sequences under the model's present weights, those of `version`."""
+        for row in self.rows:
+            row.kv_version = version
         start = 0
         while start < len(self.rows):
             longest, stop = 0, start

@@ -5,7 +5,8 @@
 
 Guarantees: a load happens between two tokens and is proved before anything is sampled under it: every tensor is read back and
 is the published one to the bit, and the probe's logprobs agree; running sequences go on with keys and values rebuilt under the
-new weights; a refused policy changes nothing. An adapter is applied as the trainer applies it, never merged into the base.
+new weights, or kept and said to be older (`kv`); a refused policy changes nothing. An adapter is applied as the trainer applies
+it, never merged into the base. Requests share no keys and values but those of one forward, so a new one meets none of before.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
 )
-from actors.engines.engine import Chunk, Completion, EngineStopped, LoadReport, OnChunk, Sampling
+from actors.engines.engine import Chunk, Completion, EngineStopped, KvMode, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars
 from actors.engines.request_images import RequestImages
 from actors.engines.slots import RunningBatch, RunningSequence
@@ -51,7 +52,8 @@ Finished = asyncio.Future[Completion]
 
 class TorchEngine:
     """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone.
-    routing: record the experts of each token, for `trainer.routing = "replay"`.
+    routing: record the experts of each token, for `trainer.routing = "replay"`. kv: what a reload does with the keys and values
+    of running sequences; layers that remember otherwise are computed anew at every step.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class TorchEngine:
         max_model_len: int | None = None,
         threads: int | None = None,
         routing: bool = False,
+        kv: KvMode = "rebuild",
     ) -> None:
+        self._kv = kv
         self._folder = model
         self._seed = seed
         self._dtype = dtype
@@ -209,7 +213,8 @@ class TorchEngine:
             raise
         self._is_base = self._is_base and policy.adapter is not None
         self._batch.remove_cancelled()
-        self._batch.rebuild()
+        if self._kv == "rebuild":
+            self._batch.rebuild(policy.version)
         self._held = dict(policy.tensors)
         self._version = policy.version
         return LoadReport((time.perf_counter() - begin) * 1e3, difference)

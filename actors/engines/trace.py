@@ -1,24 +1,33 @@
 """Tokens of one request as they are sampled, and the version that sampled each."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from actors.engines.engine import Chunk, Completion, Sampling
 from schemas import Span
 
 
+class Start(msgspec.Struct, frozen=True):
+    """Where a run of tokens begins: its version, the index of its first token, and `kv` as in Span."""
+
+    version: int
+    at: int
+    kv: int = -1
+
+
 class Trace(msgspec.Struct):
-    """Grows by one token at a time; a change of version begins a new span."""
+    """Grows by one token at a time; a change of version, or of the age of keys and values, begins a new span."""
 
     sampling: Sampling
     tokens: list[int] = []
     logprobs: list[float] = []
-    starts: list[tuple[int, int]] = []  # (version, index of its first token)
+    starts: list[Start] = []
     taken: int = 0
 
-    def add(self, token: int, logprob: float, version: int) -> bool:
-        """Record a token; True where it ends the sequence."""
-        if not self.starts or self.starts[-1][0] != version:
-            self.starts.append((version, len(self.tokens)))
+    def add(self, token: int, logprob: float, version: int, kv: int = -1) -> bool:
+        """Record a token; True where it ends the sequence. kv: oldest version of its keys and values, -1 for `version`."""
+        begin(self.starts, version, len(self.tokens), kv)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return token in self.sampling.stop or len(self.tokens) >= self.sampling.max_tokens
@@ -34,25 +43,32 @@ class Trace(msgspec.Struct):
 
     def take_chunks(self) -> list[Chunk]:
         """What was recorded since the last call, one chunk per version."""
-        begin, self.taken = self.taken, len(self.tokens)
+        before, self.taken = self.taken, len(self.tokens)
         runs = spans(self.starts, len(self.tokens), self.sampling)
-        cuts = [(max(begin, run.start), run.stop, run.version) for run in runs if run.stop > begin]
+        cuts = [(max(before, run.start), run) for run in runs if run.stop > before]
         return [
-            Chunk(tuple(self.tokens[start:stop]), tuple(self.logprobs[start:stop]), version)
-            for start, stop, version in cuts
+            Chunk(tuple(self.tokens[start : run.stop]), tuple(self.logprobs[start : run.stop]), run.version, run.kv)
+            for start, run in cuts
         ]
 
 
-def spans(starts: list[tuple[int, int]], num_tokens: int, sampling: Sampling) -> tuple[Span, ...]:
-    """Runs of one version each. starts: (version, index of its first token), ascending.
+def begin(starts: list[Start], version: int, at: int, kv: int) -> None:
+    """Note that the tokens from `at` on are of a version, with keys and values from `kv` on."""
+    kv = -1 if kv == version else kv
+    if not starts or (starts[-1].version, starts[-1].kv) != (version, kv):
+        starts.append(Start(version, at, kv))
+
+
+def spans(starts: Sequence[Start], num_tokens: int, sampling: Sampling) -> tuple[Span, ...]:
+    """Runs of one version each. starts: ascending.
 
     Greedy tokens have no ratio: their recorded logprob is the policy's at temperature 1, but they were not drawn.
     Neither have those of a truncated distribution, or of one that a schema masks.
     """
     temperature, ratio = sampling.temperature, sampling.has_ratio
-    stops = [start for _, start in starts[1:]] + [num_tokens]
+    stops = [start.at for start in starts[1:]] + [num_tokens]
     return tuple(
-        Span(start, stop, version, temperature=temperature, ratio=ratio)
-        for (version, start), stop in zip(starts, stops, strict=True)
-        if stop > start
+        Span(start.at, stop, start.version, temperature=temperature, ratio=ratio, kv=start.kv)
+        for start, stop in zip(starts, stops, strict=True)
+        if stop > start.at
     )

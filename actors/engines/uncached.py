@@ -32,7 +32,7 @@ class UncachedBatch(RunningBatch):
         """One more token for every sequence. Returns those it finished."""
         return self._sample(0, self._last(self.rows), version)
 
-    def rebuild(self) -> None:
+    def rebuild(self, version: int) -> None:
         """Nothing is kept that could be of older weights."""
 
     def _last(self, rows: Sequence[RunningSequence]) -> Tensor:

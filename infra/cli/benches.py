@@ -15,6 +15,7 @@ from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from infra.cli.bench.families import Family
+    from infra.cli.bench.fan_out import FanOutPlan
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.learner import Compared, LearnerPlan
     from infra.cli.bench.memory_held import MemoryPlan
@@ -28,6 +29,11 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         for draw in ("priority", "spread")
     },
     "episodes": {"failed": (0.0, 0.0), "not_their_own": (0.0, 0.0)},
+    "fan-out": {
+        "get_over_one_connection": (8.0, float("inf")),
+        "put_over_one_connection": (8.0, float("inf")),
+        "cached_version_bytes_per_host": (0.0, 1.05),
+    },
     "reprocess": {"verify_different": (0.0, 0.0), "collect_different": (0.0, 0.0)},
     "feedback": {"joins_per_s": (2_000.0, float("inf")), "rebuild_s": (0.0, 30.0)},
     "gateway": {
@@ -40,11 +46,18 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "lora": {"share": (0.0, 0.01)},
     "reload": {
-        "pause_ms_p50": (0.0, 80.0),
-        "pause_ms_p95": (0.0, 200.0),
-        "requests_failed": (0.0, 0.0),
-        "front_mb_per_version": (float("-inf"), 0.1),
-        "core_mb_per_version": (float("-inf"), 0.1),
+        "rebuild_pause_ms_p50": (0.0, 60.0),
+        "keep_pause_ms_p50": (0.0, 30.0),
+        **{
+            f"{mode}_{figure}": target
+            for mode in ("rebuild", "keep")
+            for figure, target in (
+                ("pause_ms_p95", (0.0, 200.0)),
+                ("requests_failed", (0.0, 0.0)),
+                ("front_mb_per_version", (float("-inf"), 0.1)),
+                ("core_mb_per_version", (float("-inf"), 0.1)),
+            )
+        },
     },
     "offpolicy": {
         "dppo_lag_8_points_lost": (float("-inf"), 3.0),
@@ -77,13 +90,16 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "publish_peak_gib_of_the_others": (float("-inf"), 1.0),
     },
     "weights": {
-        "trainer_cpu_s_per_gb": (0.0, 1.0),
-        "publish_fifth_cpu_s_per_gb": (0.0, 1.0),
-        "explorer_cpu_s_per_gb": (0.0, 1.5),
+        **{f"trainer_v{version}_cpu_s_per_gb": (0.0, 1.0) for version in (0, 1, 5, 20, 50)},
+        **{f"explorer_v{version}_cpu_s_per_gb": (0.0, 1.5) for version in (1, 5, 20, 50)},
+        **{f"explorer_behind_{behind}_cpu_s_per_gb": (0.0, 1.5) for behind in (5, 15, 30)},
+        "cached_anchor_cpu_s_per_gb": (0.0, 1.5),
         "trainer_wall_over_cpu": (0.0, 0.6),
         "explorer_wall_over_cpu": (0.0, 0.6),
         "trainer_stall_ms": (0.0, 50.0),
         "explorer_stall_ms": (0.0, 50.0),
+        "engine_peak_over_weights": (0.0, 2.2),
+        "second_engine_peak_over_weights": (0.0, 1.2),
     },
     "stream": {"events_per_s": (20_000.0, float("inf")), "gap_ms_p99": (0.0, 100.0)},
     "turn": {"explorer_held_ms": (0.0, 5.0), "gateway_held_ms": (0.0, 5.0)},
@@ -132,6 +148,16 @@ def run_offpolicy(out: Path, steps: int, seeds: int, lags: str, losses: str, as_
     return show("offpolicy", figures, as_json)
 
 
+def run_reload(versions: int, lora_rank: int, kv: str, as_json: bool) -> int:
+    """Run `infra/cli/bench/reload.py` as asked. Raises ConfigError for a mode that it does not know."""
+    from infra.cli.bench.reload import MODES, run
+
+    modes = kv.split(",")
+    if unknown := sorted(set(modes) - set(MODES)):
+        raise ConfigError(f"--kv: got {unknown[0]!r}, expected {' or '.join(MODES)}")
+    return show("reload", run(versions, lora_rank=lora_rank, modes=modes), as_json)
+
+
 def run_outage(minutes: float, per_s: float, as_json: bool) -> int:
     """Run `infra/cli/bench/outage.py` as asked."""
     from infra.cli.bench.outage import run
@@ -148,11 +174,28 @@ def run_console_load(pairs: int, seconds: float, people: int, as_json: bool) -> 
     return show("console-load", run(plan, Screen(stderr=True).print), as_json)
 
 
-def run_weights(gb: float, share: float, as_json: bool) -> int:
-    """Run `infra/cli/bench/weights.py` as asked."""
+def run_weights(gb: float, share: float, sizes: str, out: Path, as_json: bool) -> int:
+    """Run `infra/cli/bench/weights.py` as asked, or at several sizes. Raises ConfigError for sizes that are no numbers."""
     from infra.cli.bench.weights import WeightsPlan, run
+    from infra.cli.bench.weights_sweep import sweep
 
-    return show("weights", run(WeightsPlan(gb=gb, share=share), Screen(stderr=True).print), as_json)
+    say = Screen(stderr=True).print
+    if not sizes:
+        return show("weights", run(WeightsPlan(gb=gb, share=share), say), as_json)
+    try:
+        wanted = [float(size) for size in sizes.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--sweep: got {sizes!r}, expected numbers of GB by commas, as in 0.1,0.5,2") from error
+    for figures in sweep(wanted, share, out, say).values():
+        show("weights", figures, as_json)
+    return 0
+
+
+def run_fan_out(plan: "FanOutPlan", as_json: bool) -> int:
+    """Run `infra/cli/bench/fan_out.py` as asked. Raises ConfigError where there is no MinIO."""
+    from infra.cli.bench.fan_out import run
+
+    return show("fan-out", run(plan, Screen(stderr=True).print), as_json)
 
 
 def run_state(hidden: int, layers: int, stage: int, silence_s: float, timeout_s: float, *, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from infra.cli.check_fit import check_fit
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected
 from infra.cli.private import open_to_others
+from infra.cli.roles import told_engine
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.settings.config import duration_s
@@ -75,8 +76,10 @@ def check_plugins(settings: Settings) -> list[str]:
     from trainer.losses.loss import open_objective
 
     find(settings.engine.use, "engine.use")
+    told_engine(settings, settings.engine)
     if settings.gateway is not None and settings.gateway.engine is not None:
         find(settings.gateway.engine.use, "gateway.engine.use")
+        told_engine(settings, settings.gateway.engine)
     find(settings.trainer.learner.use, "trainer.learner.use")
     for lane, one in settings.trainer.lanes.items():
         if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
@@ -162,7 +165,8 @@ def summary(settings: Settings, parsers: str = "") -> Table:
         "keep": settings.keep.replay,
         "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
         **({"answers": parsers} if parsers else {}),
-        "engine": settings.engine.use,
+        "engine": settings.engine.use
+        + (", which keeps keys and values over a reload" if settings.reload.kv == "keep" else ""),
         "learner": settings.trainer.learner.use + adapter_words(settings),
         "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
         f"at most {pacing.max_staleness} versions stale",

@@ -16,6 +16,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.cached import CachedStore
 from infra.store.host_cache import HostCache
+from infra.store.measured import MeasuredStore
 from infra.store.open import open_store
 from infra.store.store import DividedStore, Store
 from schemas.errors import ConfigError
@@ -61,9 +62,14 @@ def main_store_of(settings: Settings) -> Store:
     return store
 
 
+def measured_store_of(settings: Settings, metrics: Metrics) -> Store:
+    """The configured object store, its traffic counted."""
+    return MeasuredStore(store_of(settings), metrics)
+
+
 def cached_store_of(settings: Settings, metrics: Metrics) -> Store:
-    """The configured object store, for a role with an engine: weights are fetched once for all of this machine."""
-    store = store_of(settings)
+    """As `measured_store_of`, for a role with an engine: weights are fetched once for all of this machine."""
+    store = measured_store_of(settings, metrics)
     folder = cache_folder(settings)
     if folder is None:
         return store

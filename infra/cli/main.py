@@ -101,6 +101,7 @@ for name in measure.PLAIN:
     bench_app.command(name)(measure.plain(name))
 bench_app.command("weights")(measure.bench_weights)
 bench_app.command("console-load")(measure.bench_console_load)
+bench_app.command("fan-out")(measure.bench_fan_out)
 bench_app.command("families")(measure.bench_families)
 bench_app.command("reload")(measure.bench_reload)
 bench_app.command("offpolicy")(measure.bench_offpolicy)

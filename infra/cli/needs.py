@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from infra.model.size import ModelSize
-from infra.policies.publish import CONSOLIDATE_EVERY
+from infra.policies.chain import NUM_SLICES
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS_AND_WEIGHT = 12  # bytes a parameter in a checkpoint
@@ -20,14 +20,12 @@ AT_ONCE = 20_000_000  # values, of `trainer.learners.zero`
 PREFETCHED, KEPT_GATHERED = 50_000_000, 1_000_000_000  # values that ZeRO 3 gathers ahead, and keeps at most
 MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 
-# Seconds of one thread for a GB of published weights: measured at 509 M parameters in bfloat16, learning rate 1e-6 (1.4 % of
-# values change), on 2.5 GHz virtual CPUs without SHA instructions. Newer CPUs are faster.
-PUBLISH_S = 4.2  # copy, look for NaN, hash, encode
-CONSOLIDATE_S = 6.8  # each fifth version more: read the last anchor back, encode against it
-ANCHOR_S = 5.9
-RELOAD_S = 5.7  # fetch a delta, apply, verify, compare, write for the worker: before the pause
-DELTA_SHARE = 1 / 120  # of an anchor, measured as above
-CONSOLIDATED_MORE = 0.17  # that consolidated deltas add to the single ones
+# CPU seconds for a GB of published weights, as `headrace bench weights` measures them: bfloat16, 1.4 % of the values change, on
+# 2.5 GHz virtual CPUs with SHA instructions.
+PUBLISH_S = 0.9  # copy, look for NaN, hash, encode, one slice
+ANCHOR_S = 0.85  # more, where all is stored
+RELOAD_S = 1.1  # fetch a delta, apply, verify, compare, write for the worker: before the pause
+DELTA_SHARE = 1 / 120  # of all weights, measured as above
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -205,23 +203,20 @@ def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapp
     )
 
 
-def version_cost(
-    size: ModelSize, dtype: str, *, every_s: float, anchor_every: int, checkpoint_every: int, saved: int
-) -> VersionCost:
+def version_cost(size: ModelSize, dtype: str, *, every_s: float, checkpoint_every: int, saved: int) -> VersionCost:
     """every_s: seconds from one version to the next. saved: bytes a parameter in a checkpoint."""
     num_bytes = size.published * WIDTH[dtype]
     gigabytes, versions = num_bytes / 1e9, 86_400 / every_s
     # In float32 nearly every value changes in every step, and in an adapter's, so that every version is an anchor.
     always_anchor = dtype == "float32" or size.frozen > 0
-    anchors = versions if always_anchor else versions / anchor_every
-    deltas = 0.0 if always_anchor else versions * num_bytes * DELTA_SHARE * (1 + CONSOLIDATED_MORE)
-    each = PUBLISH_S + (ANCHOR_S if always_anchor else CONSOLIDATE_S / CONSOLIDATE_EVERY)
+    whole = versions if always_anchor else versions / NUM_SLICES
+    deltas = 0.0 if always_anchor else versions * num_bytes * DELTA_SHARE
     return VersionCost(
-        publish_s=gigabytes * each,
+        publish_s=gigabytes * (PUBLISH_S + (ANCHOR_S if always_anchor else 0.0)),
         anchor_s=gigabytes * (PUBLISH_S + ANCHOR_S),
         reload_s=gigabytes * RELOAD_S,
         versions=versions,
-        anchor_bytes=anchors * num_bytes,
+        anchor_bytes=whole * num_bytes,
         delta_bytes=deltas,
         checkpoint_bytes=versions / checkpoint_every * saved * size.trained,
     )

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, store_of
+from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
 from infra.cli.private import open_to_others
 from infra.cli.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
@@ -95,7 +96,7 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
     """What a role of these settings is given."""
-    store = cached_store_of(settings, metrics) if name in WITH_ENGINE else store_of(settings)
+    store = (cached_store_of if name in WITH_ENGINE else measured_store_of)(settings, metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 
@@ -140,7 +141,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
         if tokenizer.writing.chosen:
             await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
         use = settings.engine
-        engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "engine")
+        engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
@@ -164,7 +165,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
-    engine: Engine = load(use.use, {"model": folder, **adapting(settings, use), **use.options}, "gateway.engine")
+    engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "gateway.engine")
 
     def listening(port: int) -> None:
         forget_loaded()
@@ -240,14 +241,22 @@ def gateway_of(settings: Settings) -> GatewayConfig:
     return config.as_canary() if config.channel == "canary" else config
 
 
-def adapting(settings: Settings, use: Use) -> dict[str, object]:
-    """What the trainer adapts of the model, for an engine that must know it when it starts: one that takes `lora`."""
+def told_engine(settings: Settings, use: Use) -> dict[str, object]:
+    """What other tables say that an engine must know when it starts, where it takes it: what the trainer adapts of the model
+    as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
+    """
     from infra.settings.plugin import find
 
-    lora, made = settings.trainer.lora, find(use.use, "engine")
-    if lora is None or not callable(made) or "lora" not in inspect.signature(made).parameters:
-        return {}
-    return {"lora": {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}}
+    lora, kv, made = settings.trainer.lora, settings.reload.kv, find(use.use, "engine")
+    takes = inspect.signature(made).parameters if callable(made) else {}
+    found: dict[str, object] = {}
+    if kv != (usual := ReloadConfig().kv):
+        if "kv" not in takes:
+            raise ConfigError(f'reload.kv: got "{kv}" with {use.use}, which has no option kv; expected "{usual}"')
+        found["kv"] = kv
+    if lora is not None and "lora" in takes:
+        found["lora"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+    return found
 
 
 def at_port(listen: str, port: int) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.config import ExploreConfig, MasterConfig
+from actors.config import ExploreConfig, MasterConfig, ReloadConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.console.config import ConsoleConfig
@@ -37,6 +37,7 @@ class Settings(Floor, frozen=True):
 
     engine: Use = Use(use="actors.engines.vllm.engine:VllmEngine")
     explore: ExploreConfig = ExploreConfig()
+    reload: ReloadConfig = ReloadConfig()
     master: MasterConfig = MasterConfig()
     gateway: GatewayConfig | None = None
     feedback: tuple[FeedbackConfig, ...] = ()

@@ -34,7 +34,6 @@ from infra.policies.adapter import Adapter
 from infra.settings.config import Use, duration_s
 from schemas.errors import ConfigError
 
-ANCHOR_EVERY = 25
 GPU_SHARE = 0.9  # of a card that vLLM takes, unless its option says otherwise
 MOST_WEIGHTS = 0.8  # of what vLLM has: the rest is for keys and values
 MOST_RANKS = 1024
@@ -107,7 +106,7 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     on_shm = sum(use.use.endswith(":VllmEngine") for use in uses.values())
     saved = MOMENTS_AND_WEIGHT + (4 if plan.reference else 0) + (MOMENTS_AND_WEIGHT if plan.critic else 0)
     version = version_cost(
-        size, plan.dtype, every_s=machine.step_s * settings.pacing.steps_per_version, anchor_every=ANCHOR_EVERY,
+        size, plan.dtype, every_s=machine.step_s * settings.pacing.steps_per_version,
         checkpoint_every=settings.trainer.checkpoint_every, saved=saved,
     )  # fmt: skip
     days = duration_s(settings.keep.replay) / 86_400
@@ -281,7 +280,7 @@ def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterato
         "to publish", f"{version.publish_s:,.1f} s", f"an anchor {version.anchor_s:,.1f} s; uploads come on top"
     )
     times.add_row("to reload", f"{version.reload_s:,.1f} s", "before sampling pauses; a first download comes on top")
-    times.add_row("anchors", f"{_gb(version.anchor_bytes)} a day", "")
+    times.add_row("anchors and slices", f"{_gb(version.anchor_bytes)} a day", "")
     times.add_row("deltas", f"{_gb(version.delta_bytes)} a day", "at a learning rate of 1e-6; more at a higher one")
     times.add_row(
         "checkpoints", f"{_gb(version.checkpoint_bytes)} a day", f"{settings.trainer.keep_checkpoints} of them stay"

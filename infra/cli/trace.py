@@ -17,7 +17,7 @@ from infra.cli.terminal import Screen, printable_json
 from infra.ledger.following import follow
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
-from schemas import Experience
+from schemas import Experience, Span
 from schemas.errors import ConfigError
 
 SHOWN_IDS = 10
@@ -159,9 +159,19 @@ def texts(one: Experience) -> tuple[str, str]:
 def spans(one: Experience) -> str:
     """Which version sampled what."""
     parts = [
-        f"{span.stop - span.start} tokens of v{span.version}" if span.version >= 0 else "shown" for span in one.spans
+        f"{span.stop - span.start} tokens of v{span.version}{age_of_keys(span)}" if span.version >= 0 else "shown"
+        for span in one.spans
     ]
     return ", ".join(parts)
+
+
+def age_of_keys(span: Span) -> str:
+    """Of a span whose keys and values are older than its version, "" for any other.
+
+    >>> age_of_keys(Span(6, 11, 12, kv=9))
+    ' with keys and values from v9 on'
+    """
+    return f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""
 
 
 def scores(one: Experience) -> str:

@@ -16,7 +16,7 @@ from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
 from infra.model.writing import as_template_takes, content_of, writing_of
-from infra.policies.tensors import Tensor, from_torch, load_tensors, to_torch
+from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
 from schemas.errors import ConfigError
 from schemas.records import Message
 
@@ -288,7 +288,7 @@ def own_kernels(folder: str | Path) -> Any:
 
 def model_tensors(module: "torch.nn.Module") -> dict[str, Tensor]:
     """A copy of every parameter and saved buffer, by the names of its folder; tied weights appear under each name."""
-    return {name: from_torch(value) for name, value in published(module, module.state_dict()).items()}
+    return from_torch_all(published(module, module.state_dict()))
 
 
 def load_into(module: "torch.nn.Module", tensors: Mapping[str, Tensor], *, partial: bool = False) -> None:

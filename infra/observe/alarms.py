@@ -97,6 +97,7 @@ ALARMS = (
         counter="policies_refused",
     ),
     _still("policy_fetch_failed", "A version cannot be fetched"),
+    _still("policy_fetch_slow", "A version comes slowly"),
     _still("rollbacks", "The trainer went back", "page"),
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),

@@ -105,6 +105,17 @@ EXPLORE = (
         (("max by (percentile) (headrace_recent_publish_to_serving_seconds)", "p{{percentile}}"),),
         "s",
     ),
+    Panel(
+        "Bytes a second that a request has from the store",
+        (
+            (
+                "sum by (instance) (rate(headrace_store_bytes_total{verb=\"get\"}[5m])) / "
+                "sum by (instance) (rate(headrace_store_seconds_total{verb=\"get\"}[5m]))",
+                "{{instance}}",
+            ),
+        ),
+        "Bps",
+    ),
     Panel("Versions refused an hour", (("sum by (instance) (increase(headrace_policies_refused_total[1h]))", "{{instance}}"),)),
 )  # fmt: skip
 STREAMS = (

@@ -87,6 +87,7 @@ MEASURES = (
     _counter("reloads", ENGINES, "versions loaded"),
     _counter("policies_refused", ENGINES, "versions refused: damaged, unhealthy, or not reproduced by the engine"),
     _counter("policy_fetch_failed", ENGINES, "times that a version could not be had from the store; it is tried again"),
+    _counter("policy_fetch_slow", ENGINES, "minutes for which a version was waited for from the store"),
     _counter("eval_hold_expired", "explore", "reloads that waited for evals for as long as they may"),
     _gauge("policy_version", ENGINES, "version that the engine samples with"),
     _gauge("policy_version_published", ENGINES, "newest version that the log tells of"),
@@ -94,6 +95,10 @@ MEASURES = (
     Measure("reload_pause_s", "histogram", ENGINES, "how long sampling paused for a version"),
     _gauge("reload_pause_ms_p50", ENGINES, "how long sampling paused for one of the last versions"),
     _gauge("publish_to_serving_ms_p50", ENGINES, "from publishing one of the last versions to serving it"),
+    # the store
+    _counter("store_bytes", "all", "bytes that went to the store (put) and came from it (get)", "verb"),
+    _counter("store_seconds", "all", "time that these requests took, each counted", "verb"),
+    _counter("store_failed", "all", "requests that the store failed on", "verb"),
     # what a host keeps of the store
     _counter("host_cache_hits", ENGINES, "objects of the store read from the host's cache"),
     _counter("host_cache_misses", ENGINES, "objects that the host's cache did not have"),

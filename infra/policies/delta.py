@@ -1,6 +1,6 @@
 """One tensor as its difference from an older one: lossless for every bit pattern, NaN payloads and -0 included.
 
-Encoders, of which the smallest is kept per tensor:
+Encoders, one per tensor:
 
     k1      16-bit: values mapped to ordered integers, so that neighbours differ by one ulp. Streams: gaps between
             changed positions (u8, 255 escapes to u32), signs (bits), "more than one ulp" (bits), and for those
@@ -10,6 +10,7 @@ Encoders, of which the smallest is kept per tensor:
     planes  any dtype: byte planes of the new values alone
     raw     the new bytes
 
+The number of values that changed decides between k1 and bitmap, by a sample; all else is tried, and the smallest kept.
 Every stream is zstd level 1 where that is smaller. Decoding is bounded by the size of the tensor; what does not fit is
 a ValueError.
 """
@@ -22,21 +23,26 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, bits, chunks
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
 
 LEVEL = 1
 ESCAPE = 255
 MIN_COMPRESSED_BYTES = 32
+BITMAP_SHARE = 0.1  # of the values changed: from here on a bit per value is as small as gaps, and cheaper to make
+SAMPLE_VALUES = 4096
+MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
+CHAIN_VALUES = 2**20  # likewise, of the values that a chain moves
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A tensor's new state relative to its old one. changed: how many values differ."""
+    """A tensor's new state relative to its old one. changed: how many values differ. finite: whether all that differ are."""
 
     encoder: str
     payload: bytes
     changed: int
+    finite: bool = True
 
 
 def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
@@ -44,101 +50,135 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
-    positions = changed_positions(before, after)
     size = before.size
-    if size > MAX_VALUES:
-        return Encoded("raw", bytes(new.data), int(positions.size))
     candidates: list[tuple[str, bytes]] = []
-    if before.itemsize == 2:
-        ulps = _ordered(after[positions]).astype(np.int32) - _ordered(before[positions])
-        candidates = _by_ulps(positions, ulps, size)
+    if before.itemsize == 2 and size <= MAX_VALUES:
+        encoder = "k1" if sampled_share(before, after) < BITMAP_SHARE else "bitmap"
+        changed, finite, streams = _by_ulps(before, after, encoder, new.dtype)
+        candidates.append((encoder, _pack(streams)))
     else:
+        finite = is_finite(new)
+        changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
+    if before.itemsize != 2 and size <= MAX_VALUES:
         candidates.append(("xor", _pack(_planes(before ^ after))))
-    if positions.size > size // 2:
+    if size // 2 < changed and size <= MAX_VALUES:
         candidates.append(("planes", _pack(_planes(after))))
-    encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    if len(payload) >= new.num_bytes:
-        return Encoded("raw", bytes(new.data), int(positions.size))
-    return Encoded(encoder, payload, int(positions.size))
+    encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]), default=("raw", b""))
+    if encoder == "raw" or len(payload) >= new.num_bytes:
+        return Encoded("raw", bytes(new.data), changed, finite)
+    return Encoded(encoder, payload, changed, finite)
 
 
-def changed_positions(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Where two flat arrays of one size differ: [K] int64, ascending."""
-    starts = range(0, before.size, CHUNK_VALUES)
-    pairs = zip(starts, chunks(before), chunks(after), strict=True)
-    found = [np.flatnonzero(old != new) + start for start, old, new in pairs]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
+    """About how many of the values differ, of values at even distances."""
+    stride = -(-before.size // SAMPLE_VALUES) or 1
+    return float(np.mean(before[::stride] != after[::stride])) if before.size else 0.0
 
 
-def _by_ulps(positions: np.ndarray, ulps: np.ndarray, size: int) -> list[tuple[str, bytes]]:
-    """What there is to choose from for 16-bit values. ulps: [K] int32, how far each moved."""
-    candidates: list[tuple[str, bytes]] = []
-    if positions.size <= size // 2:
-        candidates.append(("k1", _pack([*_gaps(positions), *_ulp_streams(ulps)])))
-    if positions.size > size // 32:
-        mask = np.zeros(size, bool)
-        mask[positions] = True
-        candidates.append(("bitmap", _pack([np.packbits(mask).data, *_ulp_streams(ulps)])))
-    return candidates
-
-
-def compose(payloads: Sequence[tuple[str, bytes | memoryview]], dtype: str, shape: tuple[int, ...]) -> Encoded | None:
-    """One change for several of the same tensor, each from where the one before it leads; None where that takes the values.
-
-    payloads: (encoder, payload), oldest first. What moved by ulps moved by their sum. Byte planes and raw values replace
-    what was there, so they need it. The result is what `encode_tensor` gives for the ends, where that is smaller than the
-    tensor. ValueError for a payload that does not fit.
+def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str, dtype: str) -> tuple[int, bool, list[memoryview]]:
+    """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. Piece by piece, so that what is
+    made of one stays in the processor's cache.
     """
-    size = math.prod(shape)
-    if ITEM_BYTES[dtype] != 2 or any(encoder not in ("k1", "bitmap") for encoder, _ in payloads):
-        return None
-    positions, ulps = _summed([_moves(encoder, payload, size) for encoder, payload in payloads], size)
-    candidates = _by_ulps(positions, ulps, size)
-    encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]))
-    smaller = positions.size <= size // 2 and len(payload) < 2 * size
-    return Encoded(encoder, payload, int(positions.size)) if smaller else None
+    places: list[np.ndarray] = []  # gaps, or packed bits
+    place_escapes, down, large, rest, rest_escapes = (
+        [np.empty(0, kind)] for kind in ("<u4", bool, bool, np.uint8, "<u2")
+    )
+    last, start, finite = -1, 0, True
+    for old, new in zip(chunks(before), chunks(after), strict=True):
+        differs = old != new
+        at = np.flatnonzero(differs) if encoder == "bitmap" else _sparse(differs)
+        if encoder == "bitmap":
+            places.append(np.packbits(differs))
+        elif at.size:
+            gaps = np.diff(at, prepend=last - start) - 1
+            last = start + int(at[-1])
+            places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
+            place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
+        changed = new.take(at)
+        finite = finite and are_finite(changed, dtype)
+        one, other = _ordered(old.take(at)), _ordered(changed)
+        down.append(other < one)
+        ulps = _signed(other - one, down[-1])
+        large.append(ulps > 1)
+        over = ulps[large[-1]] - np.uint16(2)
+        rest.append(np.minimum(over, ESCAPE).astype(np.uint8))
+        rest_escapes.append((over[over >= ESCAPE] - np.uint16(ESCAPE)).astype("<u2"))
+        start += old.size
+    found = [np.concatenate([np.empty(0, np.uint8), *places])]
+    if encoder == "k1":
+        found.append(np.concatenate(place_escapes))
+    signs = np.concatenate(down)
+    found += [
+        np.packbits(signs),
+        np.packbits(np.concatenate(large)),
+        np.concatenate(rest),
+        np.concatenate(rest_escapes),
+    ]
+    return signs.size, finite, [stream.view(np.uint8).data for stream in found]
 
 
-def _summed(moves: Sequence[tuple[np.ndarray, np.ndarray]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and ulps of several moves made one after the other, without those that come back to where they were."""
-    starts = np.arange(0, size, CHUNK_VALUES)
-    cuts = [np.append(np.searchsorted(positions, starts), positions.size) for positions, _ in moves]
-    sums = np.empty(CHUNK_VALUES, np.int32)
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    for chunk, start in enumerate(starts.tolist()):
-        sums.fill(0)
-        for (positions, ulps), cut in zip(moves, cuts, strict=True):
-            part = slice(cut[chunk], cut[chunk + 1])
-            sums[positions[part] - start] += ulps[part]
-        moved = np.flatnonzero(sums != 0)
-        found.append((moved + start, sums[moved]))
-    if not found:
-        return np.empty(0, np.int64), np.empty(0, np.int32)
-    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+def _sparse(differs: np.ndarray) -> np.ndarray:
+    """Where few of many are true: eight at a time are looked at first."""
+    if differs.size % 8:
+        return np.flatnonzero(differs)
+    eights = differs.view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    at = np.flatnonzero(eights.take(some).view(bool))
+    found: np.ndarray = (some.take(at >> 3) << 3) + (at & 7)
+    return found
+
+
+def _signed(ulps: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Where `down`, the negative, of 16 bits; without a branch, since signs cannot be foreseen."""
+    ones: np.ndarray = np.negative(down.view(np.uint8).astype(np.uint16))
+    signed: np.ndarray = (ulps ^ ones) - ones
+    return signed
+
+
+Part = tuple[str, bytes | memoryview]  # encoder and payload
 
 
 def decode_tensor(encoder: str, payload: bytes | memoryview, old: Tensor) -> Tensor:
     """The tensor that `encode_tensor` was given. ValueError for a payload that does not fit."""
+    return decode_chain([(encoder, payload)], old)
+
+
+def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
+    """The tensor that a chain of deltas leads to, oldest first: one copy is made, however long the chain. ValueError for a
+    payload that does not fit.
+    """
     size, width = math.prod(old.shape), ITEM_BYTES[old.dtype]
-    if encoder == "raw":
-        return Tensor(old.dtype, old.shape, payload)
-    if encoder in ("xor", "planes"):
-        values = _from_planes(_unpack(payload, [size] * width), size, width)
-        return _tensor(old, values ^ bits(old) if encoder == "xor" else values)
-    if encoder not in ("k1", "bitmap") or width != 2:
-        raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected k1, bitmap, xor, planes or raw")
-    positions, ulps = _moves(encoder, payload, size)
-    before = bits(old)
-    after = before.copy()
-    moved = _ordered(before[positions]).astype(np.int32) + ulps
-    if moved.size and (moved.min() < 0 or moved.max() > 0xFFFF):
-        raise ValueError("delta: a value moves beyond the range of its dtype")
-    after[positions] = _from_ordered(moved.astype(np.uint16))
-    return _tensor(old, after)
+    whole = max((index for index, (encoder, _) in enumerate(parts) if encoder in ("raw", "planes")), default=-1)
+    if whole < 0:
+        values = np.empty(size, f"<u{width}")
+        np.copyto(values, bits(old))
+    elif parts[whole][0] == "planes":
+        values = _from_planes(_unpack(parts[whole][1], [size] * width), size, width)
+    else:
+        held = Tensor(old.dtype, old.shape, parts[whole][1])
+        if whole == len(parts) - 1:
+            return held
+        values = bits(held).copy()
+    moves: list[_Moves] = []
+    for encoder, payload in parts[whole + 1 :]:
+        if encoder in ("k1", "bitmap") and width == 2:
+            moves.append(_moves(encoder, payload, size))
+        elif encoder == "xor":
+            _move(values, moves)
+            moves.clear()
+            values ^= _from_planes(_unpack(payload, [size] * width), size, width)
+        else:
+            raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected k1, bitmap, xor, planes or raw")
+    _move(values, moves)
+    return _tensor(old, values)
 
 
-def _moves(encoder: str, payload: bytes | memoryview, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where 16-bit values moved and by how many ulps: [K] int64 and [K] int32."""
+_Moves = tuple[
+    np.ndarray, np.ndarray
+]  # where 16-bit values move ([K], ascending), and by how many ulps ([K] u16, wrapped)
+
+
+def _moves(encoder: str, payload: bytes | memoryview, size: int) -> _Moves:
     by_value = [-(-size // 8), -(-size // 8), size, 2 * size]
     if encoder == "k1":
         streams = _unpack(payload, [size, 4 * size, *by_value])
@@ -148,8 +188,27 @@ def _moves(encoder: str, payload: bytes | memoryview, size: int) -> tuple[np.nda
         mask = np.frombuffer(streams[0], np.uint8)
         if mask.size != -(-size // 8):
             raise ValueError(f"delta: bitmap of {mask.size} bytes for {size} values")
-        positions = np.flatnonzero(np.unpackbits(mask, count=size))
+        positions = np.flatnonzero(np.unpackbits(mask, count=size).view(bool))
     return positions, _from_ulps(streams[-4:], positions.size)
+
+
+def _move(values: np.ndarray, moves: Sequence[_Moves]) -> None:
+    """Make the moves, one after the other, in place. What moves beyond the range comes in again at its other end."""
+    if len(moves) == 1:
+        ((positions, ulps),) = moves
+        for start in range(0, positions.size, MOVES_AT_ONCE):
+            at = positions[start : start + MOVES_AT_ONCE]
+            values[at] = _from_ordered(_ordered(values.take(at)) + ulps[start : start + MOVES_AT_ONCE])
+        return
+    starts = range(0, values.size if moves else 0, CHAIN_VALUES)
+    cuts = [np.append(np.searchsorted(positions, np.array(starts, np.int64)), positions.size) for positions, _ in moves]
+    for chunk, start in enumerate(starts):
+        ordered = _ordered(values[start : start + CHAIN_VALUES])
+        for (positions, ulps), cut in zip(moves, cuts, strict=True):
+            part = slice(cut[chunk], cut[chunk + 1])
+            at = positions[part] - start
+            ordered[at] = ordered.take(at, mode="wrap") + ulps[part]  # all lie within: to wrap is less than to look
+        values[start : start + CHAIN_VALUES] = _from_ordered(ordered)
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
@@ -159,61 +218,52 @@ def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
 
 def _ordered(patterns: np.ndarray) -> np.ndarray:
     """Sign-magnitude patterns as integers in the order of the values they stand for (u16 to u16, one to one)."""
-    ordered: np.ndarray = patterns ^ ((patterns >> 15) * np.uint16(0x7FFF) | np.uint16(0x8000))
-    return ordered
+    flipped = patterns.view(np.int16) >> 15  # all bits of what is negative
+    flipped |= np.int16(-0x8000)
+    flipped ^= patterns.view(np.int16)
+    return flipped.view(np.uint16)
 
 
 def _from_ordered(ordered: np.ndarray) -> np.ndarray:
-    patterns: np.ndarray = ordered ^ ((np.uint16(1) - (ordered >> 15)) * np.uint16(0x7FFF) | np.uint16(0x8000))
-    return patterns
-
-
-def _ulp_streams(delta: np.ndarray) -> list[memoryview]:
-    """Streams of the differences of changed values: signs, whether over one ulp, |ulps| - 2 of those, their escapes."""
-    magnitude = np.abs(delta)
-    large = magnitude > 1
-    rest = magnitude[large] - 2
-    escaped = rest >= ESCAPE
-    return [
-        np.packbits(delta < 0).data,
-        np.packbits(large).data,
-        np.minimum(rest, ESCAPE).astype(np.uint8).data,
-        (rest[escaped] - ESCAPE).astype("<u2").view(np.uint8).data,
-    ]
+    flipped = ordered.view(np.int16) >> 15
+    np.invert(flipped, out=flipped)
+    flipped |= np.int16(-0x8000)
+    flipped ^= ordered.view(np.int16)
+    return flipped.view(np.uint16)
 
 
 def _from_ulps(streams: Sequence[bytes], count: int) -> np.ndarray:
+    """By how many ulps each changed value moved: [K] u16, what went down as its complement."""
     signs, large_bits, small, escapes = (np.frombuffer(stream, np.uint8) for stream in streams)
     if signs.size != -(-count // 8) or large_bits.size != signs.size or escapes.size % 2:
         raise ValueError(f"delta: {signs.size} and {large_bits.size} bytes of bits for {count} changed values")
-    large = np.unpackbits(large_bits, count=count).astype(bool)
-    rest = small.astype(np.int32)
-    escaped = rest == ESCAPE
-    if np.count_nonzero(large) != rest.size or np.count_nonzero(escaped) != escapes.size // 2:
-        raise ValueError(f"delta: {rest.size} sizes and {escapes.size // 2} escapes do not fit {count} changed values")
-    rest[escaped] += escapes.view("<u2")
-    magnitude = np.ones(count, np.int32)
-    magnitude[large] = rest + 2
-    return np.where(np.unpackbits(signs, count=count).astype(bool), -magnitude, magnitude)
-
-
-def _gaps(positions: np.ndarray) -> list[memoryview]:
-    """Streams of increasing positions: values skipped before each (u8), and what is over ESCAPE (u32)."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    escaped = gaps >= ESCAPE
-    return [
-        np.minimum(gaps, ESCAPE).astype(np.uint8).data,
-        (gaps[escaped] - ESCAPE).astype("<u4").view(np.uint8).data,
-    ]
+    ulps = np.ones(count, np.uint16)
+    if small.size or large_bits.any():
+        large = np.flatnonzero(np.unpackbits(large_bits, count=count).view(bool))
+        rest = small.astype(np.uint16)
+        escaped = np.flatnonzero(small == ESCAPE)
+        if large.size != rest.size or escaped.size != escapes.size // 2:
+            raise ValueError(
+                f"delta: {rest.size} sizes and {escapes.size // 2} escapes do not fit {count} changed values"
+            )
+        rest[escaped] += escapes.view("<u2")
+        ulps[large] = rest + np.uint16(2)
+    elif escapes.size:
+        raise ValueError(f"delta: 0 sizes and {escapes.size // 2} escapes do not fit {count} changed values")
+    return _signed(ulps, np.unpackbits(signs, count=count).view(bool))
 
 
 def _positions(gap_bytes: bytes, escape_bytes: bytes, size: int) -> np.ndarray:
-    gaps = np.frombuffer(gap_bytes, np.uint8).astype(np.int64)
-    escaped = gaps == ESCAPE
-    if len(escape_bytes) != 4 * np.count_nonzero(escaped):
-        raise ValueError(f"delta: {len(escape_bytes) // 4} escapes for {np.count_nonzero(escaped)} long gaps")
-    gaps[escaped] += np.frombuffer(escape_bytes, "<u4")
-    positions = np.cumsum(gaps + 1) - 1
+    """Increasing positions of their gaps: values skipped before each (u8), and what is over ESCAPE (u32)."""
+    gaps = np.frombuffer(gap_bytes, np.uint8)
+    escaped = np.flatnonzero(gaps == ESCAPE)
+    if len(escape_bytes) != 4 * escaped.size:
+        raise ValueError(f"delta: {len(escape_bytes) // 4} escapes for {escaped.size} long gaps")
+    positions = gaps.astype(np.int64)
+    positions += 1
+    positions[escaped] += np.frombuffer(escape_bytes, "<u4")
+    np.cumsum(positions, out=positions)
+    positions -= 1
     if positions.size and positions[-1] >= size:
         raise ValueError(f"delta: position {positions[-1]} beyond {size} values")
     return positions

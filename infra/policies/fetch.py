@@ -2,40 +2,38 @@
 
 Nothing unverified leaves this module: the event's sha256 vouches for the manifest, the manifest for every object and
 for the state of every tensor, and all values are finite. What fails is PolicyRefused, naming the tensor or the object,
-and the shadow copy stays as it was; where the held copy cannot be moved on, the version is rebuilt from its anchor.
+and the shadow copy stays as it was; where the held copy cannot be moved on, or is too far behind, the version is rebuilt from
+what is whole in the store.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter, described
-from infra.policies.delta import decode_tensor
+from infra.policies.chain import Chain, check_within, read_manifest, walk
+from infra.policies.delta import Part, decode_chain
 from infra.policies.manifest import (
     DeltaPart,
     PolicyManifest,
     Shard,
     TensorEntry,
     WeightSource,
-    decode_manifest,
     entries_of,
     first_difference,
-    hash_tensor,
-    other_adapter,
-    sha256_hex,
 )
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, first_not_finite, load_tensors
 from infra.policies.threads import in_threads
+from infra.store.cached import get_hashed
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
-
-MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
@@ -99,7 +97,10 @@ class PolicyFetcher:
         )
 
     def _obtain(self, manifest: PolicyManifest) -> dict[str, Tensor]:
-        if self._held is not None and self._held.version <= manifest.version:
+        far = (
+            math.inf if manifest.slice is None else manifest.slice.count
+        )  # a longer way costs more than a new beginning
+        if self._held is not None and 0 <= manifest.version - self._held.version <= far:
             try:
                 return rebuild(self._store, manifest, self._held)
             except (PolicyRefused, NotInStore) as error:
@@ -107,54 +108,60 @@ class PolicyFetcher:
         return rebuild(self._store, manifest, None)
 
 
-def read_manifest(store: Store, key: str, sha256: str | None = None) -> tuple[PolicyManifest, str]:
-    """A manifest and its sha256. Raises PolicyRefused where it is not the one expected, NotInStore, StoreError."""
-    data = store.get(key)
-    digest = sha256_hex(data)
-    if sha256 is not None and digest != sha256:
-        raise PolicyRefused(f"{key}: sha256 is {digest[:16]}…, expected {sha256[:16]}…")
-    try:
-        return decode_manifest(data), digest
-    except ValueError as error:
-        raise PolicyRefused(f"{key}: {error}") from error
-
-
-def read_anchor(store: Store, manifest: PolicyManifest) -> dict[str, Tensor]:
-    """The full tensors of a version that has an anchor, verified. Raises PolicyRefused, NotInStore, StoreError."""
-    source = manifest.source("anchor")
-    if source is None:
-        raise PolicyRefused(f"version {manifest.version} has no anchor")
-    tensors: dict[str, Tensor] = {}
-    for shard, data in zip(source.shards, read_shards(store, manifest, source), strict=True):
-        try:
-            tensors |= load_tensors(data)
-        except ValueError as error:
-            raise PolicyRefused(f"{shard.key}: {error}") from error
-    return verified(manifest, tensors)
-
-
 def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None) -> dict[str, Tensor]:
-    """The tensors of `manifest`: from the held copy where its deltas lead there, else from the nearest anchor."""
-    chain: list[tuple[PolicyManifest, WeightSource]] = []
-    current = manifest
-    while True:
-        if held is not None and current.version <= held.version:
-            if difference := first_difference(held.entries, current.tensors, values=True):
-                raise PolicyRefused(f"held version {held.version} does not lead to {current.version}: {difference}")
-            tensors = dict(held.tensors)
-            break
-        source = _choose(current, held)
-        if source is None:
-            tensors = read_anchor(store, current)
-            break
-        if source.base >= current.version or len(chain) >= MAX_STEPS:
-            raise PolicyRefused(f"the chain of deltas does not end: version {current.version} has base {source.base}")
-        chain.append((current, source))
-        current, _ = read_manifest(store, source.base_manifest, source.base_sha256)
-        _check_base(current, source, manifest)
-    for step, source in reversed(chain):
-        tensors = _apply(store, step, source, tensors)
-    return verified(manifest, tensors)
+    """The tensors of `manifest`: from the held copy where its deltas lead there, else from what is whole in the store.
+
+    However long the chain, each tensor is copied once and verified once, at its end.
+    """
+    chain = walk(store, manifest, -1 if held is None else held.version)
+    if chain.wholes or held is None:
+        begins = _begins(store, chain)
+    else:
+        if difference := first_difference(held.entries, chain.root.tensors, values=True):
+            raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
+        begins = {name: (tensor, len(chain.steps)) for name, tensor in held.tensors.items()}
+    parts = [_parts(store, step, source) for step, source in chain.steps]
+
+    def at_the_end(name: str) -> Tensor:
+        tensor, num_steps = begins[name]
+        since = [step[name] for step in reversed(parts[:num_steps]) if name in step]
+        try:
+            return decode_chain(since, tensor) if since else tensor
+        except ValueError as error:
+            raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
+
+    if strange := [name for step in parts for name in step if name not in begins]:
+        raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
+    return verified(manifest, dict(zip(begins, in_threads(at_the_end, begins), strict=True)))
+
+
+def _begins(store: Store, chain: Chain) -> dict[str, tuple[Tensor, int]]:
+    """Each tensor where it is whole last, and how many of the newest steps follow."""
+    found: dict[str, tuple[Tensor, int]] = {}
+    for whole in chain.wholes:
+        tensors: dict[str, Tensor] = {}
+        for shard, data in zip(whole.shards, read_shards(store, chain.root, whole.shards), strict=True):
+            try:
+                tensors |= load_tensors(data)
+            except ValueError as error:
+                raise PolicyRefused(f"{shard.key}: {error}") from error
+        for name, tensor in tensors.items():
+            found.setdefault(name, (tensor, whole.num_steps))
+    return found
+
+
+def _parts(store: Store, manifest: PolicyManifest, source: WeightSource) -> dict[str, Part]:
+    """The encoded change of each tensor in one step."""
+    shards = read_shards(store, manifest, source.shards)
+    try:
+        found: dict[str, Part] = {part.tensor: (part.encoder, _payload(shards, part)) for part in source.parts}
+    except ValueError as error:
+        raise PolicyRefused(f"version {manifest.version}: {error}") from error
+    if len(found) != len(source.parts):
+        raise PolicyRefused(
+            f"version {manifest.version}: a tensor changes twice ({len(source.parts)} parts, {len(found)} names)"
+        )
+    return found
 
 
 def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,78 +173,27 @@ def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, 
     return tensors
 
 
-def _choose(manifest: PolicyManifest, held: HeldWeights | None) -> WeightSource | None:
-    """The delta that leads closest to the held version without passing it; None for the anchor."""
-    deltas = [source for source in manifest.sources if source.kind == "delta"]
-    within = [source for source in deltas if held is not None and source.base >= held.version]
-    if within:
-        return min(within, key=lambda source: source.base)
-    if manifest.source("anchor") is not None:
-        return None
-    return min(deltas, key=lambda source: source.base, default=None)
+def read_shards(store: Store, manifest: PolicyManifest, shards: tuple[Shard, ...]) -> list[memoryview]:
+    """Objects of a policy, verified. Raises PolicyRefused, NotInStore, StoreError."""
+    return [memoryview(one) for one in in_threads(lambda shard: _read_shard(store, manifest, shard), shards)]
 
 
-def _apply(
-    store: Store, manifest: PolicyManifest, source: WeightSource, old: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """One step of the chain, its changed tensors verified."""
-    shards = read_shards(store, manifest, source)
-    expected = {entry.name: entry for entry in manifest.tensors}
-
-    def moved(part: DeltaPart) -> Tensor:
-        if part.tensor not in old or part.tensor not in expected:
-            raise PolicyRefused(f"{part.tensor} changes in version {manifest.version}, which does not have it")
-        try:
-            tensor = decode_tensor(part.encoder, slice_of(shards, part), old[part.tensor])
-        except ValueError as error:
-            raise PolicyRefused(f"{part.tensor} in version {manifest.version}: {error}") from error
-        if hash_tensor(tensor) != expected[part.tensor].xxh3:
-            raise PolicyRefused(f"{part.tensor} has another hash than version {manifest.version} says")
-        return tensor
-
-    if len(names := {part.tensor for part in source.parts}) != len(source.parts):
-        raise PolicyRefused(
-            f"version {manifest.version}: a tensor changes twice ({len(source.parts)} parts, {len(names)} names)"
-        )
-    return dict(old) | dict(zip((part.tensor for part in source.parts), in_threads(moved, source.parts), strict=True))
-
-
-def read_shards(store: Store, manifest: PolicyManifest, source: WeightSource) -> list[memoryview]:
-    """The objects of one source, verified. Raises PolicyRefused, NotInStore, StoreError."""
-    return [memoryview(one) for one in in_threads(lambda shard: _read_shard(store, manifest, shard), source.shards)]
-
-
-def slice_of(shards: list[memoryview], part: DeltaPart) -> memoryview:
+def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
     """The payload of one tensor. ValueError where the objects do not hold it."""
     if not 0 <= part.shard < len(shards) or min(part.offset, part.num_bytes) < 0:
-        raise ValueError(f"shard {part.shard} of {len(shards)}")
+        raise ValueError(f"{part.tensor}: shard {part.shard} of {len(shards)}")
     payload = shards[part.shard][part.offset : part.offset + part.num_bytes]
     if len(payload) != part.num_bytes:
-        raise ValueError(f"{len(payload)} bytes at {part.offset}, expected {part.num_bytes}")
+        raise ValueError(f"{part.tensor}: {len(payload)} bytes at {part.offset}, expected {part.num_bytes}")
     return payload
 
 
-def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes:
-    _check_within(manifest, shard.key)
-    data = store.get(shard.key)
-    if len(data) != shard.num_bytes or sha256_hex(data) != shard.sha256:
+def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes | memoryview:
+    check_within(manifest, shard.key)
+    data, sha256 = get_hashed(store, shard.key)
+    if len(data) != shard.num_bytes or sha256 != shard.sha256:
         raise PolicyRefused(f"{shard.key}: {len(data)} bytes with another sha256 than its manifest says")
     return data
-
-
-def _check_base(base: PolicyManifest, source: WeightSource, manifest: PolicyManifest) -> None:
-    _check_within(manifest, source.base_manifest)
-    if base.version != source.base or base.policy != manifest.policy:
-        raise PolicyRefused(f"{source.base_manifest} is version {base.version}, expected {source.base}")
-    if difference := other_adapter(base.adapter, manifest) or first_difference(
-        base.tensors, manifest.tensors, values=False
-    ):
-        raise PolicyRefused(f"{source.base_manifest}: {difference}")
-
-
-def _check_within(manifest: PolicyManifest, key: str) -> None:
-    if not key.startswith(f"policies/{manifest.policy}/"):
-        raise PolicyRefused(f"{key} is not an object of {manifest.policy}")
 
 
 def _check_listing(manifest: PolicyManifest, held: HeldWeights | None) -> None:

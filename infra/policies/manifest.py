@@ -3,6 +3,7 @@
     policies/<policy>/<token>/manifests/<version>.json      one per version, written last, named by the event's sha256
     policies/<policy>/<token>/anchors/<version>/<sha>.safetensors
     policies/<policy>/<token>/deltas/<base>-<version>/<sha>.delta
+    policies/<policy>/<token>/slices/<version>/<sha>.safetensors
 
 A manifest names its objects and the manifest of each base by sha256, so that the event vouches for everything below it.
 Shards are named by content and never change.
@@ -22,6 +23,7 @@ from infra.policies.threads import in_threads
 
 FORMAT = 1
 ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
+SLICED_FORMAT = 3  # releases that look for an anchor, which may be gone, refuse it in one line
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -63,6 +65,15 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
         return sum(shard.num_bytes for shard in self.shards)
 
 
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """Some tensors of the version, whole. So many versions in a row (`count`) have all of them in their slices."""
+
+    index: int
+    count: int
+    names: tuple[str, ...]
+    shards: tuple[Shard, ...]
+
+
 class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor of the version. xxh3: xxh3-128 of its data, hexadecimal."""
 
@@ -73,9 +84,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A version. anchor: the newest anchor it can be rebuilt from. chain_bytes: of the deltas since then, one by one.
-    adapter: what the tensors are an adapter of; None, and not written, where they are the whole model. format: FORMAT, or
-    ADAPTER_FORMAT with an adapter.
+    """A version. anchor: the newest one. chain_bytes: of the deltas since then, one by one. adapter: what the tensors are an
+    adapter of; None, and not written, where they are the whole model. slice: None, and not written, with an anchor. format: see
+    `format_of`.
 
     Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
                       tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
@@ -93,6 +104,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
     probe: Probe | None = None
     format: int = FORMAT
     adapter: Adapter | None = None
+    slice: Slice | None = None
 
     def source(self, kind: Literal["anchor", "delta"], base: int = -1) -> WeightSource | None:
         """The source of that kind and base, if there is one."""
@@ -102,8 +114,9 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 def encode_manifest(manifest: PolicyManifest) -> bytes:
     """As JSON, the same bytes for the same manifest."""
     fields = msgspec.structs.asdict(manifest)
-    if manifest.adapter is None:
-        del fields["adapter"]
+    for name in ("adapter", "slice"):
+        if fields[name] is None:
+            del fields[name]
     return msgspec.json.encode(fields)
 
 
@@ -111,14 +124,14 @@ def decode_manifest(data: bytes) -> PolicyManifest:
     """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        if version not in (FORMAT, ADAPTER_FORMAT):
+        if not FORMAT <= version <= SLICED_FORMAT:
             raise ValueError(
-                f"manifest: got format {version}, expected {FORMAT} or {ADAPTER_FORMAT}: upgrade headrace here first"
+                f"manifest: got format {version}, expected {FORMAT} to {SLICED_FORMAT}: upgrade headrace here first"
             )
         manifest = msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
-    if format_of(manifest.adapter) != manifest.format:
+    if format_of(manifest.adapter, manifest.slice) != manifest.format:
         raise ValueError(f"manifest: not valid: format {manifest.format} with {described(manifest.adapter)}")
     return manifest
 
@@ -128,8 +141,10 @@ def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
     return "" if got == manifest.adapter else f"it is {described(got)}, expected {described(manifest.adapter)}"
 
 
-def format_of(adapter: Adapter | None) -> int:
-    """The format of a manifest with or without an adapter."""
+def format_of(adapter: Adapter | None, slice_: Slice | None) -> int:
+    """The lowest format that says all of a manifest."""
+    if slice_ is not None:
+        return SLICED_FORMAT
     return FORMAT if adapter is None else ADAPTER_FORMAT
 
 

@@ -3,29 +3,49 @@
 Manifests go before the objects they name, so that a version that is going is absent rather than broken.
 """
 
+import logging
 import re
 
+from infra.policies.chain import read_manifest, walk
 from infra.store.store import Store
+from schemas.errors import NotInStore, PolicyRefused
+
+log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"(\d+)/manifests/(\d+)\.json")
-_OBJECT = re.compile(r"(\d+)/(?:anchors|deltas)/(?:\d+-)?(\d+)/")
+_OBJECT = re.compile(r"(\d+)/(?:anchors|deltas|slices)/(?:\d+-)?(\d+)/")
+
+
+def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
+    """Remove what trainers of leases before this token began to publish and never finished; how many objects went.
+
+    No manifest names these objects, and none will: what such a trainer still sends counts for nothing.
+    """
+    folder = f"policies/{policy}/"
+    manifests, objects = _listed(store, folder)
+    finished = set(manifests.values())
+    doomed = [key for key, place in objects.items() if place not in finished and place[0] < before]
+    for key in doomed:
+        store.delete(folder + key)
+    return len(doomed)
 
 
 def prune(store: Store, policy: str, *, oldest: int) -> int:
-    """Remove every version older than the anchor that `oldest` is rebuilt from; how many objects went.
+    """Remove every version older than what `oldest` is rebuilt from; how many objects went.
 
-    A follower that holds a removed version goes on from the next anchor.
+    A follower that holds a removed version goes on from what is whole in the store.
     """
     folder = f"policies/{policy}/"
-    keys = [key.removeprefix(folder) for key in store.keys(folder)]
-    manifests = {key: _token_version(_MANIFEST.fullmatch(key)) for key in keys if _MANIFEST.fullmatch(key)}
-    objects = {key: _token_version(_OBJECT.match(key)) for key in keys if _OBJECT.match(key)}
-    published = set(manifests.values())
-    anchors = {place for key, place in objects.items() if "/anchors/" in key and place in published}
-    kept = [(version, token) for token, version in anchors if version <= oldest]
+    manifests, objects = _listed(store, folder)
+    kept = [(version, token, key) for key, (token, version) in manifests.items() if version <= oldest]
     if not kept:
         return 0
-    version, token = max(kept)
+    _, token, key = max(kept)
+    try:
+        version = walk(store, read_manifest(store, folder + key)[0]).root.version
+    except (PolicyRefused, NotInStore) as error:
+        log.warning("nothing pruned, %s does not lead to whole weights: %s", folder + key, error)
+        return 0
     doomed = [
         key
         for places in (manifests, objects)
@@ -35,6 +55,14 @@ def prune(store: Store, policy: str, *, oldest: int) -> int:
     for key in doomed:
         store.delete(folder + key)
     return len(doomed)
+
+
+def _listed(store: Store, folder: str) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
+    """Keys of manifests and of other objects below a folder, with the token and the version that they are of."""
+    keys = [key.removeprefix(folder) for key in store.keys(folder)]
+    manifests = {key: _token_version(_MANIFEST.fullmatch(key)) for key in keys if _MANIFEST.fullmatch(key)}
+    objects = {key: _token_version(_OBJECT.match(key)) for key in keys if _OBJECT.match(key)}
+    return manifests, objects
 
 
 def _token_version(match: re.Match[str] | None) -> tuple[int, int]:

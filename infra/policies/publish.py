@@ -1,8 +1,11 @@
 """Publishes a version to the store: shards, then the manifest; the caller then sends the event.
 
 A version is visible only complete: nothing names it before its manifest, and its manifest is the last object written.
-Publishing the same (token, version) again returns the same event; with other content it is refused. Every first version
-of a lease is an anchor, then every 25th, and each whose deltas would weigh more than half an anchor.
+Publishing the same (token, version) again returns the same event; with other content it is refused.
+
+The first version of a lease is an anchor, and each that changes too much for a delta. Every other one is a delta from its
+parent and a slice: a sixteenth of the tensors, whole. So no version costs much more than another, and a late joiner reads the
+slices of sixteen versions and the deltas between them, however old the anchor is.
 """
 
 import logging
@@ -11,17 +14,16 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
-from infra.policies.consolidate import check_there, consolidated
-from infra.policies.delta import Encoded, encode_tensor
-from infra.policies.fetch import read_anchor, read_manifest
+from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
+from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import (
     DeltaPart,
     PolicyManifest,
     Shard,
+    Slice,
     TensorEntry,
     WeightSource,
     differing,
@@ -44,9 +46,8 @@ from schemas.records import PolicyEvent
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 128 * 1024 * 1024  # joined or copied while no other thread runs: a few hundredths of a second
-CONSOLIDATE_EVERY = 5  # a late joiner applies at most four single deltas and one consolidated one
 DENSE_SHARE = 0.6  # of 32-bit values changed: such a delta weighs more than half an anchor however it is encoded
-SAMPLE_VALUES = 1024
+CHANGED_SHARE = 1 / 8  # of the values or the bytes: where a chain of such deltas would cost more than an anchor
 
 
 class Previous(msgspec.Struct, frozen=True):
@@ -80,7 +81,6 @@ def publish(
     *,
     previous: Mapping[str, Tensor] | None,
     probe: Probe | None,
-    anchor_every: int = 25,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
     """Store a version and return the event to send. Blocking: run it in a thread.
@@ -92,15 +92,14 @@ def publish(
     check_key(folder_of(policy, token))
     if "/" in policy or not tensors:
         raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
-    if wrong := first_not_finite(tensors):
-        raise PolicyRefused(f"version {version} of {policy}: {wrong} holds values that are not finite")
     entries = entries_of(tensors)
     if (existing := _existing(store, new, entries)) is not None:
         return existing
     base = _previous(store, new, previous, entries)
     target = _Target(store, folder_of(policy, token), version, shard_bytes)
-    sources = _store_sources(target, tensors, entries, base, anchor_every)
+    sources = _store_sources(target, tensors, entries, base)
     has_anchor = any(source.kind == "anchor" for source in sources)
+    sliced = None if has_anchor or base is None else _store_slice(target, tensors, next_index(base.manifest.slice))
     manifest = PolicyManifest(
         policy=policy,
         token=token,
@@ -112,8 +111,9 @@ def publish(
         tensors=entries,
         sources=sources,
         probe=probe,
-        format=format_of(new.adapter),
+        format=format_of(new.adapter, sliced),
         adapter=new.adapter,
+        slice=sliced,
     )
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
@@ -185,8 +185,7 @@ def _dense(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: list[str
         before, after = bits(old[name]), bits(new[name])
         if before.itemsize < 4:
             continue
-        stride = -(-before.size // SAMPLE_VALUES)
-        changed_bytes += float(np.mean(before[::stride] != after[::stride])) * new[name].num_bytes
+        changed_bytes += sampled_share(before, after) * new[name].num_bytes
     return changed_bytes > DENSE_SHARE * sum(tensor.num_bytes for tensor in new.values())
 
 
@@ -195,57 +194,50 @@ def _store_sources(
     tensors: Mapping[str, Tensor],
     entries: tuple[TensorEntry, ...],
     base: Previous | None,
-    anchor_every: int,
 ) -> tuple[WeightSource, ...]:
-    """Put the shards of a version; the ways that lead to it, the delta from its parent first."""
+    """Put the shards of a version; the ways that lead to it, the delta from its parent first.
+
+    Nothing is written of weights that are not finite. What does not differ from the parent was found so before.
+    """
+    encoded = None if base is None else _encode(base.tensors, base.manifest.tensors, tensors, entries)
+    if encoded is None:
+        wrong = first_not_finite(tensors)
+    else:
+        wrong = next((name for name, one in encoded.items() if not one.finite), "")
+    if wrong:
+        raise PolicyRefused(f"version {target.version}: {wrong} holds values that are not finite")
     if base is None:
         return (_store_anchor(target, tensors),)
-    encoded = _encode(base.tensors, base.manifest.tensors, tensors, entries)
-    half_bytes = sum(tensor.num_bytes for tensor in tensors.values()) // 2
-    delta_bytes = half_bytes + 1 if encoded is None else sum(len(one.payload) for one in encoded.values())
-    if encoded is None or delta_bytes > half_bytes:
+    full_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    delta_bytes = full_bytes if encoded is None else sum(len(one.payload) for one in encoded.values())
+    if encoded is None or delta_bytes > full_bytes // 2:
         return (_store_anchor(target, tensors),)
-    delta = _store_delta(target, encoded, base.manifest.version, base.key, base.sha256)
-    age = target.version - base.manifest.anchor
-    if age >= anchor_every or base.manifest.chain_bytes + delta_bytes > half_bytes:
+    delta = _store_delta(target, encoded, base)
+    changed = delta.num_changed / max(sum(math.prod(entry.shape) for entry in entries), 1)
+    if max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE:
         return (delta, _store_anchor(target, tensors))
-    if age % CONSOLIDATE_EVERY or base.manifest.version == base.manifest.anchor:
-        return (delta,)
-    return (delta, _consolidate(target, tensors, entries, base.manifest, encoded))
+    return (delta,)
 
 
-def _consolidate(
-    target: _Target,
-    tensors: Mapping[str, Tensor],
-    entries: tuple[TensorEntry, ...],
-    parent: PolicyManifest,
-    newest: Mapping[str, Encoded],
-) -> WeightSource:
-    """A delta straight from the last anchor, for late joiners to walk a short chain; an anchor if that is damaged."""
-    key = f"{target.folder}/manifests/{parent.anchor}.json"
-    try:
-        anchor, digest = read_manifest(target.store, key)
-        check_there(target.store, anchor)
-        encoded = consolidated(target.store, parent, newest, anchor, differing(entries, anchor.tensors))
-        if encoded is None:
-            encoded = _encode(read_anchor(target.store, anchor), anchor.tensors, tensors, entries)
-    except (PolicyRefused, NotInStore) as error:
-        log.warning("anchor not readable, publishing a new one: %s", error)
-        return _store_anchor(target, tensors)
-    if encoded is None:
-        return _store_anchor(target, tensors)
-    return _store_delta(target, encoded, parent.anchor, key, digest)
+def _store_slice(target: _Target, tensors: Mapping[str, Tensor], index: int) -> Slice:
+    names = names_of_slice({name: tensor.num_bytes for name, tensor in tensors.items()}, index)
+    shards = _store_whole(target, "slices", {name: tensors[name] for name in names})
+    return Slice(index=index, count=NUM_SLICES, names=names, shards=shards)
 
 
 def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSource:
+    return WeightSource(kind="anchor", shards=_store_whole(target, "anchors", tensors))
+
+
+def _store_whole(target: _Target, folder: str, tensors: Mapping[str, Tensor]) -> tuple[Shard, ...]:
     shards = []
     for names in split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
         data = save_tensors({name: tensors[name] for name in names})
-        shards.append(_store_shard(target, f"anchors/{target.version}", "safetensors", data))
-    return WeightSource(kind="anchor", shards=tuple(shards))
+        shards.append(_store_shard(target, f"{folder}/{target.version}", "safetensors", data))
+    return tuple(shards)
 
 
-def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key: str, sha256: str) -> WeightSource:
+def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: Previous) -> WeightSource:
     shards: list[Shard] = []
     parts: list[DeltaPart] = []
     for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
@@ -255,13 +247,13 @@ def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: int, key
             parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
             offset += len(one.payload)
         data = b"".join(encoded[name].payload for name in names)
-        shards.append(_store_shard(target, f"deltas/{base}-{target.version}", "delta", data))
+        shards.append(_store_shard(target, f"deltas/{base.manifest.version}-{target.version}", "delta", data))
     return WeightSource(
         kind="delta",
         shards=tuple(shards),
-        base=base,
-        base_manifest=key,
-        base_sha256=sha256,
+        base=base.manifest.version,
+        base_manifest=base.key,
+        base_sha256=base.sha256,
         parts=tuple(parts),
         num_changed=sum(one.changed for one in encoded.values()),
     )

@@ -78,7 +78,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or NaN; integers always are finite."""
-    return tensor.dtype not in FLOATS or all(_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
+    return tensor.dtype not in FLOATS or all(are_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
@@ -93,7 +93,10 @@ def chunks(patterns: np.ndarray) -> Iterator[np.ndarray]:
         yield patterns[start : start + CHUNK_VALUES]
 
 
-def _finite(patterns: np.ndarray, dtype: str) -> bool:
+def are_finite(patterns: np.ndarray, dtype: str) -> bool:
+    """Whether no pattern of a dtype stands for infinity or NaN."""
+    if dtype not in FLOATS or not patterns.size:
+        return True
     if dtype == "F8_E4M3":  # has no infinities, and NaN is all ones
         return int((patterns & 0x7F).max()) != 0x7F
     # An exponent of ones is the largest there is: the maximum is a tenth of the work of a comparison by value.
@@ -136,6 +139,11 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
         torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     copy.flags.writeable = False
     return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
+
+
+def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
+    """A copy of each, by name, in threads."""
+    return dict(zip(values, in_threads(from_torch, values.values()), strict=True))
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":

@@ -1,16 +1,16 @@
 """A store whose weights are kept on this machine too, so that each object comes over the network once for all engines here.
 
-Only objects that are named by their content are kept: the anchors and deltas of policies (`infra.policies.manifest`). Such a
-name means the same bytes in every store and for every version. All else goes to the store each time, manifests too.
+Only objects that are named by their content are kept: the anchors, slices and deltas of policies (`infra.policies.manifest`).
+Such a name means the same bytes in every store and for every version. All else goes to the store each time, manifests too.
 """
 
 import re
 from collections.abc import Iterator
 
-from infra.store.host_cache import DIGEST_LETTERS, HostCache
+from infra.store.host_cache import DIGEST_LETTERS, HostCache, sha256_of
 from infra.store.store import Store, check_key
 
-_NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
+_NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
 
 
 class CachedStore:
@@ -29,9 +29,14 @@ class CachedStore:
 
     def get(self, key: str) -> bytes:
         """The whole object. One that is kept here comes without asking the store. Raises NotInStore, StoreError."""
+        return bytes(self.get_hashed(key)[0])
+
+    def get_hashed(self, key: str) -> tuple[bytes | memoryview, str]:
+        """What `get` gives, not copied once more, and its sha256. Raises NotInStore, StoreError."""
         named = _NAMED_BY_CONTENT.fullmatch(check_key(key))
         if named is None:
-            return self._store.get(key)
+            data = self._store.get(key)
+            return data, sha256_of(data)
         return self._cache.get(named[1], lambda: self._store.get(key))
 
     def read(self, key: str, start: int, length: int) -> bytes:
@@ -53,3 +58,14 @@ class CachedStore:
         self._store.delete(key)
         if named := _NAMED_BY_CONTENT.fullmatch(key):
             self._cache.drop(named[1])
+
+
+def get_hashed(store: Store, key: str) -> tuple[bytes | memoryview, str]:
+    """An object of any store and its sha256: each byte is hashed once, by the cache where there is one.
+
+    Raises NotInStore, StoreError.
+    """
+    if isinstance(store, CachedStore):
+        return store.get_hashed(key)
+    data = store.get(key)
+    return data, sha256_of(data)

@@ -5,11 +5,13 @@
     <folder>/locks/<00 to ff>        who fetches the objects whose digest begins so
     <folder>/locks/room              who makes room
 
-Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Whoever asks while another
-fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks. What the folder
-holds, unfinished objects included, stays within `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes
-first. Where the folder cannot be used, or its disk is full, everything goes on without it: counted, and said once. Nothing is
-synced: what a machine loses with its power has another digest then.
+Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Each byte is hashed once, in the
+pass that reads it, and the sha256 comes out with the bytes, for whoever holds it against a manifest. Whoever asks while another
+fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks, and what it left
+unfinished goes when the next one begins, or adds an object. What the folder holds, unfinished objects included, stays within
+`max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes first. Where the folder cannot be used, or its
+disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine loses with its power has
+another digest then.
 """
 
 import fcntl
@@ -23,6 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from infra.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -32,6 +36,7 @@ MAX_OBJECTS = 10_000  # each is looked at when one is added
 LEFT_FREE = 0.05  # of the disk, for whoever else writes there
 WAIT_S = 120.0
 POLL_S = 0.02
+READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
 
 
 class HostCache:
@@ -50,38 +55,40 @@ class HostCache:
         self._wait_s = wait_s
         self._left_free = left_free
         self._warned = threading.Event()
+        self._remove_unfinished()
         metrics.gauge("host_cache_max_bytes").set(max_bytes)
         metrics.gauge("host_cache_bytes").set(self._num_bytes())
 
     def __repr__(self) -> str:
         return f"HostCache({str(self._objects.parent)!r})"
 
-    def get(self, digest: str, fetch: Callable[[], bytes]) -> bytes:
-        """The object of this digest, fetched where it is not here. Raises what `fetch` raises."""
+    def get(self, digest: str, fetch: Callable[[], bytes]) -> tuple[bytes | memoryview, str]:
+        """The object of this digest and its sha256, fetched where it is not here. Raises what `fetch` raises."""
         if (found := self._read(digest)) is not None:
             return found
         with self._locked(digest[:2]) as mine:
             if mine and (found := self._read(digest)) is not None:
                 return found
             data = fetch()
+            sha256 = sha256_of(data)
             self._metrics.counter("host_cache_misses").inc()
-            if mine and digest_of(data) == digest:
+            if mine and sha256.startswith(digest):
                 self._keep(digest, data)
-            return data
+            return data, sha256
 
     def drop(self, digest: str) -> None:
         """Forget an object; absent is fine."""
         with suppress(OSError):
             (self._objects / digest).unlink()
 
-    def _read(self, digest: str) -> bytes | None:
-        """The object where it is here and sound."""
+    def _read(self, digest: str) -> tuple[memoryview, str] | None:
+        """The object where it is here and sound, and its sha256."""
         path = self._objects / digest
         try:
-            data = path.read_bytes()
+            data, sha256 = _read_and_hash(path)
         except OSError:
             return None
-        if digest_of(data) != digest:
+        if not sha256.startswith(digest):
             self._metrics.counter("host_cache_damaged").inc()
             log.warning("host_cache_damaged object=%s bytes=%d: it is fetched again", path, len(data))
             self.drop(digest)
@@ -90,7 +97,7 @@ class HostCache:
         self._metrics.gauge("host_cache_bytes").set(self._num_bytes())
         with suppress(OSError):
             os.utime(path)  # used now: it goes last
-        return data
+        return data, sha256
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
@@ -140,6 +147,7 @@ class HostCache:
         with self._locked("room") as mine:
             if not mine:
                 return False
+            self._remove_unfinished()
             held, disk = sorted(self._held()), shutil.disk_usage(self._objects)
             total = sum(size for _, size, _ in held)
             most = min(self._max_bytes, int(total + disk.free - self._left_free * disk.total))
@@ -157,6 +165,13 @@ class HostCache:
                 file.truncate(num_bytes)
             self._metrics.gauge("host_cache_bytes").set(total + num_bytes)
             return True
+
+    def _remove_unfinished(self) -> None:
+        """Remove what nobody writes any more: whoever writes holds its lock."""
+        for part in self._objects.glob("*.part"):
+            with suppress(OSError), open(self._locks / part.name[:2], "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
 
     def _num_bytes(self) -> int:
         return sum(size for _, size, _ in self._held())
@@ -178,6 +193,22 @@ class HostCache:
             log.warning("host_cache_skipped cache=%r: weights are read from the store instead: %s", self, reason)
 
 
-def digest_of(data: bytes) -> str:
+def _read_and_hash(path: Path) -> tuple[memoryview, str]:
+    """The bytes of a file and their sha256. A copy, not a mapping: a file may be written to after it was found sound."""
+    with open(path, "rb", buffering=0) as file:
+        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)  # numpy asks for large pages, which bytes do not
+        sha256, view, start = hashlib.sha256(), memoryview(data.data), 0
+        while num_read := file.readinto(view[start : start + READ_BYTES]):
+            sha256.update(view[start : start + num_read])
+            start += num_read
+    return view[:start].toreadonly(), sha256.hexdigest()
+
+
+def sha256_of(data: bytes | memoryview) -> str:
+    """sha256, hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_of(data: bytes | memoryview) -> str:
     """How an object of these bytes is named."""
-    return hashlib.sha256(data).hexdigest()[:DIGEST_LETTERS]
+    return sha256_of(data)[:DIGEST_LETTERS]

@@ -1,6 +1,7 @@
 """S3, MinIO and whatever else speaks S3, as object store.
 
-Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged.
+Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged. Parts of
+an upload whose process was killed are removed a day later, by the next process that uploads in parts.
 Settings come from the environment, so that no file of a run holds a secret:
 
     AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN     credentials
@@ -12,11 +13,14 @@ Secrets appear in no error and no repr.
 """
 
 import io
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,12 +29,18 @@ import msgspec
 from infra.store.store import check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
 
+log = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
-PART_BYTES = 64 * 1024 * 1024  # of an upload
-RANGE_BYTES = 16 * 1024 * 1024  # of a download
+RANGE_BYTES = 8 * 1024 * 1024  # of a download, so that an object of weights takes all connections
+PART_BYTES = 8 * 1024 * 1024  # of an upload
+MAX_PARTS = 10_000  # of an object, says S3
 CONNECTIONS = 16  # at once, for the parts of one object
+SLOWEST = 16 * 1024  # bytes a second; a connection that gives fewer is opened again
+CHUNK_BYTES = 256 * 1024
+UNFINISHED_S = 24 * 3600.0  # after which an upload has no process any more
 
 # The same call can never succeed until a setting is changed.
 _FINAL_CODES = frozenset({
@@ -103,7 +113,8 @@ class S3Store:
     ) -> None:
         import certifi
         import minio
-        import urllib3
+
+        from infra.store.connections import connections
 
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or "@" in parts.netloc:
@@ -112,14 +123,15 @@ class S3Store:
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
         self._num_retries = num_retries
+        self._tidied = False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
-        pool = urllib3.PoolManager(
-            maxsize=CONNECTIONS,
-            timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-            retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
-            cert_reqs="CERT_REQUIRED",
-            ca_certs=ca_file or certifi.where(),
+        pool = connections(
+            most=CONNECTIONS,
+            connect_s=CONNECT_TIMEOUT_S,
+            answer_s=READ_TIMEOUT_S,
+            num_retries=num_retries,
+            ca_file=ca_file or certifi.where(),
         )
         try:
             self._client: Any = minio.Minio(
@@ -138,16 +150,34 @@ class S3Store:
         return f"S3Store(s3://{self._bucket}/{self._prefix} at {self._endpoint})"
 
     def put(self, key: str, data: bytes) -> None:
-        """Store an object, replacing any other. Raises StoreError."""
+        """Store an object, replacing any other; a large one in parts over several connections. Raises StoreError.
+
+        A part that fails is sent again, not the whole.
+        """
         name = self._name(key)
-        self._call(
-            "put",
-            key,
-            lambda: self._client.put_object(self._bucket, name, io.BytesIO(data), len(data), part_size=PART_BYTES),
-        )
+        part_bytes = max(PART_BYTES, -(-len(data) // MAX_PARTS))
+
+        if len(data) > part_bytes and not self._tidied:
+            self._tidied = True
+            self.remove_unfinished()
+
+        def upload() -> None:
+            self._client.put_object(
+                self._bucket,
+                name,
+                io.BytesIO(data),
+                len(data),
+                part_size=part_bytes,
+                num_parallel_uploads=CONNECTIONS,
+            )
+
+        self._call("put", key, upload)
 
     def get(self, key: str) -> bytes:
-        """The whole object, a large one by ranges over several connections. Raises NotInStore, StoreError."""
+        """The whole object, a large one by ranges over several connections. Raises NotInStore, StoreError.
+
+        A range that fails is read again, not the whole.
+        """
         name = self._name(key)
         return self._call("get", key, lambda: self._read_whole(name))
 
@@ -175,6 +205,25 @@ class S3Store:
         name = self._name(key)
         self._call("delete", key, lambda: self._client.remove_object(self._bucket, name))
 
+    def remove_unfinished(self, older_than_s: float = UNFINISHED_S) -> int:
+        """Remove parts of uploads that were never completed; of how many. None where that is not allowed, or not known there:
+        MinIO does it by itself.
+        """
+        begun_before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+
+        def remove() -> int:
+            uploads = self._client._list_multipart_uploads(self._bucket, prefix=self._prefix).uploads
+            old = [one for one in uploads if one.initiated_time < begun_before]
+            for one in old:
+                self._client._abort_multipart_upload(self._bucket, one.object_name, one.upload_id)
+            return len(old)
+
+        try:
+            return self._call("remove unfinished uploads", self._prefix, remove)
+        except StoreError as error:
+            log.warning("unfinished_uploads_kept error=%s", error)
+            return 0
+
     def make_bucket(self) -> None:
         """Create the bucket; one that is there is fine. Raises StoreError."""
 
@@ -188,24 +237,36 @@ class S3Store:
         return self._prefix + check_key(key)
 
     def _read_part(self, name: str, start: int, length: int) -> bytes:
-        return self._range(name, start, length)[0] if length else b""
+        return self._range(name, start, length) if length else b""
 
     def _read_whole(self, name: str) -> bytes:
-        """The first range says how large the object is; the others are read beside each other, of the same object."""
-        first, num_bytes, tag = self._range(name, 0, RANGE_BYTES)
-        starts = range(len(first), num_bytes, RANGE_BYTES)
-        if not starts:
-            return first
-        with ThreadPoolExecutor(min(CONNECTIONS, len(starts)), thread_name_prefix="ranges") as pool:
-            rest = list(pool.map(lambda start: self._range(name, start, RANGE_BYTES, tag)[0], starts))
-        data = b"".join([first, *rest])
-        if len(data) != num_bytes:
-            raise ValueError(f"got {len(data)} bytes, expected {num_bytes}")
+        """The first range says how large the object is before its bytes come; the others, of the same object, come beside."""
+        found: list[_Whole] = []
+        rest: list[Future[bytes]] = []
+        pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
+
+        def ask_for_the_rest(whole: _Whole) -> None:
+            if not found:  # not again where the first range is read again
+                found.append(whole)
+                starts = range(RANGE_BYTES, whole.num_bytes, RANGE_BYTES)
+                rest.extend(pool.submit(self._range, name, start, RANGE_BYTES, whole.tag) for start in starts)
+            elif found != [whole]:
+                raise ValueError("the object was replaced while it was read")
+
+        try:
+            first = self._range(name, 0, RANGE_BYTES, begun=ask_for_the_rest)
+            data = b"".join([first, *(one.result() for one in rest)])
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if found and found[0].num_bytes not in (-1, len(data)):
+            raise ValueError(f"got {len(data)} bytes, expected {found[0].num_bytes}")
         return data
 
-    def _range(self, name: str, start: int, length: int, tag: str = "") -> tuple[bytes, int, str]:
-        """Some bytes of an object, its size and its tag. tag: of the object they must be of. A connection that breaks in
-        the middle is opened again.
+    def _range(
+        self, name: str, start: int, length: int, tag: str = "", begun: Callable[["_Whole"], None] | None = None
+    ) -> bytes:
+        """Some bytes of an object, read again where the connection breaks. tag: of the object they must be of. begun: called
+        with the size and the tag of the object before its bytes are read.
         """
         from minio.error import S3Error
         from urllib3.exceptions import ProtocolError, ReadTimeoutError
@@ -217,14 +278,14 @@ class S3Store:
                     self._slots,
                     closing_response(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
                 ):
-                    data: bytes = answer.read()
-                    said = answer.headers.get("Content-Range", "").rpartition("/")[2]
-                    return data, int(said) if said.isdigit() else len(data), answer.headers.get("ETag", "")
+                    if begun is not None:
+                        begun(_whole_of(answer.headers))
+                    return body_of(answer, length)
             except S3Error as error:
                 if error.code == "InvalidRange":  # it begins at or after the end
-                    return b"", 0, ""
+                    return b""
                 raise
-            except (ProtocolError, ReadTimeoutError):
+            except (ProtocolError, ReadTimeoutError, TimeoutError):
                 if not tries_left:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
@@ -254,3 +315,27 @@ class S3Store:
         for secret in self._secrets:
             text = text.replace(secret, "[secret]")
         return text
+
+
+class _Whole(msgspec.Struct, frozen=True):
+    """What the answer to a range says of its object. num_bytes: -1 where it does not say."""
+
+    num_bytes: int
+    tag: str
+
+
+def _whole_of(headers: Mapping[str, str]) -> _Whole:
+    said = headers.get("Content-Range", "").rpartition("/")[2]
+    return _Whole(int(said) if said.isdigit() else -1, headers.get("ETag", ""))
+
+
+def body_of(answer: Any, length: int, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """The bytes of an answer, of at most `length`. TimeoutError where they come more slowly than SLOWEST."""
+    allowed_s = READ_TIMEOUT_S + length / SLOWEST
+    deadline = clock() + allowed_s
+    pieces = []
+    while piece := answer.read1(CHUNK_BYTES):
+        pieces.append(piece)
+        if clock() > deadline:
+            raise TimeoutError(f"got {sum(map(len, pieces)):,} of {length:,} bytes in {allowed_s:.0f} s")
+    return b"".join(pieces)

@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 
 from schemas.experience import Experience
+from schemas.records import Message
 from schemas.wire.bulk import Bulk
 from schemas.wire.sections import MAX_SECTION_BYTES, MAX_SECTIONS, TEXT, WIDTHS, Column, Ranges, compress
 
 _encoder = msgspec.msgpack.Encoder()
+_TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
 
 
 def build(
@@ -51,7 +53,7 @@ def _tokens(experiences: Sequence[Experience], bulks: Sequence[Bulk]) -> tuple[b
     prompts: dict[bytes, tuple[int, int]] = {}
     end = 0
     for experience, bulk in zip(experiences, bulks, strict=True):
-        raw = np.asarray(bulk.tokens, "<u4").tobytes()
+        raw = np.asarray(bulk.tokens, _TOKEN).tobytes()
         cut = experience.num_prompt
         prompt = raw[: 4 * cut]
         found = prompts.get(prompt)
@@ -76,19 +78,20 @@ def _logprobs(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
         stop = end + len(bulk.logprobs)
         ranges.append((end, stop))
         end = stop
-    return b"".join([np.asarray(bulk.logprobs, "<f4").tobytes() for bulk in bulks]), ranges
+    return b"".join([np.asarray(bulk.logprobs, _LOGPROB).tobytes() for bulk in bulks]), ranges
 
 
 def _texts(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
     """Encoded lists of messages: what all members made in this process begin with, and the rest of each."""
-    prefix = _common_messages(bulks)
+    common = _common_messages(bulks)
+    prefix = _encoded(common)
     chunks: list[bytes] = []
     ranges: list[Ranges] = []
     known: dict[bytes, tuple[int, int]] = {}
     end = 0
     for bulk in bulks:
         runs: Ranges = ()
-        for chunk in _text_chunks(bulk, prefix):
+        for chunk in _text_chunks(bulk) if bulk.sections else prefix + _encoded(bulk.messages[len(common) :]):
             found = known.get(chunk)
             if found is None:
                 found = known[chunk] = (end, end + len(chunk))
@@ -99,24 +102,26 @@ def _texts(bulks: Sequence[Bulk]) -> tuple[bytes, list[Ranges]]:
     return b"".join(chunks), ranges
 
 
-def _common_messages(bulks: Sequence[Bulk]) -> int:
+def _common_messages(bulks: Sequence[Bulk]) -> tuple[Message, ...]:
     made = [bulk.messages for bulk in bulks if bulk.sections is None]
     if not made:
-        return 0
+        return ()
     shortest = min(made, key=len)
     for position, message in enumerate(shortest):
         for messages in made:
             if messages[position] is not message and messages[position] != message:
-                return position
-    return len(shortest)
+                return shortest[:position]
+    return shortest
 
 
-def _text_chunks(bulk: Bulk, prefix: int) -> list[bytes]:
-    if bulk.sections is not None:
-        pairs = iter(bulk.ranges[TEXT])
-        return [bulk.sections.cut(TEXT, (start, next(pairs, -1))) for start in pairs]
-    lists = (bulk.messages[:prefix], bulk.messages[prefix:])
-    return [_encoder.encode(messages) for messages in lists if messages]
+def _encoded(messages: tuple[Message, ...]) -> list[bytes]:
+    return [_encoder.encode(messages)] if messages else []
+
+
+def _text_chunks(bulk: Bulk) -> list[bytes]:
+    assert bulk.sections is not None
+    pairs = iter(bulk.ranges[TEXT])
+    return [bulk.sections.cut(TEXT, (start, next(pairs, -1))) for start in pairs]
 
 
 def _carry_extras(bulks: Sequence[Bulk], columns: list[Column], raws: list[bytes], ranges: list[list[Ranges]]) -> None:

@@ -54,4 +54,5 @@ def repetition(tokens: npt.NDArray[np.uint32]) -> float:
     while width < WINDOW:  # a window is two of half its width
         hashes = hashes[:-width] + np.uint64(pow(0x9E3779B97F4A7C15, width, 2**64)) * hashes[width:]
         width *= 2
-    return 1.0 - len(np.unique(hashes)) / len(hashes)
+    hashes.sort()  # counting them so takes a fraction of np.unique's time
+    return 1.0 - (1 + int(np.count_nonzero(hashes[1:] != hashes[:-1]))) / len(hashes)

@@ -25,7 +25,7 @@ def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Exp
 def demonstration_of(best: Experience) -> Experience:
     """`best` in the expert lane: same tokens, no behaviour policy, so no ratio."""
     group = ids.synthetic_group((best.id,), PROCESSOR, 0)
-    spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False) for span in best.spans)
+    spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False, kv=-1) for span in best.spans)
     made = best.with_bulk(logprobs=np.zeros(best.num_sampled, dtype=np.float32))
     return msgspec.structs.replace(
         made,

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from actors.engines.engine import Completion, Engine
+from actors.engines.engine import Completion, Engine, KvMode
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from infra.model.model import load_tokenizer
 from infra.policies.policy import Policy, Probe
@@ -16,6 +16,8 @@ from infra.policies.tensors import Tensor, from_numpy, to_numpy
 
 Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]
+# As Reference, where keys and values are kept: of (tensors, index of the last token they sampled) one after the other.
+Kept = Callable[[Sequence[tuple[Tensors, int]], Sequence[int], float], list[float]]
 
 
 class Started:
@@ -37,14 +39,20 @@ class Started:
 
 
 class Case(Started):
-    """An engine under test, the tensors it serves, and an independent way to compute logprobs from tensors."""
+    """An engine under test, the tensors it serves, and independent ways to compute logprobs from tensors."""
 
     def __init__(
-        self, engine: Engine, tensors: Tensors, reference: Reference, text: Callable[[Sequence[int]], str]
+        self,
+        engine: Engine,
+        tensors: Tensors,
+        reference: Reference,
+        text: Callable[[Sequence[int]], str],
+        kept: Kept | None = None,
     ) -> None:
         self.engine = engine
         self.text = text
         self.reference = reference
+        self.kept = kept
         self.by_version = {0: tensors}
         self.newest = 0  # a refused version is not used again
 
@@ -71,14 +79,23 @@ class Case(Started):
         self.by_version[policy.version] = dict(policy.tensors)
 
     def assert_reproduced(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
-        """Every span's logprobs are its own version's, given the whole prefix."""
+        """Every span's logprobs are its own version's, given the whole prefix; where it says that keys and values are
+        older, given those that the spans before it left.
+        """
         tokens = [*prompt, *completion.tokens]
         stop = 0
-        for span in completion.spans:
+        for index, span in enumerate(completion.spans):
             assert span.start == stop
             stop = span.stop
-            expected = self.reference(self.by_version[span.version], tokens, temperature)
             at = len(prompt) - 1
+            if span.kv >= 0:
+                assert self.kept is not None
+                past = [one for one in range(index) if completion.spans[one].kv < 0]
+                before = completion.spans[max(past, default=0) : index + 1]
+                runs = [(self.by_version[one.version], len(prompt) + one.stop - 1) for one in before]
+                expected = self.kept(runs, tokens, temperature)
+            else:
+                expected = self.reference(self.by_version[span.version], tokens, temperature)
             np.testing.assert_allclose(
                 completion.logprobs[span.start : span.stop],
                 expected[at + span.start : at + span.stop],
@@ -88,8 +105,8 @@ class Case(Started):
         assert stop == len(completion.tokens) == len(completion.logprobs)
 
 
-def scripted(_: Path) -> Case:
-    engine = ScriptedEngine(seed=3, num_vocabulary=128, max_model_len=512)
+def scripted(_: Path, kv: KvMode = "rebuild") -> Case:
+    engine = ScriptedEngine(seed=3, num_vocabulary=128, max_model_len=512, kv=kv)
     random = np.random.default_rng(3)
     tensors = {TENSOR: from_numpy(random.normal(size=(128, 128)).astype(np.float32))}
 
@@ -97,11 +114,14 @@ def scripted(_: Path) -> Case:
         table = np.exp(to_numpy(tensors[TENSOR]).astype(np.float64) / temperature)
         return [float(np.log(table[a, b] / table[a].sum())) for a, b in itertools.pairwise(tokens)]
 
-    return Case(engine, tensors, reference, lambda tokens: bytes(tokens).decode())
+    def kept(runs: Sequence[tuple[Tensors, int]], tokens: Sequence[int], temperature: float) -> list[float]:
+        return reference(runs[-1][0], tokens, temperature)
+
+    return Case(engine, tensors, reference, lambda tokens: bytes(tokens).decode(), kept)
 
 
-def char_model(folder: Path) -> tuple[Path, Tensors, Reference]:
-    """The demo's model, widened so that its distributions are far from uniform, and a transformers forward over it."""
+def char_model(folder: Path) -> tuple[Path, Tensors, Reference, Kept]:
+    """The demo's model, widened so that its distributions are far from uniform, and transformers forwards over it."""
     import torch
 
     from infra.cli.demo.char_model import build_char_model
@@ -123,18 +143,33 @@ def char_model(folder: Path) -> tuple[Path, Tensors, Reference]:
             logprobs = torch.log_softmax(model(input_ids=ids).logits[0] / temperature, -1)
         return [float(logprob) for logprob in logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]]
 
-    return folder, tensors, reference
+    def kept(runs: Sequence[tuple[Tensors, int]], tokens: Sequence[int], temperature: float) -> list[float]:
+        """Each token was sampled after the one before it was read, under the same tensors."""
+        cache, read, found = None, 0, []
+        for tensors, last in runs:
+            load_into(model, tensors)
+            with torch.no_grad():
+                output = model(input_ids=torch.tensor([tokens[read:last]]), past_key_values=cache, use_cache=True)
+            logprobs = torch.log_softmax(output.logits[0] / temperature, -1)
+            following = torch.tensor(tokens[read + 1 : last + 1])
+            found += logprobs.gather(1, following[:, None])[:, 0].tolist()
+            cache, read = output.past_key_values, last
+        return [*found, *[float("nan")] * (len(tokens) - 1 - len(found))]
+
+    return folder, tensors, reference, kept
 
 
-def torch_case(folder: Path) -> Case:
+def torch_case(folder: Path, kv: KvMode = "rebuild") -> Case:
     from actors.engines.torch import TorchEngine
 
-    model, tensors, reference = char_model(folder)
-    return Case(TorchEngine(model=str(model), seed=3), tensors, reference, load_tokenizer(model).decode)
+    model, tensors, reference, kept = char_model(folder)
+    engine = TorchEngine(model=str(model), seed=3, kv=kv)
+    return Case(engine, tensors, reference, load_tokenizer(model).decode, kept)
 
 
-def vllm_case(folder: Path) -> Case:
+def vllm_case(folder: Path, kv: KvMode = "rebuild") -> Case:
     from actors.engines.vllm.engine import VllmEngine
 
-    model, tensors, reference = char_model(folder)
-    return Case(VllmEngine(model=str(model), seed=3, max_num_seqs=64), tensors, reference, load_tokenizer(model).decode)
+    model, tensors, reference, kept = char_model(folder)
+    engine = VllmEngine(model=str(model), seed=3, max_num_seqs=64, kv=kv)
+    return Case(engine, tensors, reference, load_tokenizer(model).decode, kept)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jsonschema
 import msgspec
@@ -27,10 +28,19 @@ SCHEMA = {
 }
 
 
-ENGINES = [scripted, torch_case, pytest.param(vllm_case, marks=pytest.mark.slow)]
+ENGINES = {
+    "scripted": scripted,
+    "torch": torch_case,
+    "torch-keep": partial(torch_case, kv="keep"),
+    "vllm": vllm_case,
+    "vllm-keep": partial(vllm_case, kv="keep"),
+}
+PARAMS = [
+    pytest.param(make, id=name, marks=[pytest.mark.slow] if "vllm" in name else []) for name, make in ENGINES.items()
+]
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=["scripted", "torch", "vllm"])
+@pytest.fixture(scope="module", params=PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with request.param(tmp_path_factory.mktemp("engine") / "model") as made:
         yield made

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.cli.bench import minio
+from infra.cli.bench.minio import MinioServer
 from infra.cli.check_connect import object_fault
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
@@ -17,13 +19,12 @@ from infra.policies.tensors import from_numpy
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache, digest_of
+from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
 from infra.store.s3 import S3Credentials, S3Store
 from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
-from tests import minio
 from tests.infra.every_kind import Shelf
-from tests.minio import MinioServer
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 
@@ -71,7 +72,7 @@ def docker_answers() -> bool:
     return True
 
 
-STORES = ["memory", "plugin", "directory", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
+STORES = ["memory", "plugin", "directory", "measured", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=STORES)
@@ -86,6 +87,8 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
             return lambda prefix: shelves.setdefault(prefix, Shelf())
         case "directory":
             return lambda prefix: DirectoryStore(tmp_path / "store" / prefix)
+        case "measured":
+            return lambda prefix: MeasuredStore(DirectoryStore(tmp_path / "store" / prefix), Metrics("contract"))
         case "cached":
             cache = HostCache(tmp_path / "cache", max_bytes=10_000_000, metrics=Metrics("contract"))
             return lambda prefix: CachedStore(DirectoryStore(tmp_path / "store" / prefix), cache)
@@ -125,7 +128,7 @@ def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
 
 @pytest.mark.slow
 def test_an_object_larger_than_one_part_comes_back_as_it_was_put(store: Store) -> None:
-    data = np.random.default_rng(0).bytes(70 * 1024 * 1024)
+    data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
     store.put("large", data)
     assert store.get("large") == data
 

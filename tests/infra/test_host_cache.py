@@ -1,6 +1,7 @@
 """The cache of weights that the engines of one machine share: once over the network, within its bound, never in the way."""
 
 import asyncio
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import MAX_OBJECTS, HostCache, digest_of
+from infra.store.host_cache import MAX_OBJECTS, HostCache, digest_of, sha256_of
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
@@ -39,7 +40,7 @@ Counters = dict[str, float]
 
 
 def published(store: Store) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
-    """Versions in single deltas, one consolidated, and an anchor of several objects."""
+    """Versions in deltas and slices, and an anchor of several objects."""
     generator = np.random.default_rng(5)
     table = generator.normal(size=(64, 64)).astype(np.float32)
     events: list[PolicyEvent] = []
@@ -117,7 +118,7 @@ def test_whoever_asks_while_another_fetches_waits_for_it(tmp_path: Path) -> None
 
     def ask(_: int) -> None:
         cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))  # a process of its own, as far as locks see
-        assert cache.get(digest, slow) == data
+        assert got(cache, digest, slow) == data
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -134,7 +135,7 @@ def test_a_holder_that_is_killed_lets_the_next_one_fetch(tmp_path: Path) -> None
     metrics = Metrics("x")
     with holder(tmp_path, digest) as process:
         process.kill()
-        assert HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=600.0).get(digest, lambda: data) == data
+        assert got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=600.0), digest, lambda: data) == data
     assert counters(metrics) == {"misses": 1.0}
 
 
@@ -142,7 +143,7 @@ def test_a_holder_that_hangs_is_waited_for_no_longer_than_is_said(tmp_path: Path
     digest, data = named(1)
     metrics = Metrics("x")
     with holder(tmp_path, digest):
-        assert HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=0.05).get(digest, lambda: data) == data
+        assert got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=0.05), digest, lambda: data) == data
     assert counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
@@ -151,7 +152,7 @@ def test_a_fetch_that_fails_is_raised_and_the_next_one_tries_again(tmp_path: Pat
     cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
     with pytest.raises(StoreError):
         cache.get(digest, fails)
-    assert cache.get(digest, lambda: data) == data
+    assert got(cache, digest, lambda: data) == data
 
 
 def test_the_longest_unused_goes_first_and_the_bound_holds(tmp_path: Path) -> None:
@@ -167,6 +168,13 @@ def test_the_longest_unused_goes_first_and_the_bound_holds(tmp_path: Path) -> No
     assert (gauges["host_cache_bytes"], gauges["host_cache_max_bytes"]) == (300.0, 350.0)
 
 
+def got(cache: HostCache, digest: str, fetch: Callable[[], bytes]) -> bytes:
+    """The object, its sha256 looked at."""
+    data, sha256 = cache.get(digest, fetch)
+    assert sha256 == sha256_of(data)
+    return bytes(data)
+
+
 def held(number: int, size: int = 100) -> tuple[str, Callable[[], bytes]]:
     digest, data = named(number, size)
     return digest, lambda: data
@@ -178,7 +186,7 @@ def test_any_order_of_objects_stays_within_the_bound(tmp_path: Path) -> None:
     for _ in range(200):
         number = int(generator.integers(30))
         size = 1 + 47 * number  # the largest are larger than the bound
-        assert cache.get(*held(number, size)) == named(number, size)[1]
+        assert got(cache, *held(number, size)) == named(number, size)[1]
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
 
 
@@ -193,18 +201,24 @@ def test_the_number_of_objects_is_bounded_too(tmp_path: Path) -> None:
 def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path) -> None:
     metrics = Metrics("x")
     cache = HostCache(tmp_path, max_bytes=1000, metrics=metrics, left_free=1.0)
-    assert cache.get(*held(1)) == named(1)[1]
+    assert got(cache, *held(1)) == named(1)[1]
     assert not files(tmp_path) and counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
-def test_what_a_killed_writer_left_counts_and_goes_like_any_other(tmp_path: Path) -> None:
-    cache = HostCache(tmp_path, max_bytes=250, metrics=Metrics("x"))
+@pytest.mark.parametrize("goes", ["when a process begins", "when an object is added"])
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path: Path, goes: str) -> None:
+    cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
     cache.get(*held(1))
-    left = tmp_path / "objects" / f"{named(2)[0]}.part"
-    left.write_bytes(b"h" * 100)
-    os.utime(left, (1, 1))
-    cache.get(*held(3))
-    assert {path.name for path in files(tmp_path)} == {named(1)[0], named(3)[0]}
+    left, written = (tmp_path / "objects" / f"{two}{'0' * 30}.part" for two in ("aa", "bb"))
+    with open(tmp_path / "locks" / "bb", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left.write_bytes(b"h" * 100)
+        written.write_bytes(b"h" * 100)
+        if goes == "when a process begins":
+            HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
+        else:
+            cache.get(*held(3))
+        assert not left.exists() and written.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\1" * 99, b"\1" * 101], ids=["empty", "zeros", "short", "long"])
@@ -214,14 +228,14 @@ def test_a_damaged_entry_is_noticed_by_its_digest_and_fetched_again(tmp_path: Pa
     digest, data = named(1)
     cache.get(digest, lambda: data)
     (tmp_path / "objects" / digest).write_bytes(damage)
-    assert cache.get(digest, lambda: data) == data
-    assert cache.get(digest, fails) == data, "it was put in order"
+    assert got(cache, digest, lambda: data) == data
+    assert got(cache, digest, fails) == data, "it was put in order"
     assert counters(metrics) == {"misses": 2.0, "damaged": 1.0, "hits": 1.0}
 
 
 def test_bytes_that_are_not_what_was_asked_for_are_handed_on_and_not_kept(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
-    assert cache.get(named(1)[0], lambda: b"something else") == b"something else"
+    assert got(cache, named(1)[0], lambda: b"something else") == b"something else"
     assert not files(tmp_path)
 
 
@@ -233,20 +247,20 @@ def test_a_full_disk_is_gone_on_without_counted_and_said_once(tmp_path: Path, ca
         for number in range(3):
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # the kernel refuses to write more
             try:
-                found = cache.get(*held(number, 100_000))
+                found = got(cache, *held(number, 100_000))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
             assert found == named(number, 100_000)[1]
     assert counters(metrics) == {"misses": 3.0, "skipped": 3.0} and not files(tmp_path)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["host_cache_skipped"]
-    assert cache.get(*held(1)) and len(files(tmp_path)) == 1, "it is used again once it can be"
+    assert got(cache, *held(1)) and len(files(tmp_path)) == 1, "it is used again once it can be"
 
 
 def test_a_folder_that_cannot_be_used_is_gone_on_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     metrics = Metrics("x")
     cache = HostCache(tmp_path / "file" / "cache", max_bytes=1000, metrics=metrics)
-    assert cache.get(*held(1)) == named(1)[1]
+    assert got(cache, *held(1)) == named(1)[1]
     assert counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
@@ -262,6 +276,21 @@ def test_a_cache_of_another_store_with_the_same_keys_is_harmless(tmp_path: Path)
         assert dict(PolicyFetcher(CachedStore(ours, cache), "main").fetch(events[version]).tensors) == expected
     with pytest.raises(PolicyRefused):
         PolicyFetcher(CachedStore(ours, cache), "main").fetch(event)
+
+
+def test_objects_that_lie_under_the_names_of_another_version_are_fetched_again(tmp_path: Path) -> None:
+    store, metrics = MemoryStore(), Metrics("x")
+    events, weights = published(store)
+    cache = HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)
+    for event in events:
+        PolicyFetcher(CachedStore(store, cache), "main").fetch(event)
+    paths = sorted(files(tmp_path))
+    contents = [path.read_bytes() for path in paths]
+    for path, data in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(data)
+    for version, expected in enumerate(weights):
+        assert dict(PolicyFetcher(CachedStore(store, cache), "main").fetch(events[version]).tensors) == expected
+    assert counters(metrics)["damaged"] == len(paths) > NUM_VERSIONS
 
 
 @pytest.mark.parametrize(

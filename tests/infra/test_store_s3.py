@@ -1,15 +1,22 @@
 """The S3 store beyond the contract: its settings, its errors, and what it keeps to itself."""
 
+import itertools
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
 
+import certifi
 import pytest
 
-from infra.store.s3 import S3Credentials, S3Store, open_s3
+from infra.store.connections import connections
+from infra.store.s3 import RANGE_BYTES, S3Credentials, S3Store, body_of, open_s3
 from schemas.errors import ConfigError, StoreError
 
 SECRET = "hunter2hunter2"
@@ -68,7 +75,7 @@ def test_a_server_that_is_not_there_is_retriable_and_tells_no_secret() -> None:
     assert caught.value.__cause__ is None
 
 
-LARGE = bytes(range(256)) * (150 * 1024)  # 37.5 MiB: three ranges
+LARGE = bytes(range(256)) * (10 * RANGE_BYTES // 1024)  # two and a half ranges
 
 
 class Unreliable(BaseHTTPRequestHandler):
@@ -99,13 +106,13 @@ class Unreliable(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[Unreliable]) -> Iterator[S3Store]:
+def serving(handler: type[BaseHTTPRequestHandler], prefix: str = "") -> Iterator[S3Store]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             yield open_s3(
-                "bucket", "", {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+                "bucket", prefix, {**CREDENTIALS, "HEADRACE_S3_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
             )
         finally:
             server.shutdown()
@@ -118,6 +125,136 @@ def test_a_large_object_is_read_by_ranges_and_each_that_breaks_is_read_again() -
         assert store.get("weights/1") == LARGE
     assert len(Unreliable.asked) == 6
     assert len(set(Unreliable.asked)) == 3
+
+
+class Dripping:
+    """An answer that gives a byte every time it is asked."""
+
+    def read1(self, amount: int) -> bytes:
+        return b"x"
+
+
+def test_a_connection_that_gives_a_byte_now_and_then_is_given_up() -> None:
+    asked = itertools.count(0.0, 59.0)  # seconds
+    with pytest.raises(TimeoutError, match=r"got \d+ of 8,388,608 bytes in 572 s"):
+        body_of(Dripping(), RANGE_BYTES, lambda: next(asked))
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Reads what it is sent after a second."""
+
+    got: ClassVar[list[bytes]] = []
+
+    def do_PUT(self) -> None:
+        time.sleep(1.0)
+        self.got.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_body_may_take_longer_to_be_sent_than_a_connection_to_be_made() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            pool = connections(most=1, connect_s=0.2, answer_s=30.0, num_retries=0, ca_file=certifi.where())
+            answer = pool.request("PUT", f"http://127.0.0.1:{server.server_port}/key", body=LARGE)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert answer.status == 200 and Slow.got == [LARGE]
+
+
+class Uploads(BaseHTTPRequestHandler):
+    """Takes objects in parts. broken: how often each part is refused before it is taken."""
+
+    broken: ClassVar[int] = 1
+    tries: ClassVar[Counter[int]] = Counter()
+    parts: ClassVar[dict[int, bytes]] = {}
+    ended: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+        said = self.rfile.read(int(self.headers["Content-Length"]))
+        if "uploads" in query:
+            self.answer("<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>")
+            return
+        self.ended.append("completed")
+        assert said.count(b"<PartNumber>") == len(self.parts)
+        self.answer("<CompleteMultipartUploadResult><Bucket>b</Bucket><Key>k</Key></CompleteMultipartUploadResult>")
+
+    def do_PUT(self) -> None:
+        part = int(parse_qs(urlsplit(self.path).query)["partNumber"][0])
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.tries[part] += 1
+        if self.tries[part] <= self.broken:
+            if self.tries[part] % 2:
+                self.send_error(503)
+            self.close_connection = True
+            return
+        self.parts[part] = body
+        self.answer("")
+
+    def do_DELETE(self) -> None:
+        self.ended.append("given up")
+        self.answer("")
+
+    def answer(self, body: str) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"one"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_large_object_is_put_in_parts_and_each_that_fails_is_sent_again() -> None:
+    class Twice(Uploads):
+        broken, tries, parts, ended = 2, Counter(), {}, []  # an error, and a connection that breaks
+
+    with serving(Twice) as store:
+        store.put("weights/1", LARGE)
+    assert b"".join(Twice.parts[part] for part in sorted(Twice.parts)) == LARGE
+    assert Twice.tries == {1: 3, 2: 3, 3: 3} and Twice.ended == ["completed"]
+
+
+def test_an_upload_that_is_given_up_leaves_no_parts_with_the_server() -> None:
+    class Never(Uploads):
+        broken, tries, parts, ended = 1000, Counter(), {}, []
+
+    with serving(Never) as store, pytest.raises(StoreError, match="put 'weights/1'") as caught:
+        store.put("weights/1", LARGE)
+    assert caught.value.retriable and Never.ended == ["given up"]
+
+
+def test_parts_of_an_upload_that_a_killed_process_left_are_removed_when_they_are_a_day_old() -> None:
+    class Left(Uploads):
+        broken, tries, parts, ended = 0, Counter(), {}, []
+
+        def do_GET(self) -> None:
+            assert parse_qs(urlsplit(self.path).query)["prefix"] == ["app/"]
+            now = datetime.now(UTC)
+            uploads = "".join(
+                f"<Upload><Key>app/{key}</Key><UploadId>{key}</UploadId>"
+                f"<Initiated>{now - timedelta(hours=hours):%Y-%m-%dT%H:%M:%S.000Z}</Initiated></Upload>"
+                for key, hours in (("running", 1), ("killed", 25))
+            )
+            self.answer(f"<ListMultipartUploadsResult><Bucket>b</Bucket>{uploads}</ListMultipartUploadsResult>")
+
+        def do_DELETE(self) -> None:
+            self.ended.append(self.path)
+            self.answer("")
+
+    with serving(Left, "app") as store:
+        store.put("weights/1", LARGE)
+        store.put("weights/2", LARGE)
+    assert Left.ended == ["/bucket/app/killed?uploadId=killed", "completed", "completed"]
 
 
 def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> None:

@@ -24,7 +24,8 @@ def check_faithful(items: list[TrainItem], batch: PackedBatch) -> None:
         logprobs = iter(one.experience.logprobs.tolist())
         for span in one.experience.spans:
             for at in range(span.start, span.stop):
-                expected[s, at] = (span.version, np.float32(span.temperature or 1), span.ratio, next(logprobs))
+                numbers = (span.version, np.float32(span.temperature or 1), span.ratio, span.kv < 0)
+                expected[s, at] = (*numbers, next(logprobs))
     for micro in batch.microbatches:
         for n, s in enumerate(micro.sequence_N.tolist()):
             context = visible(micro, n)
@@ -32,8 +33,8 @@ def check_faithful(items: list[TrainItem], batch: PackedBatch) -> None:
             tokens = items[s].experience.tokens.tolist()
             assert context == list(enumerate(tokens[:at]))
             assert micro.target_N[n] == tokens[at]
-            got = (micro.version_N[n], micro.temperature_N[n], micro.ratio_N[n], micro.behaviour_N[n])
-            assert got == expected.pop((s, at))
+            got = (micro.version_N[n], micro.temperature_N[n], micro.ratio_N[n], micro.exact_N[n])
+            assert (*got, micro.behaviour_N[n]) == expected.pop((s, at))
             assert LANES[micro.lane_N[n]] == items[s].item.lane
             assert micro.advantage_N[n] == np.float32(items[s].item.advantage)
             assert micro.weight_N[n] == np.float32(items[s].item.weight)

@@ -164,3 +164,25 @@ def test_probe_sequences_are_few_short_and_different() -> None:
     found = probe_sequences([[1], [1, 2], [1, 2], long, [3, 4], [5, 6], [7, 8]])
     assert found == ((1, 2), tuple(range(64)), (3, 4), (5, 6))
     assert probe_sequences([]) == ()
+
+
+def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidies() -> None:
+    async def body(rig: Rig) -> None:
+        first = await rig.trainer()
+        await publish(first, 0, 0)
+        (token,) = tokens_of(rig)
+        rig.store.put(f"policies/main/{token}/anchors/1/{'a' * 32}.safetensors", b"left")
+        second = await rig.trainer()
+        await publish(second, 1, 1)
+        rig.store.put(
+            f"policies/main/{max(tokens_of(rig), key=int)}/anchors/2/{'b' * 32}.safetensors", b"being written"
+        )
+        assert second.prune(10**15, 0) == 1 and second.prune(10**15, 0) == 0
+        assert not [key for key in rig.store.keys("") if "a" * 32 in key]
+        assert [key for key in rig.store.keys("") if "b" * 32 in key]
+
+    run(body)
+
+
+def tokens_of(rig: Rig) -> set[str]:
+    return {key.split("/")[2] for key in rig.store.keys("policies/main/")}

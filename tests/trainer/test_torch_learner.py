@@ -79,6 +79,20 @@ def test_sampled_logprobs_of_the_same_policy_show_no_mismatch(model):
     assert opened(model).step(ahead, learning_rate=1e-5, seed=0).values["usual/mismatch_tokens"] == 0
 
 
+def test_a_token_sampled_with_older_keys_and_values_is_weighed_by_what_sampled_it_and_compares_no_engine(model):
+    plain, items, apart = load_model(model), [], 0.3
+    for one in random_items(seed=1, groups=2):
+        spans = tuple(
+            msgspec.structs.replace(span, version=3, kv=2 if span.ratio else -1) for span in one.experience.spans
+        )
+        sampled = np.minimum(plain_logprobs(plain, one).detach().numpy() - apart, 0) * (one.item.lane == "usual")
+        items.append(TrainItem(one.experience.with_bulk(logprobs=sampled, spans=spans), one.item))
+    batch = pack(items, max_tokens=1000, version=3)
+    values = opened(model).step(batch, learning_rate=1e-5, seed=0).values
+    assert values["usual/staleness_max"] == 0 and values["usual/mismatch_tokens"] == 0
+    assert values["usual/weight_mean"] == pytest.approx(np.exp(apart), rel=1e-4)
+
+
 def test_a_model_whose_head_the_packing_would_change_is_refused(model, tmp_path):
     from transformers import CohereConfig, CohereForCausalLM
 

@@ -56,7 +56,7 @@ def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int =
             tokens = [*prompt, *response]
             if g % 2:  # another turn: an observation nobody sampled, then two spans across a reload
                 tokens += random.integers(3, vocabulary, 7).tolist()
-                spans += [Span(stop + 3, stop + 5, 4), Span(stop + 5, stop + 6, 5)]
+                spans += [Span(stop + 3, stop + 5, 4), Span(stop + 5, stop + 6, 5, kv=4)]
             logprobs = -random.random(sum(span.stop - span.start for span in spans)).astype(np.float32)
             items.append(
                 make_item(

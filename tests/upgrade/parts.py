@@ -21,7 +21,8 @@ from infra.cli.settings import load_settings
 from infra.cli.source import unpacked
 from infra.log.blobs import deposit, is_claim, read_claim
 from infra.policies.adapter import Adapter
-from infra.policies.fetch import PolicyFetcher, read_manifest
+from infra.policies.chain import read_manifest
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor

@@ -41,7 +41,8 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_BT, positions_BT int64. reach_BT int64: one past the last index of the row that may attend here.
     predecessor_N int64: index into B*T. target_N int64. behaviour_N float32: log μ as recorded. advantage_N, weight_N,
-    temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. lane_N int64: index
+    temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. exact_N bool: μ is exactly
+    that version's, not sampled with keys and values of older ones (`Span.kv`). lane_N int64: index
     into LANES. sequence_N int64: index into the packed items. pair_N int64: 2p for the chosen, 2p + 1 for the rejected
     side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
     sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped.
@@ -62,6 +63,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     temperature_N: np.ndarray
     version_N: np.ndarray
     ratio_N: np.ndarray
+    exact_N: np.ndarray
     lane_N: np.ndarray
     sequence_N: np.ndarray
     pair_N: np.ndarray
@@ -253,6 +255,7 @@ def _per_token(items: Sequence[TrainItem], given: _Given, chosen: Sequence[int])
         "temperature_N": np.repeat(temperatures, num_L),
         "version_N": np.repeat(np.array([span.version for span in spans]), num_L),
         "ratio_N": np.repeat(np.array([span.ratio for span in spans]), num_L),
+        "exact_N": np.repeat(np.array([span.kv < 0 for span in spans]), num_L),
         "lane_N": np.repeat(np.array([LANES.index(one.item.lane) for one in mine]), num_S),
         "sequence_N": sequence_N,
         "pair_N": np.repeat(given.pair_S[chosen], num_S),

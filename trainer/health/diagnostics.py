@@ -41,7 +41,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What one forward saw of N sampled tokens; all [N].
 
     clipped: what the loss silenced. version: of the behaviour policy. exact: the trainer's weights were those of the
-    policy version itself, so a token of staleness 0 compares engine with trainer. lane: index into LANES. kl, entropy:
+    policy version itself, and the token was sampled with keys and values of its own version, so that at staleness 0 it compares
+    engine with trainer. lane: index into LANES. kl, entropy:
     what the lane's penalty measured, NaN where it has none. rerouted: see `PackedModel.rerouted`.
     """
 

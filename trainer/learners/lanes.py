@@ -207,7 +207,7 @@ def microbatch_loss(
         version=one.version_N,
         ratio=one.ratio_N,
         clipped=clipped,
-        exact=np.full(len(clipped), context.exact),
+        exact=one.exact_N & context.exact,
         lane=one.lane_N,
         sequence=one.sequence_N,
         kl=kl,

@@ -173,7 +173,7 @@ def _sample(num_tokens: int, device: torch.device) -> Sample:
         temperature_N=np.ones(num_N, np.float32),
         **{name: np.zeros(num_N, np.float32) for name in ("behaviour_N", "advantage_N", "weight_N")},
         **{name: np.zeros(num_N, np.float32) for name in ("teacher_N", "reward_N")},
-        **{name: np.zeros(num_N, np.int64) for name in ("version_N", "ratio_N", "lane_N", "sequence_N")},
+        **{name: np.zeros(num_N, np.int64) for name in ("version_N", "ratio_N", "exact_N", "lane_N", "sequence_N")},
         **{name: np.full(num_N, -1) for name in ("pair_N", "bootstrap_N")},
     )
     return Sample(packed, torch.tensor([shared + tail[:-1] for tail in tails], device=device))

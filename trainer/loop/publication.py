@@ -15,6 +15,7 @@ from infra.policies.adapter import Adapter
 from infra.policies.manifest import decode_manifest, entries_of, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
+from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion
 from infra.policies.publish import publish as publish_weights
 from infra.policies.tensors import Tensor
@@ -50,6 +51,7 @@ class WeightPublisher:
         self._times_ms = dict(times_ms or {})
         self._adapter = adapter
         self._previous: Mapping[str, Tensor] | None = None
+        self._tidied = False
 
     def has(self, version: int) -> bool:
         """Whether `version` was published."""
@@ -105,13 +107,20 @@ class WeightPublisher:
         logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
 
     def prune(self, keep_ms: int, needed: int) -> int:
-        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking.
+        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking. The first time,
+        also what trainers before this one left unfinished.
 
         needed: oldest version that a resume may compare with.
         """
+        unfinished = 0
+        if not self._tidied:
+            unfinished = remove_unfinished(self._store, self._policy, before=self._lease.token)
+            self._tidied = True
+            if unfinished:
+                logger.info("unfinished versions removed objects=%d", unfinished)
         newest_ms = max(self._times_ms.values(), default=0)
         old = [version for version, time_ms in self._times_ms.items() if time_ms < newest_ms - keep_ms]
-        return prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0
+        return unfinished + (prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0)
 
 
 def same_content(

@@ -1,22 +1,23 @@
 """The vLLM engine: continuous batching with exact hot reload.
 
-    write tensors ── pause · apply · reset caches · label ── probe enters ── resume ── probe's scores ── verdict
-                     \\__________ no token is sampled _________________/     \\____ completions are held ____/
+    write tensors ── pause · apply · caches · label · resume ── probe enters ── probe's scores ── verdict
+                     \\_______ no token is sampled _______/  \\____ completions are held _______/
 
 Guarantees: vLLM labels every token with the weights that sampled it, and each load attempt has a label of its own, so
-spans are exact; keys and values of running requests are rebuilt under the new weights; a completion with tokens of an
+spans are exact; keys and values of running requests are rebuilt under the new weights, or kept and said to be older (`kv`),
+and then what a request that begins later finds in vLLM's caches is of the new ones; a completion with tokens of an
 attempt not yet proved waits for the verdict, and one with tokens of a refused attempt is cut before them and goes on. An
-answer held to a schema cannot go on (vLLM's grammars begin with the answer), so it begins again.
+answer held to a schema cannot go on (vLLM's grammars begin with the answer), so it begins again. After a refused attempt
+keys and values are always rebuilt.
 The tensors go through this host's memory, so the workers must run on it.
 """
 
 import asyncio
 import gc
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from actors.engines.checks import (
     ProbeGate,
@@ -26,7 +27,7 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
 )
-from actors.engines.engine import Completion, EngineStopped, LoadReport, OnChunk, Sampling
+from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport, OnChunk, Sampling
 from actors.engines.judge import SchemaCompiler
 from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
@@ -39,6 +40,7 @@ from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.routing import layers_that_route, routing_options
 from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, check_release, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
+from actors.engines.vllm.swap import Scores, Swap
 from infra.model.adapter import adapter_shapes, find_adapter
 from infra.model.model import folder_tensors, load_model, meta_model, model_tensors
 from infra.model.vision import load_vision
@@ -52,7 +54,8 @@ from schemas.errors import ConfigError, PolicyRefused
 class VllmEngine:
     """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. routing:
     record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not for answers that are streamed.
-    lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them live at once.
+    lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them live at once. kv: what a reload
+    does with the keys and values of running requests; a request under an adapter keeps its version, and them with it.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class VllmEngine:
         group_max_tokens: int = 64,
         routing: bool = False,
         lora: Mapping[str, Any] | None = None,
+        kv: KvMode = "rebuild",
         **options: object,
     ) -> None:
+        self._keeps = kv == "keep" and lora is None
         self._folder = Path(model)
         self._lora = lora
         self._seed = seed
@@ -73,10 +78,11 @@ class VllmEngine:
         self._records_routing = routing
         self._llm: Any = None
         self._requests: Requests | None = None
+        self._swap: Swap | None = None
         self._schemas = OncePerSchema(self._check_schema)
         self._vocabulary: TokenSpellings | None = None
         self._judge: SchemaCompiler | None = None
-        self._attempts = Attempts()
+        self._attempts = Attempts("keep" if self._keeps else "rebuild")
         self._exchange = Exchange()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -103,13 +109,17 @@ class VllmEngine:
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         self._vision = await asyncio.to_thread(load_vision, self._folder)
+        if self._keeps and self._vision is not None:
+            raise ConfigError(
+                f'reload.kv: got "keep" with {self._folder}, which takes pictures: at a load vLLM forgets those that prompts '
+                'are still being read with; expected "rebuild", or the torch engine'
+            )
         await asyncio.to_thread(self._read_folder)
         await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
         self._max_model_len = int(config.max_model_len)
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
-        self._is_overlapped = bool(self._llm.scheduler_config.async_scheduling)
         label = self._attempts.begin(0, proved=True)
         await self._llm.update_weight_version(label)
         if self._adapter is None:
@@ -124,6 +134,8 @@ class VllmEngine:
             vision=self._vision,
             routed_layers=layers_that_route(self._names) if self._records_routing else (),
         )
+        self._requests.born = label
+        self._swap = Swap(self._llm, self._requests, self._exchange, sees=self._vision is not None)
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
         await self.score_tokens((*seen, 0, 0))
@@ -141,7 +153,7 @@ class VllmEngine:
             self._judge.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
-            self._llm = requests = None
+            self._llm = requests = self._swap = None
             gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
             self._exchange.close()
 
@@ -272,7 +284,7 @@ class VllmEngine:
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    pause_ms, scores = await self._swap(path, label, policy.probe)
+                    pause_ms, scores = await self._put(path, label, policy.probe, keep=self._keeps)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._undo()
@@ -320,48 +332,19 @@ class VllmEngine:
         """
         try:
             path = await asyncio.to_thread(self._exchange.write, self._held)
-            await self._swap(path, self._attempts.begin(self._version, proved=True), None)
+            await self._put(path, self._attempts.begin(self._version, proved=True), None, keep=False)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
+
+    async def _put(self, path: Path, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
+        if self._swap is None:
+            raise EngineStopped("the engine is not running")
+        return await self._swap.put(path, label, probe, keep=keep)
 
     def _check(self, policy: Policy) -> list[str]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
         return names_to_send(changed_names(self._held, policy.tensors), policy.tensors)
-
-    async def _swap(self, path: Path, label: str, probe: Probe | None) -> tuple[float, list[tuple[float, ...]]]:
-        """Put the tensors of a file in place between two steps, and remove it; (milliseconds without sampling, the probe's
-        scores).
-        """
-        core, requests = self._llm.engine_core, self._running()
-        begin = time.perf_counter()
-        try:
-            if self._is_overlapped:
-                await core.pause_scheduler_async(mode="keep", clear_cache=False)
-            # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
-            # each answer while this loop is busy with others.
-            results = await asyncio.gather(
-                core.pause_scheduler_async(mode="keep", clear_cache=False),
-                self._llm.collective_rpc("headrace_apply", args=(str(path),)),
-                self._llm.reset_prefix_cache(reset_running_requests=True),
-                self._llm.update_weight_version(label),
-                *([self._llm.reset_encoder_cache()] if self._vision else []),
-                return_exceptions=True,
-            )
-        finally:
-            self._exchange.discard(path)
-        for result in results:
-            if isinstance(result, BaseException):
-                if self._llm.errored:
-                    raise result
-                raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
-        _, applied, *_ = results
-        if odd := next((name for name in cast(list[str], applied) if name), ""):
-            raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
-        scores = [await requests.submit_score(tokens) for tokens in (probe.sequences if probe else ())]
-        await self._llm.resume_generation()
-        pause_ms = (time.perf_counter() - begin) * 1e3
-        return pause_ms, [await score() for score in scores]
 
 
 def _check_adapted(folder: Path, config: Any) -> None:

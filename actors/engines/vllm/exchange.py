@@ -1,14 +1,19 @@
 """Files through which tensors go to vLLM's workers: in this host's memory, and on disk where that is too small.
 
-Guarantee: no file is begun in a place that has no room for all of it, and none is left half written.
+    <place>/headrace-weights-<random>/owner     whose lock the engine's process holds as long as it lives
+
+Guarantees: no file is begun in a place that has no room for all of it, and none is left half written. What a killed engine
+left goes when the next one begins.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from infra.model.adapter import write_adapter_folder
@@ -18,6 +23,8 @@ from schemas.errors import PolicyRefused
 
 _log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
+PREFIX = "headrace-weights-"
+OWNER = "owner"
 MARGIN_BYTES = 1024 * 1024  # for the header, and for others who write there too
 
 
@@ -33,7 +40,10 @@ class Exchange:
         self._places = [one for one in places or (MEMORY, Path(tempfile.gettempdir())) if os.access(one, os.W_OK)]
         self._free = free
         self._folders: dict[Path, Path] = {}
+        self._owned: list[int] = []
         self._written = 0
+        for place in self._places:
+            _remove_orphans(place)
 
     def write(self, tensors: Mapping[str, Tensor], adapter: Adapter | None = None) -> Path:
         """The tensors as a safetensors file where there is room for it, or as peft's folder where they are an adapter.
@@ -66,11 +76,15 @@ class Exchange:
         for folder in self._folders.values():
             shutil.rmtree(folder, ignore_errors=True)
         self._folders.clear()
+        for lock in self._owned:
+            os.close(lock)
+        self._owned.clear()
 
     def _written_to(self, place: Path, tensors: Mapping[str, Tensor], adapter: Adapter | None) -> Path | None:
         """What was written, or None where others took the room meanwhile."""
         if place not in self._folders:
-            self._folders[place] = Path(tempfile.mkdtemp(prefix="headrace-", dir=place))
+            self._folders[place], lock = _made(place)
+            self._owned.append(lock)
         self._written += 1
         path = self._folders[place] / (f"{self._written}" if adapter else f"{self._written}.safetensors")
         try:
@@ -86,6 +100,27 @@ class Exchange:
                 raise
             return None
         return path
+
+
+def _made(place: Path) -> tuple[Path, int]:
+    """A folder, and the lock of its owner; the lock has its name once it is held, so that nobody takes the folder for left."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    lock = os.open(folder / "taking", os.O_WRONLY | os.O_CREAT)  # held until `close`
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "taking").rename(folder / OWNER)
+    return folder, lock
+
+
+def _remove_orphans(place: Path) -> None:
+    """Remove folders of this user whose engine is no more."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # of another user, held by its engine, or gone by now
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            with open(folder / OWNER, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            _log.warning("exchange removed folder=%s: its engine was killed", folder)
 
 
 def _told(found: Mapping[Path, int]) -> str:

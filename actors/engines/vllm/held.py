@@ -13,11 +13,11 @@ Trusted is that vLLM's loaders put a tensor where it belongs: a fault there show
 compare every logprob.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 COLUMNS = 64  # of a packed matrix, per load
@@ -113,8 +113,9 @@ def is_packed(module: Any) -> bool:
 
 
 def _drawn(module: Any) -> tuple[int, ...]:
-    width = _width(module)
-    return tuple(random.Random().sample(range(width), min(COLUMNS, width)))
+    # Not of torch's generator, from which vLLM draws tokens.
+    drawn = np.random.default_rng().permutation(_width(module))[:COLUMNS]
+    return tuple(drawn.tolist())
 
 
 def _width(module: Any) -> int:

@@ -1,7 +1,8 @@
 """What vLLM is given to read: tokens, and pictures prepared as the trainer prepares them.
 
 Guarantees: no processor of vLLM's changes a picture or its places in the prompt; a picture's name is made of what
-the vision tower takes, so that no cache confuses two pictures behind equal tokens.
+the vision tower takes, so that no cache confuses two pictures behind equal tokens. A salt divides vLLM's cache of prefixes:
+what was computed for one is not found for another.
 """
 
 import hashlib
@@ -17,25 +18,24 @@ from infra.model.vision import Prepared, Vision
 Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
 
 
-def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None) -> Input:
-    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any."""
+def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None, salt: str = "") -> Input:
+    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any. salt: of text alone."""
     if vision is None or not pictures.images:
-        return _text_input(tokens)
-    return _seen_input(
-        tokens, vision.places(tokens, len(pictures.images)), pictures.prepared(vision), vision.num_places
-    )
+        return _text_input(tokens, salt)
+    places = vision.places(tokens, len(pictures.images))
+    return _seen_input(tokens, places, pictures.prepared(vision), vision.num_places)
 
 
-def probe_input(tokens: Sequence[int], vision: Vision | None) -> Input:
+def probe_input(tokens: Sequence[int], vision: Vision | None, salt: str = "") -> Input:
     """A sequence that is scored without its images, see `Vision.probe`."""
     if vision is None:
-        return _text_input(tokens)
+        return _text_input(tokens, salt)
     places, pictures = vision.probe(tokens)
-    return _seen_input(tokens, places, pictures, vision.num_places) if len(pictures) else _text_input(tokens)
+    return _seen_input(tokens, places, pictures, vision.num_places) if len(pictures) else _text_input(tokens, salt)
 
 
-def _text_input(tokens: Sequence[int]) -> Input:
-    return {"type": "token", "prompt_token_ids": list(tokens)}
+def _text_input(tokens: Sequence[int], salt: str) -> Input:
+    return {"type": "token", "prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})}
 
 
 def _seen_input(

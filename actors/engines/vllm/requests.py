@@ -15,7 +15,7 @@ import msgspec
 
 from actors.engines.engine import Completion, EngineStopped, Sampling
 from actors.engines.request_images import RequestImages
-from actors.engines.trace import spans
+from actors.engines.trace import Start, begin, spans
 from actors.engines.vllm.adapters import Adapters, Living
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
@@ -24,6 +24,8 @@ from infra.model.vision import Vision
 
 Waiting = asyncio.Future[Completion]
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
+# vLLM's output, where each attempt's tokens begin in it, and the label it began under.
+Sampled = tuple[Any, list[Label], str]
 PROBE_PRIORITY = -1  # before every other request
 NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
@@ -51,6 +53,7 @@ class Requests:
     ) -> None:
         self._llm = llm
         self.attempts = attempts
+        self.born = ""  # the label that requests which are sent now begin under
         self._adapters = adapters
         self._group_max_tokens = group_max_tokens
         self._vision = vision
@@ -93,16 +96,17 @@ class Requests:
     @asynccontextmanager
     async def opened(
         self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages
-    ) -> AsyncIterator[tuple[Any, Living | None, Any]]:
-        """A request of its own inside the `with`: the queue of its outputs, the adapter it runs under, if any, and vLLM's
-        account of it.
+    ) -> AsyncIterator[tuple[Any, Living | None, Any, str]]:
+        """A request of its own inside the `with`: the queue of its outputs, the adapter it runs under, if any, vLLM's
+        account of it, and the label it began under.
         """
-        seen = await self._input(prompt, pictures)
+        born = self.born
+        seen = await self._input(prompt, pictures, born)
         with self._weights() as one:
             queue = await self._submit(seen, self._streamed_params(sampling), one)
             state = self._llm.output_processor.request_states.get(queue.request_id)
             try:
-                yield queue, one, state
+                yield queue, one, state, born
             finally:
                 try:
                     if queue.request_id in self._llm.output_processor.request_states:
@@ -120,7 +124,8 @@ class Requests:
         """Send tokens to be scored before every other request; the result's call awaits the logprobs. one: the adapter,
         which stays meanwhile, None for none.
         """
-        queue = await self._submit(probe_input(tokens, self._vision), _score_params(), one, priority=PROBE_PRIORITY)
+        seen = probe_input(tokens, self._vision, self._salt(self.born))
+        queue = await self._submit(seen, _score_params(), one, priority=PROBE_PRIORITY)
 
         async def scores() -> tuple[float, ...]:
             flat = (await self._answer(queue, one)).prompt_logprobs
@@ -165,8 +170,8 @@ class Requests:
     ) -> None:
         try:
             sampled = await self._sample(prompt, pictures, sampling, len(waiting))
-            for one, (output, labels) in zip(waiting, sampled, strict=True):
-                completion = await self._completion(prompt, pictures, sampling, output, labels)
+            for one, found in zip(waiting, sampled, strict=True):
+                completion = await self._completion(prompt, pictures, sampling, found)
                 if not one.done():
                     one.set_result(completion)
         except asyncio.CancelledError:
@@ -186,8 +191,7 @@ class Requests:
         prompt: Sequence[int],
         pictures: RequestImages,
         sampling: Sampling,
-        output: Any,
-        labels: list[Label],
+        sampled: Sampled,
     ) -> Completion:
         """The completion, once all its tokens are a proved policy's.
 
@@ -197,17 +201,17 @@ class Requests:
         """
         tokens: list[int] = []
         logprobs: list[float] = []
-        starts: list[tuple[int, int]] = []
+        starts: list[Start] = []
         routed = RoutedRows(self._routed_layers)
         while True:
+            output, labels, born = sampled
             kept = len(output.token_ids)
             for label, start in labels:
                 if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
                     kept = start
                     break
-                version = self.attempts.version_of(label)
-                if not starts or starts[-1][0] != version:
-                    starts.append((version, len(tokens) + start))
+                kv = self.attempts.kv_of(label, born)
+                begin(starts, self.attempts.version_of(label), len(tokens) + start, kv)
             found = list(output.logprobs.logprobs) if output.logprobs else []
             if len(found) != len(output.token_ids):
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
@@ -228,31 +232,35 @@ class Requests:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
                 tokens, logprobs, starts, routed = [], [], [], RoutedRows(self._routed_layers)
             left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
-            ((output, labels),) = await self._sample((*prompt, *tokens), pictures, left, 1)
+            (sampled,) = await self._sample((*prompt, *tokens), pictures, left, 1)
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
         return _sampling_params(sampling, num, self.special)
 
     async def _sample(
         self, prompt: Sequence[int], pictures: RequestImages, sampling: Sampling, num: int
-    ) -> list[tuple[Any, list[Label]]]:
-        """Each output, and where the tokens of each load attempt begin in it."""
-        seen = await self._input(prompt, pictures)
+    ) -> list[Sampled]:
+        born = self.born
+        seen = await self._input(prompt, pictures, born)
         with self._weights() as one:
             queue = await self._submit(seen, self._params(sampling, num), one)
             answer = await self._answer(queue, one)
             for output in answer.outputs:
                 check_end(output, one)
-            return [(output, labels_of(output, one)) for output in answer.outputs]
+            return [(output, labels_of(output, one), born) for output in answer.outputs]
 
     def _weights(self) -> AbstractContextManager[Living | None]:
         """What a request runs under: an adapter, which stays meanwhile, or what vLLM says with each token."""
         return nullcontext() if self._adapters is None else self._adapters.used()
 
-    async def _input(self, prompt: Sequence[int], pictures: RequestImages) -> Input:
+    async def _input(self, prompt: Sequence[int], pictures: RequestImages, born: str) -> Input:
+        salt = self._salt(born)
         if not pictures.images:
-            return prompt_input(prompt, pictures, None)
-        return await asyncio.to_thread(prompt_input, prompt, pictures, self._vision)
+            return prompt_input(prompt, pictures, None, salt)
+        return await asyncio.to_thread(prompt_input, prompt, pictures, self._vision, salt)
+
+    def _salt(self, born: str) -> str:
+        return born if self.attempts.keeps else ""
 
     async def _submit(self, prompt: Input, params: Any, one: Living | None, *, priority: int = 0) -> Any:
         """Send a request. One that is cancelled meanwhile is aborted: vLLM must not have a request without its adapter."""

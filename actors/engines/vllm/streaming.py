@@ -44,13 +44,15 @@ async def whole(
     if on_chunk is not None:
         for span in completion.spans:
             cut = slice(span.start, span.stop)
-            on_chunk(Chunk(completion.tokens[cut], completion.logprobs[cut], span.version))
+            on_chunk(Chunk(completion.tokens[cut], completion.logprobs[cut], span.version, span.kv))
     return completion
 
 
-async def _follow(requests: Requests, opened: tuple[Any, Living | None, Any], trace: Trace, on_chunk: OnChunk) -> bool:
+async def _follow(
+    requests: Requests, opened: tuple[Any, Living | None, Any, str], trace: Trace, on_chunk: OnChunk
+) -> bool:
     """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
-    queue, one, state = opened
+    queue, one, state, born = opened
     num_taken = 0
     while True:
         answer = await queue.get()
@@ -62,11 +64,11 @@ async def _follow(requests: Requests, opened: tuple[Any, Living | None, Any], tr
         for label, start, stop in runs:
             if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
                 return False
-            version = requests.attempts.version_of(label)
+            version, kv = requests.attempts.version_of(label), requests.attempts.kv_of(label, born)
             cut = slice(start - num_taken, stop - num_taken)
             for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
-                trace.add(token, logprob, version)
-            on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version))
+                trace.add(token, logprob, version, kv)
+            on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version, -1 if kv == version else kv))
         num_taken += len(tokens)
         if answer.finished:
             check_end(output, one)

@@ -6,6 +6,7 @@ vLLM mixes this class into its own worker, hence the prefix of every name. It im
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,17 +29,19 @@ class WeightsExtension:
         """Note what the model holds; once, before the first load."""
         self.headrace_held = Held(self.model_runner.get_model())
 
-    def headrace_apply(self, path: str) -> str:
+    def headrace_apply(self, path: str) -> tuple[float, str]:
         """Load the tensors of a safetensors file, all sources of every fused module among them, and compare all that the
-        model then holds with what it should hold. Returns the first module that holds something else, "" for none.
+        model then holds with what it should hold. Returns when it began, by `time.perf_counter`, which all processes of a Linux
+        host share, and the first module that holds something else, "" for none.
         """
         from safetensors.torch import load_file
 
+        began_s = time.perf_counter()
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         tensors = load_file(path)
         with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-        return self.headrace_held.unlike()
+        return began_s, self.headrace_held.unlike()
 
     def headrace_read_adapter(self, number: int, name: str, path: str) -> None:
         """Begin to read an adapter folder, beside the steps."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from actors.engines.engine import Chunk, Completion, Engine, Sampling
-from actors.engines.trace import spans
+from actors.engines.trace import Start, begin, spans
 from actors.gateway.answering.text import Detokenizer, StopStrings
 from infra.store.images import Pixels
 from schemas import Span
@@ -28,7 +28,7 @@ class SampledAnswer(msgspec.Struct):
 
     tokens: list[int] = []
     logprobs: list[float] = []
-    starts: list[tuple[int, int]] = []
+    starts: list[Start] = []
     text: str = ""
     finish: str = ""
     stopped: bool = False
@@ -55,8 +55,7 @@ class Growing:
         answer = self.answer
         if self._stops.found:
             return
-        if not answer.starts or answer.starts[-1][0] != chunk.version:
-            answer.starts.append((chunk.version, len(answer.tokens)))
+        begin(answer.starts, chunk.version, len(answer.tokens), chunk.kv)
         answer.tokens += chunk.tokens
         answer.logprobs += chunk.logprobs
         answer.stopped = chunk.tokens[-1] in self._sampling.stop
@@ -92,7 +91,7 @@ async def sample_whole(
     return SampledAnswer(
         tokens=list(completion.tokens),
         logprobs=list(completion.logprobs),
-        starts=[(span.version, span.start) for span in completion.spans],
+        starts=[Start(span.version, span.start, span.kv) for span in completion.spans],
         text=decode(text_tokens),
         finish="stop" if completion.stopped else "length",
         stopped=completion.stopped,

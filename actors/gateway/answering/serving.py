@@ -326,7 +326,7 @@ class Gateway:
         if in_flight.failed:
             self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, asker)
         elif whole:
-            version = min(answer.starts[0][0] for answer in in_flight.answers)
+            version = min(answer.starts[0].version for answer in in_flight.answers)
             self.tallies.answered(version, in_flight.trial, [answer.text for answer in in_flight.answers], asker)
 
     def _remember(self, in_flight: InFlight, whole: bool) -> None:

@@ -67,7 +67,7 @@ def spans_of(in_flight: InFlight) -> list[AnswerSpan]:
             chat=request.prompt.chat is not None,
             input_tokens=len(in_flight.tokens),
             output_tokens=len(answer.tokens),
-            versions=tuple(dict.fromkeys(version for version, _ in answer.starts)),
+            versions=tuple(dict.fromkeys(start.version for start in answer.starts)),
             session=in_flight.session,
             max_tokens=in_flight.sampling.max_tokens,
             temperature=in_flight.sampling.temperature,

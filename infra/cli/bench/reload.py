@@ -1,28 +1,39 @@
 """Soak of an engine's hot reload: pauses, throughput and memory while versions arrive and requests run.
 
-The model is the demo's; each version changes every tensor a little, as a training step does, and carries a probe. With a
-lora_rank versions are adapters of it.
+The model is the demo's, and a trainer beside the engine makes a step for each version, so that the machine is as busy as a
+run's and versions differ as those of a run do; each carries a probe. Requests are the demo's, in groups, and a few long ones.
+Of the tokens after a reload it says how far their recorded logprobs are from an exact computation at their version. With a
+lora_rank versions are adapters of the model, each changed a little, without a trainer.
 """
 
 import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infra.cli.bench.adding import Problem, problems
+from infra.cli.bench.distance import distances
+from infra.cli.bench.versions import Versions, trainer_beside
 from infra.cli.demo.char_model import build_char_model
 
 if TYPE_CHECKING:
-    from actors.engines.engine import Engine
+    from actors.engines.engine import Chunk, Completion, Engine, Sampling
     from infra.policies.policy import Policy, Probe
     from infra.policies.tensors import Tensor
 
-PROMPT_TOKENS, GROUP, MAX_TOKENS = 7, 16, 5
+    Sampled = list[tuple[tuple[int, ...], Completion]]
+
+GROUP, MAX_TOKENS = 16, 5
+LONG_REQUESTS, LONG_TOKENS = 8, 200
+MOST_KEPT = 5_000  # completions that lived through a reload, of each kind
 ENGINES = {"torch": "actors.engines.torch:TorchEngine", "vllm": "actors.engines.vllm.engine:VllmEngine"}
+MODES = ("rebuild", "keep")
 VERSIONS_PER_SAMPLE = 5
 ALL_LINEAR = "all-linear"
 SETTLED = 100  # versions until caches are full; growth counts from there
@@ -33,55 +44,79 @@ def run(
     *,
     engine: str = "vllm",
     groups_in_flight: int = 64,
-    seconds_per_version: float = 0.0,
     lora_rank: int = 0,
+    modes: Sequence[str] = MODES,
     options: dict[str, object] | None = None,
 ) -> dict[str, float]:
-    """Load `versions` policies while groups of 16 short requests run; what it cost.
+    """Load `versions` policies while groups of 16 short requests run; what it cost, by mode of `reload.kv`.
 
-    engine: "vllm" or "torch". seconds_per_version: shortest time from one load to the next. lora_rank: of versions that are
-    adapters of every linear module, 0 for whole models. *_mb_per_version: least-squares slope of resident memory after the
-    first 100 versions (or the first half, where there are fewer).
+    engine: "vllm" or "torch". lora_rank: of versions that are adapters of every linear module, 0 for whole models.
+    *_mb_per_version: least-squares slope of resident memory after the first 100 versions (or the first half, where there are
+    fewer). *_short_*, *_long_*: distances of the demo's answers, and of those of 200 tokens. *_stream_gap_ms_*: from the last
+    token of one version to the first of the next, as the listener of a stream sees them.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        build_char_model(folder, seed=0)
-        lora = {"lora": {"rank": lora_rank, "alpha": lora_rank, "targets": (ALL_LINEAR,)}} if lora_rank else {}
-        policies = _Adapters(folder, lora_rank) if lora_rank else _Policies(folder)
-        made = open_engine(engine, folder, {**(options or {}), **(lora if engine == "vllm" else {})})
-        return asyncio.run(_soak(made, policies, versions, groups_in_flight, seconds_per_version))
+    figures: dict[str, float] = {}
+    for mode in modes if not lora_rank else modes[:1]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            build_char_model(folder, seed=0)
+            lora = {"lora": {"rank": lora_rank, "alpha": lora_rank, "targets": (ALL_LINEAR,)}} if lora_rank else {}
+            asked = {**(options or {}), **(lora if engine == "vllm" else {}), "kv": mode}
+            asked_of = problems(folder, 0).train
+            with _source(folder, lora_rank) as source:
+                made = open_engine(engine, folder, asked)
+                found, short, long = asyncio.run(_soak(made, source.next, versions, groups_in_flight, asked_of))
+            if isinstance(source, Versions):
+                for kind, sampled in (("short", short), ("long", long)):
+                    apart = distances(folder, source.tensors, sampled)
+                    found |= {f"{kind}_{figure}": value for figure, value in apart.items()}
+        figures |= {f"{mode}_{figure}" if not lora_rank else figure: value for figure, value in found.items()}
+    return figures
+
+
+@contextmanager
+def _source(folder: Path, lora_rank: int) -> "Iterator[Versions | _Adapters]":
+    if lora_rank:
+        yield _Adapters(folder, lora_rank)
+        return
+    with trainer_beside(folder, folder.parent / "versions") as versions:
+        yield versions
 
 
 async def _soak(
-    engine: "Engine", policies: "_Policies", versions: int, groups: int, seconds_per_version: float
-) -> dict[str, float]:
+    engine: "Engine", next_policy: "Callable[[int], Policy]", versions: int, groups: int, asked_of: Sequence[Problem]
+) -> "tuple[dict[str, float], Sampled, Sampled]":
     began = time.perf_counter()
     await engine.start()
     started_s = time.perf_counter() - began
-    load = _Load(engine)
+    load = _Load(engine, asked_of)
     pauses, swaps, front_mb, core_mb = [], [], [], []
+    await engine.load(await asyncio.to_thread(next_policy, 1))
     async with asyncio.TaskGroup() as tasks:
         for worker in range(groups):
             tasks.create_task(load.work(worker))
+        for worker in range(LONG_REQUESTS):
+            tasks.create_task(load.work_long(groups + worker))
         began = time.perf_counter()
-        for version in range(1, versions + 1):
-            policy = await asyncio.to_thread(policies.next, version)
+        for version in range(2, versions + 2):
+            policy = await asyncio.to_thread(next_policy, version)
             loading = time.perf_counter()
             pauses.append((await engine.load(policy)).pause_ms)
             swaps.append((time.perf_counter() - loading) * 1e3)
             if version % VERSIONS_PER_SAMPLE == 0:
                 front_mb.append(_resident_mb())
                 core_mb.append(await _core_mb(engine))
-            await asyncio.sleep(max(0.0, loading + seconds_per_version - time.perf_counter()))
         seconds = time.perf_counter() - began
         load.stop = True
     await engine.close()
     settled = min(SETTLED, versions // 2) // VERSIONS_PER_SAMPLE
-    return {
+    figures = {
         "versions": float(versions),
         "start_s": started_s,
         "pause_ms_p50": float(np.percentile(pauses, 50)),
         "pause_ms_p95": float(np.percentile(pauses, 95)),
+        "stream_gap_ms_p50": float(np.percentile(load.gaps_ms, 50)) if load.gaps_ms else 0.0,
+        "stream_gap_ms_p95": float(np.percentile(load.gaps_ms, 95)) if load.gaps_ms else 0.0,
         "load_ms_p50": float(np.percentile(swaps, 50)),
         "load_ms_p95": float(np.percentile(swaps, 95)),
         "tokens_per_s": load.num_tokens / seconds,
@@ -92,6 +127,7 @@ async def _soak(
         "front_mb_per_version": slope(front_mb[settled:]) / VERSIONS_PER_SAMPLE,
         "core_mb_per_version": slope(core_mb[settled:]) / VERSIONS_PER_SAMPLE,
     }
+    return figures, load.short, load.long
 
 
 class _Policies:
@@ -157,28 +193,60 @@ class _Adapters(_Policies):
 class _Load:
     """Groups of short requests, one after the other, on each of a number of workers."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", asked_of: Sequence[Problem]) -> None:
         self._engine = engine
+        self._asked_of = asked_of
         self.stop = False
         self.num_tokens = 0
         self.num_requests = 0
         self.num_failed = 0
+        self.short: Sampled = []
+        self.long: Sampled = []
+        self.gaps_ms: list[float] = []
 
     async def work(self, worker: int) -> None:
         """Run groups until asked to stop."""
         from actors.engines.engine import Sampling
 
+        ends = tuple({one.answer[-1] for one in self._asked_of})
+        await self._work(worker, Sampling(max_tokens=MAX_TOKENS, stop=ends), GROUP, self.short)
+
+    async def work_long(self, worker: int) -> None:
+        """Run one long request after the other."""
+        from actors.engines.engine import Sampling
+
+        await self._work(worker, Sampling(max_tokens=LONG_TOKENS), 1, self.long)
+
+    async def _work(self, worker: int, sampling: "Sampling", group: int, kept: "Sampled") -> None:
         random = np.random.default_rng(worker)
-        sampling = Sampling(max_tokens=MAX_TOKENS)
         while not self.stop:
-            prompt = (1, *random.integers(3, 99, PROMPT_TOKENS - 1).tolist())
-            calls = (self._engine.generate(prompt, sampling) for _ in range(GROUP))
+            prompt = self._asked_of[int(random.integers(len(self._asked_of)))].prompt
+            # A long one is streamed: what its listener sees of a reload.
+            calls = (
+                self._engine.generate(prompt, sampling, on_chunk=self._seen() if group == 1 else None)
+                for _ in range(group)
+            )
             for completion in await asyncio.gather(*calls, return_exceptions=True):
                 self.num_requests += 1
                 if isinstance(completion, BaseException):
                     self.num_failed += 1
-                else:
-                    self.num_tokens += len(completion.tokens)
+                    continue
+                self.num_tokens += len(completion.tokens)
+                if len(completion.spans) > 1 and len(kept) < MOST_KEPT:
+                    kept.append((prompt, completion))
+
+    def _seen(self) -> "Callable[[Chunk], None]":
+        """Notes how long after the last token of one version the first of the next one came."""
+        version, at_s = -1, 0.0
+
+        def seen(chunk: "Chunk") -> None:
+            nonlocal version, at_s
+            now_s = time.perf_counter()
+            if version not in (-1, chunk.version):
+                self.gaps_ms.append((now_s - at_s) * 1e3)
+            version, at_s = chunk.version, now_s
+
+        return seen
 
 
 def slope(values: Sequence[float]) -> float:

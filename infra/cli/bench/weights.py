@@ -1,9 +1,10 @@
 """Measures the way of weights from the trainer to before an engine's pause, on bfloat16 weights made up for it.
 
 Each version moves a share of the values by one ulp, as a step of reinforcement at a small learning rate does. What is timed
-is what the roles call: the trainer's copy and its check, `publish` (a plain delta, every fifth one with a delta from the
-anchor, an anchor), the explorer's `fetch` of one delta, its own check and comparison, and the file for the engine's workers.
-The store is in memory, so no disk and no network is in it. Beside them stand the library safetensors (save and load of the
+is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch`, its own
+check and comparison, and the file for the engine's workers. An explorer follows step by step, one sleeps from one of those
+versions to the next, one joins at the last of them, and one reads the anchor through the cache of its machine. The store is in
+memory, so no disk and no network is in it, but for that cache. Beside them stand the library safetensors (save and load of the
 whole) and xor with zstd-1. CPU seconds are of all threads, per GB (10⁹ bytes) of weights. A stall is the longest time that
 another thread, which asks for the interpreter every millisecond, had to wait beyond that millisecond.
 """
@@ -19,23 +20,38 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.cli.bench.peak import held_bytes, most_bytes
+from infra.cli.bench.peak import held_bytes
+from infra.cli.bench.weights_memory import engine_memory, in_a_folder
+from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import hash_tensor
+from infra.policies.policy import Policy
+from infra.policies.prune import prune
 from infra.policies.publish import NewVersion, publish
-from infra.policies.tensors import Tensor, bits, first_not_finite, from_torch, to_torch
+from infra.policies.tensors import Tensor, bits, first_not_finite, from_torch_all, to_torch
+from infra.store.cached import CachedStore
+from infra.store.host_cache import HostCache
 from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas import PolicyEvent
 
 WIDTH = 4096
-DELTA_AFTER = 5  # the version whose delta from the anchor is made too
+KEPT = 20  # versions that the store keeps, and what they are rebuilt from
+TRAINER = ("trainer_copy", "trainer_check", "publish")
+EXPLORER = ("fetch", "engine_check", "engine_file")
+NEAR = 3  # versions in a row that are measured: what a machine does besides is in each of them
+SHM = "/dev/shm"
 
 
 class WeightsPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured. gb: bfloat16 weights. share: of the values that a version moves."""
+    """What is measured. gb: bfloat16 weights. share: of the values that a version moves. versions: at which, ascending, and at
+    the two after each: the least counts. memory: of engines too.
+    """
 
     gb: float = 0.5
     share: float = 0.014
+    versions: tuple[int, ...] = (1, 5, 20, 50)
+    memory: bool = True
 
 
 class Cost(msgspec.Struct):
@@ -47,51 +63,71 @@ class Cost(msgspec.Struct):
 
 
 def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
-    """The figures; `*_cpu_s_per_gb`, and what they add up to on both sides."""
-    say(f"making up {plan.gb:g} GB of weights and {DELTA_AFTER + 1} versions of them")
+    """The figures: CPU seconds a GB of both sides at each version, of those who come late, of the peers, and what follows."""
+    say(f"making up {plan.gb:g} GB of weights and {plan.versions[-1]} versions of them")
     generator = np.random.default_rng(0)
     versions = [made_up(plan.gb, generator)]
-    costs: dict[str, Cost] = {}
-    store, events = MemoryStore(), []
-    fetcher = PolicyFetcher(store, "main")
     full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
-    for version in range(DELTA_AFTER + 1):
-        new = versions[-1] if version == 0 else moved(versions[-1], plan.share, generator)
-        versions = [*versions[-1:], new]
-        name = "publish_anchor" if version == 0 else "publish_fifth" if version == DELTA_AFTER else "publish_delta"
-        with measured(costs, name):
-            events.append(_publish(store, version, new, versions[0] if version else None))
-        if version == 0:
-            with measured(costs, "fetch_anchor"):
-                fetcher.fetch(events[0])
-        else:
-            _engine_side(costs, fetcher, events[-1], versions[0])
-        _trainer_side(costs, new)
-        say(f"version {version}: {name} {costs[name].cpu_s / full_gb:.2f} CPU s per GB")
-    del fetcher
-    with measured(costs, "fetch_late"):
-        late = PolicyFetcher(store, "main").fetch(events[-1])
-    assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[-1].items())
+    costs: dict[str, Cost] = {}
+    store = MemoryStore()
+    steady, sleeper = PolicyFetcher(store, "main"), PolicyFetcher(store, "main")
+    event = _trainer_side(costs, "_v0", store, 0, versions[0], None)
+    steady.fetch(event)
+    sleeper.fetch(event)
+    first_event, slept_since = event, 0  # the sleeper's newest version
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        _from_cache(costs, store, Path(folder), event)
+    near = {version + more: version for version in reversed(plan.versions) for more in range(NEAR)}
+    for version in range(1, plan.versions[-1] + NEAR):
+        versions = [versions[-1], moved(versions[-1], plan.share, generator)]
+        prune(store, "main", oldest=version - 1 - KEPT)
+        if version not in near:
+            steady.fetch(_publish(store, version, versions[1], versions[0]))
+            continue
+        event = _trainer_side(costs, f"_v{near[version]}", store, version, versions[1], versions[0])
+        _engine_side(costs, f"_v{near[version]}", steady, event, versions[0])
+        if version == plan.versions[0]:
+            first_event = event
+        elif version in plan.versions:
+            _engine_side(costs, f"_behind_{version - slept_since}", sleeper, event, versions[0])
+            slept_since = version
+        seconds = sum(costs[f"{one}_v{near[version]}"].cpu_s for one in TRAINER)
+        say(f"version {version}: {seconds / full_gb:.2f} CPU s per GB to publish")
+    del steady, sleeper
+    late = _engine_side(costs, "_joining", PolicyFetcher(store, "main"), event, versions[1])
+    assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[1].items())
+    del store, late
+    memory: dict[str, float] = {}
+    if plan.memory:
+        say("the memory of two engines, in processes of their own")
+        memory = in_a_folder(lambda folder: engine_memory(versions[0], versions[1], folder))
     say("the peers: safetensors, xor with zstd-1")
-    _peers(costs, versions[0], versions[-1])
-    return figures(costs, full_gb, events[1])
+    _peers(costs, versions[0], versions[1])
+    return figures(costs, full_gb, first_event, plan) | memory
 
 
-def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent) -> dict[str, float]:
+def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent, plan: WeightsPlan) -> dict[str, float]:
     """By name; seconds at 8B and 70B are computed from the wall seconds a GB here."""
     found: dict[str, float] = {"gb": full_gb, "full_over_delta": event.stats["full_bytes"] / event.stats["bytes"]}
-    for name, cost in costs.items():
-        found[f"{name}_cpu_s_per_gb"] = cost.cpu_s / full_gb
-    trainer = ("trainer_copy", "trainer_check", "publish_delta")
-    explorer = ("fetch_delta", "engine_check", "engine_file")
-    for side, parts in (("trainer", trainer), ("explorer", explorer)):
-        cpu_s, wall_s = (sum(getattr(costs[one], field) for one in parts) for field in ("cpu_s", "wall_s"))
-        found[f"{side}_cpu_s_per_gb"] = cpu_s / full_gb
+    ends = [f"_v{version}" for version in plan.versions]
+    later = [name.removeprefix("fetch") for name in costs if name.startswith("fetch_behind_")]
+    sums = {f"trainer{end}": [one + end for one in TRAINER] for end in ("_v0", *ends)}
+    sums |= {f"explorer{end}": [one + end for one in EXPLORER] for end in (*ends, *later, "_joining")}
+    for name, parts in sums.items():
+        found[f"{name}_cpu_s_per_gb"] = sum(costs[one].cpu_s for one in parts) / full_gb
+    for one in (*TRAINER, *EXPLORER):  # of which the sums are, at the version that cost least
+        found[f"{one}_cpu_s_per_gb"] = min(costs[one + end].cpu_s for end in ends) / full_gb
+    for name in ("cached_anchor", "safetensors_save", "safetensors_load", "xor_encode", "xor_apply"):
+        found[f"{name}_cpu_s_per_gb"] = costs[name].cpu_s / full_gb
+    for side, pieces in (("trainer", TRAINER), ("explorer", EXPLORER)):
+        every = [[costs[one + end] for one in pieces] for end in ends]
+        cpu_s, wall_s = (
+            min(sum(getattr(one, field) for one in version) for version in every) for field in ("cpu_s", "wall_s")
+        )
         found[f"{side}_wall_over_cpu"] = wall_s / cpu_s
-        found[f"{side}_stall_ms"] = max(costs[one].stall_s for one in parts) * 1000
+        found[f"{side}_stall_ms"] = max(one.stall_s for version in every for one in version) * 1000
         for billions in (8, 70):
             found[f"{side}_s_computed_{billions}b"] = wall_s / full_gb * 2 * billions
-    found["peak_gb_over_weights"] = (most_bytes() / 1e9) / full_gb
     return found
 
 
@@ -115,16 +151,23 @@ def moved(tensors: Mapping[str, Tensor], share: float, generator: np.random.Gene
     following = {}
     for name, tensor in tensors.items():
         patterns = bits(tensor).copy()
-        at = np.flatnonzero(generator.random(patterns.size, dtype=np.float32) < share)
+        gaps = generator.geometric(share, int(1.2 * share * patterns.size) + 100)
+        at = np.cumsum(gaps) - 1
+        at = at[at < patterns.size]
         at = at[(patterns[at] & 0x7FFF) > 0]  # below zero's bits lie those of NaN
         patterns[at] += generator.choice(np.array([1, 0xFFFF], np.uint16), at.size)
         following[name] = Tensor("BF16", tensor.shape, patterns.view(np.uint8).data)
     return following
 
 
+def take_memory(tensors: Mapping[str, Tensor]) -> None:
+    """Hold twice as much memory as the weights for a moment: a virtual machine may have to be given it first."""
+    np.full(2 * sum(tensor.num_bytes for tensor in tensors.values()), 1, np.uint8)
+
+
 @contextmanager
 def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
-    """Adds what the block costs under a name; of several, what took the least CPU counts."""
+    """Notes what the block costs under a name; of several, what took the least CPU counts."""
     stop, worst = threading.Event(), [0.0]
 
     def ask() -> None:
@@ -147,46 +190,70 @@ def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
         costs[name] = min(cost, costs.get(name, cost), key=lambda one: one.cpu_s)
 
 
+def _trainer_side(
+    costs: dict[str, Cost],
+    end: str,
+    store: Store,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    previous: Mapping[str, Tensor] | None,
+) -> PolicyEvent:
+    """Copy, look for what is not finite, publish."""
+    parameters = {name: to_torch(tensor) for name, tensor in tensors.items()}
+    take_memory(tensors)
+    with measured(costs, f"trainer_copy{end}"):
+        copied = from_torch_all(parameters)
+    with measured(costs, f"trainer_check{end}"):
+        assert not first_not_finite(copied)
+    del parameters, copied
+    held_bytes()
+    with measured(costs, f"publish{end}"):
+        return _publish(store, version, tensors, previous)
+
+
 def _publish(
-    store: MemoryStore, version: int, tensors: Mapping[str, Tensor], previous: Mapping[str, Tensor] | None
+    store: Store, version: int, tensors: Mapping[str, Tensor], previous: Mapping[str, Tensor] | None
 ) -> PolicyEvent:
     new = NewVersion(policy="main", token=1, version=version, parent=version - 1, step=version)
     return publish(store, new, tensors, previous=previous, probe=None)
 
 
 def _engine_side(
-    costs: dict[str, Cost], fetcher: PolicyFetcher, event: PolicyEvent, held: Mapping[str, Tensor]
-) -> None:
+    costs: dict[str, Cost], end: str, fetcher: PolicyFetcher, event: PolicyEvent, held: Mapping[str, Tensor]
+) -> Policy:
     from actors.engines.checks import changed_names, check_tensors
     from actors.engines.vllm.exchange import Exchange
 
-    with measured(costs, "fetch_delta"):
+    take_memory(held)
+    with measured(costs, f"fetch{end}"):
         policy = fetcher.fetch(event)
-    with measured(costs, "engine_check"):
+    with measured(costs, f"engine_check{end}"):
         check_tensors(policy, {name: tensor.shape for name, tensor in policy.tensors.items()})
         changed_names(held, policy.tensors)
     exchange = Exchange()
-    with measured(costs, "engine_file"):
+    with measured(costs, f"engine_file{end}"):
         path = exchange.write(policy.tensors)
     exchange.discard(path)
     exchange.close()
+    return policy
 
 
-def _trainer_side(costs: dict[str, Cost], tensors: Mapping[str, Tensor]) -> None:
-    with measured(costs, "trainer_check"):
-        assert not first_not_finite(tensors)
-    parameters = {name: to_torch(tensor) for name, tensor in tensors.items()}
-    with measured(costs, "trainer_copy"):
-        for parameter in parameters.values():
-            from_torch(parameter)
-    held_bytes()
+def _from_cache(costs: dict[str, Cost], store: Store, folder: Path, event: PolicyEvent) -> None:
+    """The anchor, by the second who reads it on a machine."""
+    metrics = Metrics("bench")
+    cached = CachedStore(store, HostCache(folder, max_bytes=2**40, metrics=metrics, left_free=0.0))
+    PolicyFetcher(cached, "main").fetch(event)
+    for _ in range(NEAR):
+        with measured(costs, "cached_anchor"):
+            PolicyFetcher(cached, "main").fetch(event)
+    assert metrics.counters()["host_cache_hits"], "there was no room to keep it"
 
 
 def _peers(costs: dict[str, Cost], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     from safetensors.torch import load, save_file
 
     parameters = {name: to_torch(tensor) for name, tensor in new.items()}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
         path = Path(folder) / "model.safetensors"
         with measured(costs, "safetensors_save"):
             save_file(parameters, path)

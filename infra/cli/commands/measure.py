@@ -13,7 +13,7 @@ from infra.cli.options import JsonOption, exit_with
 
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
 PLAIN = {
-    "codec": "The experience block against msgspec lists and zstd-1.",
+    "codec": "The experience block against msgspec and zstd-1, of packed bytes and of lists.",
     "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
     "draw": "Draws by priority and even ones from a buffer of 100,000 experiences.",
@@ -43,15 +43,39 @@ def plain(name: str) -> Callable[[bool], None]:
 
 def bench_weights(
     gb: Annotated[
-        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about five times as much memory.")
+        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about nine times as much memory.")
     ] = 0.5,
     share: Annotated[float, typer.Option(help="Of the values that a version moves.", min=0, max=1)] = 0.014,
+    sizes: Annotated[
+        str,
+        typer.Option("--sweep", help="GB by commas, as in 0.1,0.5,2: one version at each size, and a picture of them."),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder for weights.json and weights.png of a sweep.")] = Path("bench"),
     as_json: JsonOption = False,
 ) -> None:
-    """The way of weights, from the trainer's copy to the file for an engine's workers, beside safetensors and xor."""
+    """The way of weights over 50 versions, from the trainer's copy to the file for an engine's workers, beside safetensors and
+    xor. Minutes.
+    """
     from infra.cli.benches import run_weights
 
-    exit_with(lambda: run_weights(gb, share, as_json))
+    exit_with(lambda: run_weights(gb, share, sizes, out, as_json))
+
+
+def bench_fan_out(
+    mb: Annotated[
+        float, typer.Option(min=1, help="Weights in bfloat16, in 10⁶ bytes; three times as much a follower.")
+    ] = 32,
+    mb_per_s: Annotated[float, typer.Option(min=0.1, help="Of one connection, in 10⁶ bytes.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, help="Each with a cache of its own.")] = 8,
+    followers: Annotated[int, typer.Option(min=1, help="Processes of each host.")] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """Many followers of one version, from a MinIO server behind slow connections: bytes from the store, and speed. Minutes."""
+    from infra.cli.bench.fan_out import FanOutPlan
+    from infra.cli.benches import run_fan_out
+
+    plan = FanOutPlan(mb=mb, mb_per_s=mb_per_s, hosts=hosts, followers=followers)
+    exit_with(lambda: run_fan_out(plan, as_json))
 
 
 def bench_families(
@@ -67,12 +91,15 @@ def bench_families(
 def bench_reload(
     versions: Annotated[int, typer.Option(help="How many are loaded.", min=2)] = 300,
     lora_rank: Annotated[int, typer.Option(help="Of versions that are adapters; 0 for whole models.", min=0)] = 0,
+    kv: Annotated[str, typer.Option(help="Modes of reload.kv, by commas.")] = "rebuild,keep",
     as_json: JsonOption = False,
 ) -> None:
-    """Hot reloads under load: pause, and memory per version."""
-    from infra.cli.benches import run_bench
+    """Hot reloads under load beside a trainer, in both modes of reload.kv: pause, memory per version, and how far logprobs
+    after a reload are from exact ones. Minutes.
+    """
+    from infra.cli.benches import run_reload
 
-    exit_with(lambda: run_bench("reload", as_json, versions=versions, lora_rank=lora_rank))
+    exit_with(lambda: run_reload(versions, lora_rank, kv, as_json))
 
 
 def bench_offpolicy(

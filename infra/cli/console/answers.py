@@ -98,6 +98,7 @@ def _tokens(one: Experience, spell: Spell | None) -> tuple[list[ShownToken], int
             told.append(f"{token}: {math.exp(value):.1%}")
             if text or index == len(wanted) - 1:
                 words = f"{', '.join(told)}, v{span.version}" if span.version >= 0 else ", ".join(told)
+                words += f", keys and values from v{span.kv} on" if span.kv >= 0 else ""
                 found.append(ShownToken(text or "�", level_of(worst), span.version, odd, words))
                 told, worst = [], 0.0
         at += count

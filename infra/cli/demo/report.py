@@ -44,6 +44,7 @@ async def finish_report(log: Log, settings: Settings, watch: Watch, options: Dem
         "task": options.task,
         "measure": task_of(options.task).measure,
         "engine": options.engine,
+        "reload_kv": settings.reload.kv,
         "control": options.control,
         "seed": options.seed,
         "policy_versions": len(watch.published),

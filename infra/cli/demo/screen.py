@@ -177,7 +177,7 @@ def result_table(report: DemoReport) -> Table:
         "staleness": f"{number(values['staleness_mean'])} mean, {values['staleness_p95']} p95, {values['staleness_max']} max",
         "engine against trainer": f"{number(values['mismatch_abs_max'], 7)} largest logprob difference",
         "hot reload": f"pause {number(values['reload_pause_ms_p50'], 0)} ms p50, "
-        f"{number(values['reload_pause_ms_p95'], 0)} p95, "
+        f"{number(values['reload_pause_ms_p95'], 0)} p95 with {values['reload_kv']}, "
         f"published to serving {number(values['publish_to_serving_ms_p95'], 0)} ms p95",
         "requests failed": str(values["requests_failed"]),
         "sampling": f"{number(values['rollout_tokens_per_s'], 0)} tokens/s; idle: explorer "

@@ -1,6 +1,8 @@
 """Where weights go on their way to vLLM's workers: memory where there is room, else disk, else a refusal that says so."""
 
 import logging
+import multiprocessing
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -48,3 +50,27 @@ def test_a_version_that_fits_nowhere_is_refused_before_sampling_pauses(tmp_path:
     with pytest.raises(PolicyRefused, match=r"needs 1,049,600 bytes .* larger /dev/shm, or set TMPDIR"):
         made.write(TENSORS)
     assert not [*(tmp_path / "memory").iterdir(), *(tmp_path / "disk").iterdir()]
+
+
+def write_and_wait(folder: Path) -> None:
+    """An engine's process, in the middle of a reload."""
+    Exchange([folder], free=lambda place: NEEDED).write(TENSORS)
+    (folder / "written").touch()
+    signal.pause()
+
+
+def test_what_a_killed_engine_left_in_memory_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+    lives = Exchange([tmp_path], free=lambda place: NEEDED)
+    kept = lives.write(TENSORS)
+    killed = multiprocessing.get_context("spawn").Process(target=write_and_wait, args=(tmp_path,))
+    killed.start()
+    while not (tmp_path / "written").exists():
+        assert killed.is_alive()
+        killed.join(0.02)
+    assert len([*tmp_path.glob("*/*.safetensors")]) == 2
+    killed.kill()
+    killed.join()
+    Exchange([tmp_path])
+    assert [*tmp_path.glob("*/*.safetensors")] == [kept]
+    lives.close()
+    assert [*tmp_path.iterdir()] == [tmp_path / "written"]

@@ -349,6 +349,12 @@ def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path
     )
 
 
+def test_keys_and_values_of_a_model_that_sees_are_not_kept_and_nothing_starts(tmp_path: Path) -> None:
+    folder = build_eye_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r'reload\.kv: got "keep" with .*takes pictures.*expected "rebuild"'):
+        asyncio.run(VllmEngine(model=str(folder), kv="keep").start())
+
+
 def test_the_environment_is_as_before_after_the_start() -> None:
     before = dict(os.environ)
     with environment(on_cpu=True):

@@ -117,7 +117,7 @@ def test_the_torch_engine_too(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
     from infra.model.model import load_tokenizer
 
-    model, tensors, reference = char_model(tmp_path / "model")
+    model, tensors, reference, _ = char_model(tmp_path / "model")
 
     def changed(version: int) -> Tensors:
         scale = np.float32(1.02**version)

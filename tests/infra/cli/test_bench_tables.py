@@ -33,6 +33,6 @@ def test_a_figure_with_a_target_shows_it() -> None:
 
 def test_targets_read_as_words() -> None:
     assert [words(*one) for one in TARGETS["reload"].values()] == [
-        "at most 80", "at most 200", "0", "at most 0.1", "at most 0.1",
+        "at most 60", "at most 30", *["at most 200", "0", "at most 0.1", "at most 0.1"] * 2,
     ]  # fmt: skip
     assert [number(value) for value in (1234567.0, 0.01234, 1.0, 99.94)] == ["1,234,567", "0.0123", "1", "99.9"]

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from infra.policies.adapter import Adapter
-from infra.policies.fetch import PolicyFetcher, read_manifest
-from infra.policies.manifest import decode_manifest, encode_manifest
+from infra.policies.chain import read_manifest
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.manifest import SLICED_FORMAT, decode_manifest, encode_manifest
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
@@ -36,7 +37,7 @@ def test_an_adapter_comes_with_its_tensors_through_anchors_and_deltas() -> None:
     second = small_step(first, 1)
     events = [put(store, 0, first, ADAPTER), put(store, 1, second, ADAPTER, first)]
     manifest, _ = read_manifest(store, events[1].manifest)
-    assert manifest.source("delta", 0) is not None and manifest.format == 2
+    assert manifest.source("delta", 0) is not None and manifest.format == SLICED_FORMAT
     steady = PolicyFetcher(store, "main")
     assert [steady.fetch(event).adapter for event in events] == [ADAPTER, ADAPTER]
     late = PolicyFetcher(store, "main").fetch(events[1])
@@ -54,11 +55,11 @@ def test_whole_models_are_written_as_before_and_adapters_in_a_format_that_older_
     assert (
         fields["format"] == 2 and decode_manifest(adapted).adapter == ADAPTER
     )  # releases before adapters take 1 alone
-    for odd in (fields | {"format": 1}, fields | {"adapter": None}):
-        with pytest.raises(ValueError, match=r"not valid: format [12] with"):
+    for odd in (fields | {"format": 1}, fields | {"adapter": None}, fields | {"format": 3}):
+        with pytest.raises(ValueError, match=r"not valid: format [123] with"):
             decode_manifest(json.dumps(odd).encode())
-    with pytest.raises(ValueError, match="got format 3, expected 1 or 2: upgrade headrace here first"):
-        decode_manifest(json.dumps(fields | {"format": 3}).encode())
+    with pytest.raises(ValueError, match="got format 4, expected 1 to 3: upgrade headrace here first"):
+        decode_manifest(json.dumps(fields | {"format": 4}).encode())
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, ADAPTER), (ADAPTER, None), (ADAPTER, OTHER)])

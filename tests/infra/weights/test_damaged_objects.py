@@ -23,14 +23,14 @@ from schemas import PolicyEvent
 from schemas.errors import PolicyRefused
 
 DAMAGES = 1000
-NUM_VERSIONS = 9
+NUM_VERSIONS = 20
 VOCABULARY = 48
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, stop=())
 Objects = dict[str, bytes]
 
 
 def published() -> tuple[MemoryStore, list[PolicyEvent], list[dict[str, Tensor]]]:
-    """Versions in single and consolidated deltas, with anchors between, in shards of two tables' rows."""
+    """Versions in deltas and slices, in shards of two tables' rows."""
     store = MemoryStore()
     generator = np.random.default_rng(5)
     table = generator.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
@@ -45,7 +45,6 @@ def published() -> tuple[MemoryStore, list[PolicyEvent], list[dict[str, Tensor]]
             tensors,
             previous=weights[-1] if weights else None,
             probe=None,
-            anchor_every=6,
             shard_bytes=4096,
         )
         events.append(event)
@@ -126,7 +125,7 @@ async def serve_through_damages(behind: Callable[[random.Random, MemoryStore, Ob
     store, events, weights = published()
     objects = {key: store.get(key) for key in store.keys("")}
     kinds = {key.split("/")[3] for key in objects}
-    assert kinds == {"anchors", "deltas", "manifests"}, "all ways to a version are there to be damaged"
+    assert kinds == {"anchors", "deltas", "manifests", "slices"}, "all ways to a version are there to be damaged"
     served = [{TENSOR: one[TENSOR]} for one in weights]
     chosen = random.Random(9)
     engine = ScriptedEngine(num_vocabulary=VOCABULARY)

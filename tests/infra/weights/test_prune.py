@@ -2,6 +2,7 @@
 
 import pytest
 
+from infra.policies.chain import NUM_SLICES
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.prune import prune
 from infra.store.memory import MemoryStore
@@ -9,28 +10,34 @@ from schemas.errors import PolicyRefused
 from tests.infra.weights.test_publish import put, put_run, small_step
 
 
-@pytest.mark.parametrize("oldest", range(0, 14))
+@pytest.mark.parametrize("oldest", [0, 1, 15, 16, 17, 18, 25, 33, 39])
 def test_every_kept_version_can_still_be_joined(oldest: int) -> None:
     store = MemoryStore()
-    events, weights = put_run(store, 14, anchor_every=5)
+    events, weights = put_run(store, 40)
     prune(store, "main", oldest=oldest)
-    anchor = oldest // 5 * 5
-    for version in range(anchor, 14):
+    for version in range(oldest, 40):
         assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
-    for version in range(anchor):
+    left = {int(key.split("/")[4].removesuffix(".json").split("-")[-1]) for key in store.keys("")}
+    assert oldest - NUM_SLICES < min(left) or min(left) == 0
+    for version in range(min(left)):
         with pytest.raises(PolicyRefused, match="incomplete"):
             PolicyFetcher(store, "main").fetch(events[version])
-    left = [key for key in store.keys("") if int(key.split("/")[4].removesuffix(".json").split("-")[-1]) < anchor]
-    assert left == []
 
 
-def test_a_follower_of_a_pruned_version_goes_on_from_the_anchor() -> None:
+def test_a_follower_of_a_pruned_version_goes_on_from_what_is_whole() -> None:
     store = MemoryStore()
-    events, weights = put_run(store, 12, anchor_every=5)
+    events, weights = put_run(store, 40)
     follower = PolicyFetcher(store, "main")
     follower.fetch(events[3])
-    prune(store, "main", oldest=11)
-    assert dict(follower.fetch(events[11]).tensors) == weights[11]
+    prune(store, "main", oldest=39)
+    assert dict(follower.fetch(events[39]).tensors) == weights[39]
+
+
+def test_nothing_is_pruned_where_the_oldest_kept_version_leads_nowhere() -> None:
+    store = MemoryStore()
+    put_run(store, 40)
+    store.delete("policies/main/17/manifests/28.json")
+    assert prune(store, "main", oldest=30) == 0
 
 
 def test_pruning_crosses_leases_and_leaves_other_policies_alone() -> None:

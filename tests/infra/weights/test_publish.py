@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from infra.policies.fetch import PolicyFetcher, read_manifest
+from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
@@ -45,7 +46,6 @@ def put(
     previous: Mapping[str, Tensor] | None = None,
     *,
     token: int = 17,
-    anchor_every: int = 25,
     probe: Probe | None = None,
     shard_bytes: int = 2**29,
 ) -> PolicyEvent:
@@ -55,7 +55,6 @@ def put(
         tensors,
         previous=previous,
         probe=probe,
-        anchor_every=anchor_every,
         shard_bytes=shard_bytes,
     )
 
@@ -86,11 +85,10 @@ class Recording(MemoryStore):
 
 def test_the_manifest_is_written_last_and_the_event_names_it() -> None:
     store = Recording()
-    weights = first_weights()
-    event = put(store, 0, weights)
-    put(store, 1, small_step(weights, 0), weights)
+    event = put_run(store, 4)[0][0]
     kinds = [key.split("/")[3] for key in store.written]
-    assert kinds == ["anchors", "manifests", "deltas", "manifests"]
+    assert kinds[:6] == ["anchors", "manifests", "deltas", "manifests", "deltas", "manifests"], "two slices of nothing"
+    assert kinds[6:] == ["deltas", "slices", "manifests"]
     assert event.manifest == "policies/main/17/manifests/0.json"
     assert read_manifest(store, event.manifest, event.manifest_sha256)[0].version == 0
     assert all(key.startswith("policies/main/17/") for key in store.written)
@@ -108,29 +106,40 @@ def test_a_small_step_costs_little_and_an_unchanged_tensor_nothing() -> None:
     assert event.stats["bytes"] == 0.0
 
 
-def test_anchors_come_at_the_first_version_and_then_every_so_many() -> None:
-    events, _ = put_run(MemoryStore(), 12, anchor_every=5)
-    assert [event.version for event in events if event.stats["anchor"]] == [0, 5, 10]
+def test_after_the_first_anchor_every_version_is_a_delta_and_a_slice() -> None:
+    store = MemoryStore()
+    events, _ = put_run(store, 40)
+    assert [event.version for event in events if event.stats["anchor"]] == [0]
+    manifests = [read_manifest(store, event.manifest)[0] for event in events[1:]]
+    assert {tuple(source.kind for source in one.sources) for one in manifests} == {("delta",)}
+    slices = [one.slice for one in manifests if one.slice is not None]
+    assert [one.index for one in slices] == [version % NUM_SLICES for version in range(39)]
+    for first in range(39 - NUM_SLICES):
+        names = [name for one in slices[first : first + NUM_SLICES] for name in one.names]
+        assert sorted(names) == sorted(NAMES), "so many in a row hold each tensor once"
 
 
-def test_an_anchor_comes_early_when_the_deltas_since_the_last_weigh_half_of_one() -> None:
+def test_slices_share_the_bytes_evenly() -> None:
+    sizes = {f"layers.{layer}.{part}": 1000 * part + 1 for layer in range(64) for part in range(9)}
+    slices = [names_of_slice(sizes, index) for index in range(NUM_SLICES)]
+    assert sorted(name for names in slices for name in names) == sorted(sizes)
+    shares = [sum(sizes[name] for name in names) * NUM_SLICES / sum(sizes.values()) for names in slices]
+    assert max(shares) < 1.1
+    assert [names_of_slice({"only": 5}, index) for index in range(NUM_SLICES)].count(("only",)) == 1
+    assert [name for index in range(NUM_SLICES) for name in names_of_slice({"none": 0, "some": 1}, index)]
+
+
+def test_a_version_that_changes_more_than_an_eighth_has_an_anchor_beside_its_delta() -> None:
     store, weights = MemoryStore(), first_weights()
     put(store, 0, weights)
-    anchors = []
-    for version in range(1, 8):
-        # 40% of the values of every tensor: a sixth of an anchor or so each time
-        step = {
-            name: small_step({name: tensor}, 100 * version + n, (name,))[name]
-            for name, tensor in weights.items()
-            for n in range(1)
-        }
-        for n in range(1, 40):
-            step = small_step(step, 100 * version + n, NAMES)
-        event = put(store, version, step, weights)
-        anchors.append(event.stats["anchor"])
-        weights = step
-    assert 0 < sum(anchors) < len(anchors)
-    assert not anchors[0]
+    step = weights
+    for seed in range(30):
+        step = small_step(step, seed, NAMES)
+    event = put(store, 1, step, weights)
+    manifest, _ = read_manifest(store, event.manifest)
+    assert event.stats["changed_share"] > 1 / 8
+    assert [source.kind for source in manifest.sources] == ["delta", "anchor"]
+    assert manifest.slice is None
 
 
 def test_weights_that_change_everywhere_are_anchors_without_a_delta() -> None:
@@ -190,9 +199,25 @@ def test_a_publication_that_died_is_invisible_and_can_be_repeated(fail_at: int) 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_never_published(bad: float) -> None:
     store = Recording()
-    with pytest.raises(PolicyRefused, match="version 0 of main: w holds values that are not finite"):
+    with pytest.raises(PolicyRefused, match="version 0: w holds values that are not finite"):
         put(store, 0, {"v": from_numpy(np.ones(2, np.float32)), "w": from_numpy(np.array([1, bad], np.float32))})
     assert store.written == []
+
+
+@pytest.mark.parametrize("bad", [0x7FC0, 0x7F80, 0xFF80, 0x7F81, 0xFFFF])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_change_that_is_not_finite_is_never_published(bad: int, dense: bool) -> None:
+    store, weights = Recording(), first_weights()
+    put(store, 0, weights)
+    written = list(store.written)
+    step = small_step(weights, 1)
+    patterns = np.frombuffer(step["layers.1.w"].data, np.uint16).copy()
+    patterns[: 15_000 if dense else 3] += 1
+    patterns[17] = bad
+    step["layers.1.w"] = Tensor("BF16", step["layers.1.w"].shape, patterns.tobytes())
+    with pytest.raises(PolicyRefused, match=r"version 1: layers\.1\.w holds values that are not finite"):
+        put(store, 1, step, weights)
+    assert store.written == written
 
 
 def test_a_previous_that_is_not_what_was_published_is_the_callers_mistake() -> None:
@@ -227,39 +252,23 @@ def test_large_models_are_split_into_shards() -> None:
     assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == step
 
 
-def test_a_damaged_parent_or_anchor_leads_to_a_new_anchor() -> None:
-    for damaged in ("policies/main/17/manifests/4.json", "policies/main/17/anchors/0/"):
-        store = MemoryStore()
-        _, weights = put_run(store, 5)
-        store.put(next(store.keys(damaged)), b"{}")
-        event = put(store, 5, small_step(weights[4], 5), weights[4])
-        assert event.stats["anchor"]
-        assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == small_step(weights[4], 5)
+def test_a_damaged_parent_leads_to_a_new_anchor() -> None:
+    store = MemoryStore()
+    _, weights = put_run(store, 5)
+    store.put("policies/main/17/manifests/4.json", b"{}")
+    event = put(store, 5, small_step(weights[4], 5), weights[4])
+    assert event.stats["anchor"]
+    assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == small_step(weights[4], 5)
 
 
-class WithoutAnchors(MemoryStore):
-    """A store whose anchors can be asked for their size alone."""
+class WithoutWhole(MemoryStore):
+    """A store of which a publisher may read manifests alone."""
 
     def get(self, key: str) -> bytes:
-        if "/anchors/" in key:
+        if "/manifests/" not in key:
             raise StoreError(f"get {key!r}: not in this test")
         return super().get(key)
 
-    def size(self, key: str) -> int:
-        return len(MemoryStore.get(self, key))
 
-
-def test_a_delta_from_the_anchor_is_made_without_reading_the_anchor() -> None:
-    store, plain = WithoutAnchors(), MemoryStore()
-    _, weights = put_run(store, 11)
-    put_run(plain, 11)
-    for version in (5, 10):
-        manifest, _ = read_manifest(store, f"policies/main/17/manifests/{version}.json")
-        assert [(source.kind, source.base) for source in manifest.sources] == [("delta", version - 1), ("delta", 0)]
-    late = PolicyFetcher(plain, "main")
-    assert dict(late.fetch(put(plain, 11, small_step(weights[10], 10), weights[10])).tensors) == small_step(
-        weights[10], 10
-    )
-    assert {key: store.size(key) for key in store.keys("policies/")} == {
-        key: plain.size(key) for key in plain.keys("policies/") if "/manifests/11" not in key and "10-11" not in key
-    }
+def test_publishing_reads_nothing_back_but_the_manifest_of_the_parent() -> None:
+    put_run(WithoutWhole(), 20)
