@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.light_system import REPOSITORY, Fleet, LightSystem, Users, opened, prepare
+from tests.actors.rig import until
+from tests.e2e.light_system import REPOSITORY, STARTS_S, Fleet, LightSystem, Running, opened, prepare
 
 pytestmark = pytest.mark.slow
 
-# Where no release is tagged: the commit that began to keep what release 0.1.0 writes.
-FIRST_RELEASE = "dc39883d7d27baae2f126a26dbe41f4e33063c99"
-# Readers before writers, as `infra/docs/explanation/compatibility.md` says.
-ORDER = ("process", "train", "explore", "serve", "serve", "master")
+# Where no release is tagged: the last commit whose policy manifests are of formats 1 and 2 only.
+BEFORE = "6c50b93aaf19340e476526fddfa771c7f8d650f0"
+# As the changelog says: who reads versions before who writes them.
+ORDER = ("process", "explore", "serve", "train", "master")
 ALONE = ("train", "master")  # one of each writes: a newer one would fence the older out
 PER_S = 4.0
-BESIDE_S = 2.0  # old and new work side by side for so long at least
+BESIDE = 4  # answers that users get while old and new work side by side
 
 
 def git(*arguments: str) -> bytes:
@@ -28,38 +29,42 @@ def git(*arguments: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkout of the newest tag behind this commit, else of FIRST_RELEASE."""
-    tag = git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD~1").decode().strip()
-    archive = git("archive", tag or FIRST_RELEASE)
+    """The files of the newest tag behind this commit, else of BEFORE."""
+    wanted = git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD~1").decode().strip() or BEFORE
+    archive = git("archive", wanted)
     if not archive:
-        pytest.skip(f"git has no {tag or FIRST_RELEASE[:7]} here: a shallow clone, or no repository")
+        pytest.skip(f"git has no {wanted} here: a shallow clone, or no repository")
     folder = tmp_path_factory.mktemp("before")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     yield folder
 
 
 async def upgraded(system: LightSystem, before: Path) -> list[str]:
-    """Every role of the release before, then one after the other of this one; the exit codes that were not 0."""
+    """Every role of the release before, then one after the other of this one; what ended otherwise than it was asked to."""
     unclean: list[str] = []
+
+    async def end(old: Running) -> None:
+        if code := await system.stop(old):
+            unclean.append(f"{old.role} of the release before ended with {code}: {old.log.read_text()[-1000:]}")
+
     running = await asyncio.gather(*(system.start(before, role) for role in ORDER))
-    users = asyncio.create_task(system.users.come(PER_S))
-    rows = str(system.fleet.folder / "tasks.jsonl")
-    loaded = await asyncio.to_thread(system.fleet.call, before, "load", "tasks", rows)
-    assert loaded.returncode == 0, loaded.stderr
-    await system.learned(2)
-    for role, old in zip(ORDER, running, strict=True):
-        if role in ALONE:
-            code = await system.stop(old)
-            await system.start(REPOSITORY, role)
-        else:
-            await system.start(REPOSITORY, role)
-            await asyncio.sleep(BESIDE_S)
-            code = await system.stop(old)
-        if code:
-            unclean.append(f"{role} of the release before ended with {code}")
-    await system.learned(2)
-    system.users.gone = True
-    await users
+    async with asyncio.TaskGroup() as group:
+        group.create_task(system.users.come(PER_S))
+        loaded = await asyncio.to_thread(
+            system.fleet.call, before, "load", "tasks", str(system.fleet.folder / "tasks.jsonl")
+        )
+        assert loaded.returncode == 0, loaded.stderr
+        await system.learned(2)
+        for old in running:
+            if old.role in ALONE:
+                await end(old)
+                await system.start(REPOSITORY, old.role)
+            else:
+                await system.start(REPOSITORY, old.role)
+                await system.users.answered(BESIDE)
+                await end(old)
+        await system.taken(await system.learned(2))
+        system.users.leave()
     return unclean
 
 
@@ -69,28 +74,43 @@ def test_the_release_before_is_replaced_role_by_role_under_traffic_and_no_reques
     key = prepare(tmp_path, kafka, app="rolling")
 
     async def main(fleet: Fleet) -> tuple[list[str], dict[str, object]]:
-        async with opened(tmp_path, kafka, "rolling", fleet, Users(key=key)) as system:
+        async with opened(kafka, "rolling", fleet, key) as system:
             unclean = await upgraded(system, before)
-            await system.stop_all()
-            return unclean, await system.judged()
+            ended = await system.stop_all()
+            judged = await system.judged()
+            refused = await refused_version(system, before)
+            return [*unclean, *(f"{role} ended with {code}" for role, code in ended.items())], {
+                **judged,
+                "refused": refused,
+            }
 
     with Fleet(tmp_path) as fleet:
         made = fleet.call(before, "check", "--create")
         assert made.returncode == 0, made.stdout + made.stderr
         unclean, judged = asyncio.run(main(fleet))
-        back = refused_back(fleet, before, tmp_path)
+        setting = refused_setting(fleet, before)
     assert unclean == []
-    assert judged["failed"] == [] and judged["asked"], judged
-    assert (judged["answers_lost"], judged["lost"], judged["trained_twice"]) == (0, 0, 0), judged
-    assert judged["audit_clean"] and judged["trained"], judged
-    assert back == "kafka.replication: unknown key"
+    assert (judged["failed"], judged["cut_off"]) == ([], 0) and judged["asked"], judged
+    assert (judged["answers_lost"], judged["answers_stored_twice"]) == (0, 0), judged
+    assert (judged["lost"], judged["trained_twice"], judged["audit_clean"]) == (0, 0, True) and judged["trained"], (
+        judged
+    )
+    assert "manifest: got format 3, expected 1 or 2: upgrade headrace here first" in str(judged["refused"])
+    assert "kafka.replication: unknown key" in setting
 
 
-def refused_back(fleet: Fleet, before: Path, folder: Path) -> str:
-    """What the release before says of a setting that it does not know, without where it stands."""
-    config = folder / "headrace.toml"
+async def refused_version(system: LightSystem, before: Path) -> str:
+    """What an explorer of the release before says of the versions of this one."""
+    old = system.fleet.start(before, "explore")
+    await until(lambda: bool(old.said(r"(policy_refused)")) or old.watched.process.poll() is not None, seconds=STARTS_S)
+    await system.fleet.kill(old)
+    return old.said(r"(policy_refused .*)")
+
+
+def refused_setting(fleet: Fleet, before: Path) -> str:
+    """What the release before says of a setting that it does not know."""
+    config = fleet.folder / "headrace.toml"
     config.write_text(config.read_text().replace("partitions = 2", "partitions = 2\nreplication = 1"))
     done = fleet.call(before, "check")
     assert done.returncode == 2
-    said = " ".join((done.stdout + done.stderr).split())
-    return said if "kafka.replication: unknown key" not in said else "kafka.replication: unknown key"
+    return " ".join((done.stdout + done.stderr).split())
