@@ -16,6 +16,7 @@ from rich.table import Table
 PAGE_MB = 4096 / 2**20
 OF_PROCESSES = ("MB", "descriptors", "threads")
 DISK = "disk"
+NUM_SHOWN = 10  # lines of the picture of the disk
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -115,34 +116,32 @@ def tables(lives: Sequence[Life], settle_s: float) -> tuple[Table, Table]:
 
 
 def plot(lives: Sequence[Life], out: Path) -> None:
-    """Memory of each process, and what lies on disk, over minutes."""
+    """Memory of every life above what it was at its first look, and what lies on disk, over minutes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    colours = {name: f"C{at % 10}" for at, name in enumerate(longest(lives))}
-    labelled: set[str] = set()
+    names = list(longest(lives))
     for life in lives:
-        if life.name == DISK or not life.looks:
-            continue
-        label = "" if life.name in labelled else life.name
-        labelled.add(life.name)
-        style = ":" if life.name.endswith(" 2") else "-"
-        _line(left, life.looks, "MB", label, colour=colours[life.name], style=style)
-    for life in lives:
-        for at, what in enumerate(life.looks[-1].values if life.name == DISK and life.looks else ()):
-            if what.endswith("MB"):
-                _line(right, life.looks, what, what.removesuffix(" MB"), colour=f"C{at % 10}", style="-:"[at >= 10])
-    for side, title in ((left, "resident memory, MB"), (right, "on disk, MB")):
-        side.set(xlabel="minutes", title=title, ylim=(0, None))
+        if life.name == DISK:
+            last = life.looks[-1].values if life.looks else {}
+            for what in sorted(last, key=lambda one: -last[one])[:NUM_SHOWN]:
+                if what.endswith(" MB"):
+                    _line(right, life.looks, what, what.removesuffix(" MB"), f"C{len(right.lines)}")
+        elif life.looks:
+            first = life.looks[0].values["MB"]
+            label = f"{life.name}, from {first:.0f} MB" if life is longest(lives)[life.name] else ""
+            _line(left, life.looks, "MB", label, f"C{names.index(life.name)}", above=first)
+    for side, title in ((left, "resident memory above the first look, MB"), (right, "on disk, MB")):
+        side.set(xlabel="minutes", title=title)
         side.grid(alpha=0.3)
         side.legend(fontsize=7, loc="upper left")
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
 
 
-def _line(axis: Any, looks: Sequence[Look], name: str, label: str, *, colour: str, style: str) -> None:
-    found = [(look.at_s / 60, look.values[name]) for look in looks if name in look.values]
-    axis.plot(*zip(*found, strict=True), label=label or None, color=colour, linestyle=style, linewidth=1.2)
+def _line(axis: Any, looks: Sequence[Look], name: str, label: str, colour: str, above: float = 0.0) -> None:
+    found = [(look.at_s / 60, look.values[name] - above) for look in looks if name in look.values]
+    axis.plot(*zip(*found, strict=True), label=label or None, color=colour, linewidth=1.2)

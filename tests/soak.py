@@ -109,10 +109,12 @@ class Soak:
             say(f"{self.now_s / 60:.1f} min: {name} killed and back; {len(self.system.users.held)} answers")
 
 
-async def soak(folder: Path, *, minutes: float, settle: float, seed: int) -> tuple[list[Life], dict[str, object]]:
+async def soak(
+    folder: Path, *, minutes: float, settle: float, seed: int, dtype: str
+) -> tuple[list[Life], dict[str, object]]:
     """Run it; who lived, and what the ledgers say."""
     with EmbeddedKafka(folder / "kafka") as broker:
-        key = prepare(folder, broker.bootstrap, app=APP)
+        key = prepare(folder, broker.bootstrap, app=APP, dtype=dtype)
         assert broker.pid is not None
         with Fleet(folder) as fleet:
             made = fleet.call(REPOSITORY, "check", "--create")
@@ -154,12 +156,20 @@ def main() -> int:
         "--settle", type=float, default=10.0, help="minutes after a start that are left out of its growth"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the weights; in float32 nearly all change, and each version is stored whole",
+    )
     parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: nothing stays behind
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = (options.dir or Path(temporary) / "run").resolve()
-        found = asyncio.run(soak(folder, minutes=options.minutes, settle=options.settle, seed=options.seed))
+        found = asyncio.run(
+            soak(folder, minutes=options.minutes, settle=options.settle, seed=options.seed, dtype=options.dtype)
+        )
     for table in tables(found[0], options.settle * 60):
         Console(width=TABLE_WIDTH).print(table)
     for name, value in found[1].items():

@@ -66,7 +66,7 @@ groups_per_step = 8
 reissue_s = 10.0
 [engine]
 use = "actors.engines.torch:TorchEngine"
-options = {{ max_sequences = 32, threads = 1 }}
+options = {{ max_sequences = 32, threads = 1, dtype = "{dtype}" }}
 [explore]
 workflow = "light:unhurried"
 episodes_in_flight = 8
@@ -93,6 +93,7 @@ deadline_s = 60.0
 [trainer]
 learning_rate = 1e-6
 checkpoint_every = 10
+dtype = "{dtype}"
 tensorboard = ""
 [trainer.lanes]
 usual = {{ loss = "dppo" }}
@@ -100,10 +101,10 @@ live = {{ loss = "dppo", optional = true }}
 """
 
 
-def prepare(folder: Path, bootstrap: str, *, app: str) -> str:
-    """Settings, plugin, model and tasks; returns a key of a user's."""
+def prepare(folder: Path, bootstrap: str, *, app: str, dtype: str) -> str:
+    """Settings, plugin, model and tasks; returns a key of a user's. dtype: of the weights that are published."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "headrace.toml").write_text(SETTINGS.format(bootstrap=bootstrap, app=app))
+    (folder / "headrace.toml").write_text(SETTINGS.format(bootstrap=bootstrap, app=app, dtype=dtype))
     (folder / "plugins").mkdir()
     (folder / "plugins" / "light.py").write_text(PLUGIN)
     build_char_model(folder / "model", seed=3, size=Size(hidden=32, layers=1))

@@ -71,7 +71,8 @@ async def upgraded(system: LightSystem, before: Path) -> list[str]:
 def test_the_release_before_is_replaced_role_by_role_under_traffic_and_no_request_fails(
     kafka: str, before: Path, tmp_path: Path
 ) -> None:
-    key = prepare(tmp_path, kafka, app="rolling")
+    # In float32 each version would be stored whole, in the format of before.
+    key = prepare(tmp_path, kafka, app="rolling", dtype="bfloat16")
 
     async def main(fleet: Fleet) -> tuple[list[str], dict[str, object]]:
         async with opened(kafka, "rolling", fleet, key) as system:
