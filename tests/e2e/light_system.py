@@ -134,23 +134,28 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.config = folder / "headrace.toml"
         self.running: list[Running] = []
         self._started: Counter[str] = Counter()
-        self._environment = child_environment(load_settings(folder / "headrace.toml"))
+        self._environment = child_environment(load_settings(self.config))
 
     def start(self, tree: Path, role: str) -> Running:
         """A role, by the code of a checkout."""
         self._started[role] += 1
         log = self.folder / "logs" / f"{role}-{self._started[role]}.log"
-        one = Running(role, start_watched(self._command(role), log=log, env=self._of(tree), cwd=tree), log)
-        self.running.append(one)
-        return one
+        watched = start_watched(_command(role, config=self.config), log=log, env=self._of(tree), cwd=tree)
+        self.running.append(Running(role, watched, log))
+        return self.running[-1]
 
-    def call(self, tree: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """A command, to its end."""
-        environment = {**os.environ, **self._of(tree)}
+    def call(self, tree: Path, *arguments: str, config: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        """A command, to its end. config: other settings."""
         return subprocess.run(
-            self._command(*arguments), cwd=tree, env=environment, capture_output=True, text=True, timeout=STARTS_S
+            _command(*arguments, config=config or self.config),
+            cwd=tree,
+            env={**os.environ, **self._of(tree)},
+            capture_output=True,
+            text=True,
+            timeout=STARTS_S,
         )
 
     async def stop(self, one: Running) -> int:
@@ -177,11 +182,12 @@ class Fleet:
         one.watched.process.wait()
         one.watched.release()
 
-    def _command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "infra.cli.main", *arguments, "-c", str(self.folder / "headrace.toml")]
-
     def _of(self, tree: Path) -> dict[str, str]:
         return {**self._environment, "PYTHONPATH": f"{tree}:{tree / 'infra' / 'sdk'}"}
+
+
+def _command(*arguments: str, config: Path) -> list[str]:
+    return [sys.executable, "-m", "infra.cli.main", *arguments, "-c", str(config)]
 
 
 class LightSystem:

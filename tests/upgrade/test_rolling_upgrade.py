@@ -47,14 +47,14 @@ async def upgraded(system: LightSystem, before: Path) -> list[str]:
         if code := await system.stop(old):
             unclean.append(f"{old.role} of the release before ended with {code}: {old.log.read_text()[-1000:]}")
 
+    tasks = str(system.fleet.folder / "tasks.jsonl")
+    loading = asyncio.create_task(asyncio.to_thread(system.fleet.call, before, "load", "tasks", tasks))
     running = await asyncio.gather(*(system.start(before, role) for role in ORDER))
+    loaded = await loading
+    assert loaded.returncode == 0, loaded.stderr
     async with asyncio.TaskGroup() as group:
         group.create_task(system.users.come(PER_S))
-        loaded = await asyncio.to_thread(
-            system.fleet.call, before, "load", "tasks", str(system.fleet.folder / "tasks.jsonl")
-        )
-        assert loaded.returncode == 0, loaded.stderr
-        await system.learned(2)
+        await system.learned(1)
         for old in running:
             if old.role in ALONE:
                 await end(old)
@@ -63,9 +63,26 @@ async def upgraded(system: LightSystem, before: Path) -> list[str]:
                 await system.start(REPOSITORY, old.role)
                 await system.users.answered(BESIDE)
                 await end(old)
-        await system.taken(await system.learned(2))
+        await system.taken(await system.learned(1))
         system.users.leave()
     return unclean
+
+
+async def refused_version(system: LightSystem, before: Path) -> str:
+    """What an explorer of the release before says of the versions of this one."""
+    old = system.fleet.start(before, "explore")
+    await until(lambda: bool(old.said("(policy_refused)")) or old.watched.process.poll() is not None, seconds=STARTS_S)
+    await system.fleet.kill(old)
+    return old.said("(policy_refused .*)")
+
+
+async def refused_setting(system: LightSystem, before: Path) -> str:
+    """What the release before says of a setting that it does not know."""
+    config = system.fleet.config.with_name("newer.toml")
+    config.write_text(system.fleet.config.read_text().replace("partitions = 2", "partitions = 2\nreplication = 1"))
+    done = await asyncio.to_thread(system.fleet.call, before, "check", config=config)
+    assert done.returncode == 2
+    return " ".join((done.stdout + done.stderr).split())
 
 
 def test_the_release_before_is_replaced_role_by_role_under_traffic_and_no_request_fails(
@@ -74,44 +91,22 @@ def test_the_release_before_is_replaced_role_by_role_under_traffic_and_no_reques
     # In float32 each version would be stored whole, in the format of before.
     key = prepare(tmp_path, kafka, app="rolling", dtype="bfloat16")
 
-    async def main(fleet: Fleet) -> tuple[list[str], dict[str, object]]:
+    async def main(fleet: Fleet) -> None:
         async with opened(kafka, "rolling", fleet, key) as system:
-            unclean = await upgraded(system, before)
-            ended = await system.stop_all()
-            judged = await system.judged()
-            refused = await refused_version(system, before)
-            return [*unclean, *(f"{role} ended with {code}" for role, code in ended.items())], {
-                **judged,
-                "refused": refused,
-            }
+            assert await upgraded(system, before) == []
+            assert await system.stop_all() == {}
+            judged, version, setting = await asyncio.gather(
+                system.judged(), refused_version(system, before), refused_setting(system, before)
+            )
+            published = system.published
+        assert (judged["failed"], judged["cut_off"]) == ([], 0) and judged["asked"], judged
+        assert (judged["answers_lost"], judged["answers_stored_twice"]) == (0, 0), judged
+        assert (judged["lost"], judged["trained_twice"], judged["audit_clean"]) == (0, 0, True), judged
+        assert judged["trained"] and published == list(range(len(published))), "one run: the new trainer went on"
+        assert "manifest: got format 3, expected 1 or 2: upgrade headrace here first" in version
+        assert "kafka.replication: unknown key" in setting
 
     with Fleet(tmp_path) as fleet:
         made = fleet.call(before, "check", "--create")
         assert made.returncode == 0, made.stdout + made.stderr
-        unclean, judged = asyncio.run(main(fleet))
-        setting = refused_setting(fleet, before)
-    assert unclean == []
-    assert (judged["failed"], judged["cut_off"]) == ([], 0) and judged["asked"], judged
-    assert (judged["answers_lost"], judged["answers_stored_twice"]) == (0, 0), judged
-    assert (judged["lost"], judged["trained_twice"], judged["audit_clean"]) == (0, 0, True) and judged["trained"], (
-        judged
-    )
-    assert "manifest: got format 3, expected 1 or 2: upgrade headrace here first" in str(judged["refused"])
-    assert "kafka.replication: unknown key" in setting
-
-
-async def refused_version(system: LightSystem, before: Path) -> str:
-    """What an explorer of the release before says of the versions of this one."""
-    old = system.fleet.start(before, "explore")
-    await until(lambda: bool(old.said(r"(policy_refused)")) or old.watched.process.poll() is not None, seconds=STARTS_S)
-    await system.fleet.kill(old)
-    return old.said(r"(policy_refused .*)")
-
-
-def refused_setting(fleet: Fleet, before: Path) -> str:
-    """What the release before says of a setting that it does not know."""
-    config = fleet.folder / "headrace.toml"
-    config.write_text(config.read_text().replace("partitions = 2", "partitions = 2\nreplication = 1"))
-    done = fleet.call(before, "check")
-    assert done.returncode == 2
-    return " ".join((done.stdout + done.stderr).split())
+        asyncio.run(main(fleet))
