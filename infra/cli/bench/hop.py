@@ -107,7 +107,12 @@ async def _stage(
                 ending.callback(end, contestants[-1].child)
             for one in contestants:
                 one.reader = await _reader(bus, one.sinks)
-            return await _measured(bus, contestants, stage, plan, say)
+            try:
+                return await _measured(bus, contestants, stage, plan, say)
+            finally:
+                for one in contestants:
+                    if one.reader is not None:
+                        await one.reader.close()
     finally:
         await bus.close()
 
