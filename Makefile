@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 LOCK   := infra/requirements/all.lock
 CUDA   := infra/requirements/cuda.lock
 AGENTS := infra/requirements/agents.lock
+BENCH  := infra/requirements/bench.lock
 LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
 
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench-deps demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +41,15 @@ agents: install  ## create .venv/agents with the agent frameworks that the tests
 	  && $(BIN)/uv pip sync --python $(VENV)/agents/bin/python --require-hashes $(AGENTS) \
 	  && echo "$$sum" > $(VENV)/agents/.installed; \
 	fi
+
+bench-deps: install ## create .venv/bench with the peers that `headrace bench` measures beside headrace
+	@sum=$$(sha256sum $(BENCH) | cut -d' ' -f1); \
+	if [ "$$(cat $(VENV)/bench/.installed 2>/dev/null)" != "$$sum" ]; then \
+	  { [ -x $(VENV)/bench/bin/python ] || $(PYTHON) -m venv --without-pip $(VENV)/bench; } \
+	  && $(BIN)/uv pip sync --python $(VENV)/bench/bin/python --require-hashes $(BENCH) \
+	  && echo "$$sum" > $(VENV)/bench/.installed; \
+	fi
+	@command -v redis-server >/dev/null || echo "make: no redis-server on PATH: bench transport leaves Redis out; to have it: apt-get install redis-server"
 
 demo: install    ## train a small model through Kafka, Faust and vLLM (four to six minutes)
 	@$(BIN)/headrace demo $(ARGS)
@@ -82,6 +92,7 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(EXTRAS) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
 	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --output-file $(CUDA)
 	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
+	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(BENCH)
 
 extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
 	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)

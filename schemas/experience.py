@@ -219,7 +219,8 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
                 f" {self.num_tokens} and {self.num_sampled} as in num_tokens and spans"
             )
         assert len(bulk.tokens) == self.num_tokens
-        if (fault := logprobs_fault(bulk.logprobs)) is not None:
+        logprobs = bulk.logprobs  # those of a frame are checked by this read
+        if bulk.sections is None and (fault := logprobs_fault(logprobs)) is not None:
             raise BadFrame(f"experience {self.id}: logprobs: {fault}")
         assert isinstance(bulk.messages, tuple)
         bulk.extra_sections()

@@ -23,7 +23,7 @@ import msgspec
 
 from infra.chain import calls
 from infra.chain.calls import Extras, Failure, Trouble
-from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_fault
+from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
 from infra.chain.processor import Drop, Memory, Unit, Verdict, mark_of
 from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
@@ -192,8 +192,7 @@ class _Flow:
     def outcome(self, steps: Sequence[Step]) -> ChainResult:
         stamps = tuple(step.stamp for step in steps)
         kept: list[Experience] = []
-        for member in self.members:
-            fault = header_fault(member)
+        for member, fault in zip(self.members, header_faults(self.members), strict=True):
             if fault:
                 self.drop(member, len(stamps) - 1, "processor returned nonsense", fault)
             else:

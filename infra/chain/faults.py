@@ -13,6 +13,7 @@ import numpy as np
 
 from infra.chain.processor import Drop
 from schemas import BadFrame, Experience, ids
+from schemas.experience import MAX_MEMBERS, encode_headers
 from schemas.withdrawal import is_withdrawal
 
 # What an experience is and whose it is: no step may change these.
@@ -81,6 +82,20 @@ def header_fault(experience: Experience) -> str:
     except Exception as error:  # an object of a shape that cannot even be looked at
         return f"cannot be encoded: {type(error).__name__}: {error}"
     return ""
+
+
+def header_faults(experiences: Sequence[Experience]) -> list[str]:
+    """`header_fault` of each; sound ones, as nearly all are, are looked at together."""
+    found: list[str] = []
+    for start in range(0, len(experiences), MAX_MEMBERS):
+        some = tuple(experiences[start : start + MAX_MEMBERS])
+        try:
+            encode_headers(some)
+        except Exception:  # one of them is not sound
+            found += map(header_fault, some)
+        else:
+            found += [""] * len(some)
+    return found
 
 
 def _sound(before: Experience | None, after: Experience) -> Experience | str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.learner import Compared, LearnerPlan
     from infra.cli.bench.memory_held import MemoryPlan
 
-# Benchmarks with one figure to a name: figure → (at least, at most); `codec` has its own targets.
+# Benchmarks with one figure to a name: figure → (at least, at most); those of benches_beside.py have their own targets.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
     "draw": {
@@ -120,9 +120,6 @@ def run_bench(name: str, as_json: bool, **asked: object) -> int:
     """Run `infra/cli/bench/<name>.py` as asked and print its figures; targets are shown, never asserted."""
     module = importlib.import_module(f"{__package__}.bench.{name}")
     figures = module.run(**asked)
-    if name == "codec" and not as_json:
-        Screen().print(shapes_table(name, module.rows(figures)))
-        return 0
     return show(name, figures, as_json)
 
 

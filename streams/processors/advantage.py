@@ -19,7 +19,7 @@ from streams.processors.turns import with_turns
 AdvantageKind = Literal["group", "mean", "leave_one_out"]
 
 
-@processor(version=2, of="group", memory=MEMORY)
+@processor(version=2, of="group", memory=MEMORY, inline=True)
 def advantage(
     group: tuple[Experience, ...],
     *,

@@ -11,7 +11,7 @@ def dedupe_key(experience: Experience) -> str:
     return f"{experience.id}/{experience.revision}" if experience.revision else experience.id
 
 
-@processor(version=1, memory=65_536)
+@processor(version=1, memory=65_536, inline=True)
 def dedupe(experience: Experience, *, memory: Memory, record_offset: int) -> Experience | Drop:
     """Drop what came before in another record; the same record again (a retry) is not a duplicate of itself.
 

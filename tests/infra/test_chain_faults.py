@@ -160,3 +160,17 @@ def test_what_a_step_failed_at_is_counted_under_its_name_and_its_decisions_are_n
     members = [answer(episode) for episode in range(3)]
     assert handled_from(members, run([step_of(raises, "raises")], members)).failed == {"raises@1": 3}
     assert handled_from(members, run([step_of(refuses, "refuses")], members)).failed == {}
+
+
+@pytest.mark.parametrize("bad", [set[int](), {0}, {64}, {3, 69}, set(range(70))], ids=str)
+def test_a_header_that_cannot_be_read_back_drops_its_own_experience_and_no_other(bad: set[int]) -> None:
+    @processor(version=1, inline=True)
+    def writes(experience: Experience) -> Experience:
+        if experience.episode in bad:
+            experience.meta["model"] = object()  # type: ignore[assignment]
+        return experience
+
+    outcome = run([step_of(writes)], [answer(episode, group_size=70) for episode in range(70)])
+    assert {one.episode for one in outcome.kept} == set(range(70)) - bad
+    assert {one.experience.episode for one in outcome.dropped} == bad
+    assert all(one.reason == "processor returned nonsense" and "object" in one.detail for one in outcome.dropped)

@@ -1,4 +1,4 @@
-"""The two locks hold what pyproject.toml asks for, each package by its hash. `make extras-check` asks the index for them."""
+"""The locks hold what pyproject.toml asks for, each package by its hash. `make extras-check` asks the index for them."""
 
 import re
 import tomllib
@@ -47,3 +47,10 @@ def test_both_locks_have_one_torch_and_one_transformers() -> None:
     """So that what the tests find on CPUs is found with the code that runs on GPUs."""
     cpu, gpu = pinned("all"), pinned("cuda")
     assert [cpu[name] == gpu[name] for name in ("torch", "transformers", "deepspeed", "safetensors")] == [True] * 4
+
+
+@pytest.mark.parametrize("lock", ["agents", "bench"])
+def test_a_lock_of_another_environment_holds_what_its_file_asks_for(lock: str) -> None:
+    lines = (FOLDER / f"{lock}.in").read_text().splitlines()
+    asked = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
+    assert asked <= pinned(lock).keys(), "make lock"

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from infra.cli.bench.codec import check_same, edit_header, measure, open_block, pack_block, rivals, rows, samples
+from infra.cli.bench import codec
+from infra.cli.bench.codec import check_same, edit_header, measure, open_block, pack_block, rows
+from infra.cli.bench.codec_rivals import missing, rivals
+from infra.cli.bench.texts import samples
 from schemas import Block, decode
 
 
@@ -33,3 +36,24 @@ def test_rows_show_every_number_of_every_shape() -> None:
     numbers = measure(2, 4, 8, rounds=1, budget_s=0.0)
     table = rows({"small": numbers, "other": numbers})
     assert len(table) == len(numbers) + 1 and all(len(row) == 3 for row in table)
+
+
+def test_every_rival_has_a_ratio_of_both_clocks_and_one_that_is_missing_has_none() -> None:
+    found = measure(2, 4, 8, rounds=2, budget_s=0.0)
+    assert {"packed", "lists", "pickle", "protobuf"} <= rivals().keys()
+    for name in rivals():
+        assert all(found[f"round_trip_over_{name}{end}"] > 0 for end in ("", "_median", "_wall", "_wall_median"))
+    assert not [figure for figure in found for name in missing() if name in figure]
+
+
+def test_a_rival_that_is_missing_is_named() -> None:
+    said: list[str] = []
+    codec.run(said.append, rounds=1, budget_s=0.0, shapes={"2 x (4 + 8)": (2, 4, 8)})
+    assert [line for line in said if "left out" in line] == [
+        f"codec: {name} is left out: it is not installed (`make bench-deps`)" for name in missing()
+    ]
+
+
+def test_texts_are_prose_and_code() -> None:
+    texts = "".join(sample.messages[1].content for seed in range(40) for sample in samples(1, 1, 400, seed=seed))
+    assert "    return " in texts and ". " in texts

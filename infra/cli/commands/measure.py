@@ -13,7 +13,6 @@ from infra.cli.options import JsonOption, exit_with
 
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
 PLAIN = {
-    "codec": "The experience block against msgspec and zstd-1, of packed bytes and of lists.",
     "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
     "draw": "Draws by priority and even ones from a buffer of 100,000 experiences.",
@@ -40,6 +39,54 @@ def plain(name: str) -> Callable[[bool], None]:
 
     bench.__doc__ = PLAIN[name]
     return bench
+
+
+RepeatOption = Annotated[int, typer.Option(min=1, help="Rounds timed of each.")]
+
+
+def bench_codec(repeat: RepeatOption = 7, as_json: JsonOption = False) -> None:
+    """The experience block beside msgspec of packed bytes and of lists, pickle, orjson and protobuf."""
+    from infra.cli.benches_beside import run_codec
+
+    exit_with(lambda: run_codec(repeat, as_json))
+
+
+def bench_hop(
+    repeat: RepeatOption = 5,
+    groups: Annotated[int, typer.Option(min=1, help="Of 16 answers, in each round.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify and collect on a real broker beside a plain aiokafka loop and stock Faust, by processor time. Minutes."""
+    from infra.cli.benches_beside import run_hop
+
+    exit_with(lambda: run_hop(repeat, groups, as_json))
+
+
+def bench_transport(
+    repeat: RepeatOption = 5,
+    answers: Annotated[int, typer.Option(min=1, help="Of 500 tokens, in each round.")] = 1024,
+    as_json: JsonOption = False,
+) -> None:
+    """From an engine's lists to the trainer's arrays beside Redis streams and Ray's Queue: processor time of an answer.
+
+    The peers come from an environment of their own, which `make bench-deps` makes, and redis-server from the machine; those
+    that are missing are named and left out. Minutes.
+    """
+    from infra.cli.benches_beside import run_transport
+
+    exit_with(lambda: run_transport(repeat, answers, as_json))
+
+
+def bench_all(
+    only: Annotated[
+        str, typer.Option(help="Benchmarks, by commas; all that have a peer or a target where left out.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Every stage beside its peers, one benchmark after the other, and one table at the end. Half an hour on two cores."""
+    from infra.cli.benches_beside import run_all
+
+    exit_with(lambda: run_all(only, as_json))
 
 
 def bench_weights(

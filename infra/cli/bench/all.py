@@ -1,0 +1,146 @@
+"""Every benchmark that has a peer or a target, one after the other, and their figures in one table.
+
+Each is a process of `headrace bench`, so that none finds what another left behind. One that fails is said in one line, and the
+rest goes on.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from infra.cli.bench.beside import OURS, Beside
+from infra.cli.benches import TARGETS
+
+Say = Callable[[str], None]
+SHARED, ALONE = 1.3, 1.0  # what a step of the learner aims at beside the plain one
+
+
+class BenchRow(msgspec.Struct, frozen=True):
+    """One line of the table. ours, peer: what they took, None where the benchmark has only a ratio or a figure. value: the
+    ratio, or the figure itself. low, high: what it is to lie between.
+    """
+
+    bench: str
+    what: str
+    value: float
+    ours: float | None = None
+    peer: float | None = None
+    low: float = float("-inf")
+    high: float = float("inf")
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the target is, where there is one."""
+        return self.low <= self.value <= self.high
+
+
+class BenchFailure(msgspec.Struct, frozen=True):
+    """A benchmark without figures, and the last line that it wrote."""
+
+    bench: str
+    why: str
+
+
+def _flat(name: str, figures: Any) -> list[BenchRow]:
+    """Figures that have a target."""
+    return [
+        BenchRow(name, figure, figures[figure], low=low, high=high)
+        for figure, (low, high) in TARGETS[name].items()
+        if figure in figures
+    ]
+
+
+def _beside(name: str, figures: Any) -> list[BenchRow]:
+    """Each peer by the best rounds, in µs of processor time of an answer."""
+    found = msgspec.convert(figures, list[Beside])
+    ours = {one.case: one.cpu_us[0] for one in found if one.name == OURS}
+    return [
+        BenchRow(
+            name,
+            f"{one.case}, {one.name}",
+            one.times[0],
+            ours=ours[one.case],
+            peer=one.cpu_us[0],
+            low=float("-inf") if one.target is None else one.target,
+        )
+        for one in found
+        if one.times is not None
+    ]
+
+
+def _codec(name: str, figures: Any) -> list[BenchRow]:
+    from infra.cli.bench.codec import TARGETS as CODEC
+
+    return [
+        BenchRow(name, f"{shape}, {figure}", numbers[figure], low=low)
+        for shape, numbers in figures.items()
+        for figure, low in CODEC.items()
+    ]
+
+
+def _learner(name: str, figures: Any) -> list[BenchRow]:
+    return [
+        BenchRow(
+            name,
+            one["shape"],
+            one["faster"],
+            ours=one["headrace"]["cpu_s_min"],
+            peer=one["plain"]["cpu_s_min"],
+            low=SHARED if "to one prompt" in one["shape"] else ALONE,
+        )
+        for one in figures["shapes"]
+    ]
+
+
+BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
+    "codec": _codec,
+    "hop": _beside,
+    "transport": _beside,
+    "draw": _flat,
+    "delta": _flat,
+    "weights": _flat,
+    "learner": _learner,
+    "gateway": _flat,
+}
+
+
+def command_of(name: str) -> list[str]:
+    """What runs a benchmark."""
+    return [sys.executable, "-m", "infra.cli.main", "bench", name, "--json"]
+
+
+def run(
+    names: Sequence[str], say: Say, command: Callable[[str], list[str]] = command_of
+) -> tuple[list[BenchRow], list[BenchFailure]]:
+    """Rows of those that ended well, and those that did not."""
+    rows: list[BenchRow] = []
+    failures: list[BenchFailure] = []
+    for number, name in enumerate(names, 1):
+        say(f"bench {name} ({number} of {len(names)})")
+        try:
+            rows += BENCHES[name](name, _figures(command(name), say))
+        except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
+            failures.append(BenchFailure(name, str(error)))
+            say(f"bench {name} failed: {error}")
+    return rows, failures
+
+
+def _figures(command: list[str], say: Say) -> Any:
+    """What a benchmark printed as JSON, its progress said as it comes. Raises RuntimeError with its last line."""
+    with (
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(command, stdout=printed, stderr=subprocess.PIPE, text=True, errors="replace") as process,
+    ):
+        assert process.stderr is not None
+        last = "it said nothing"
+        for line in process.stderr:
+            last = line.rstrip() or last
+            say(f"  {line.rstrip()}")
+        if code := process.wait():
+            raise RuntimeError(f"exit code {code}: {last[-300:]}")
+        printed.seek(0)
+        return msgspec.json.decode(printed.read())

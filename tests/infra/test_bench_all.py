@@ -1,0 +1,75 @@
+"""`headrace bench all`: every figure in one table, and a benchmark that fails stops no other."""
+
+import io
+import json
+import sys
+
+import msgspec
+from rich.console import Console
+
+from infra.cli.bench import codec
+from infra.cli.bench.all import BENCHES, BenchRow, command_of, run
+from infra.cli.bench.beside import Beside
+from infra.cli.benches import TARGETS
+from infra.cli.benches_beside import all_table
+from infra.cli.main import bench_app
+
+HOP = [
+    Beside(case="verify", name="headrace", cpu_us=(200.0, 220.0), wall_us=(1.0, 1.0)),
+    Beside(case="verify", name="loop", cpu_us=(100.0, 90.0), wall_us=(1.0, 1.0), times=(0.5, 0.4), target=1.0),
+]
+LEARNER = {"shapes": [{"shape": "one row", "faster": 1.1, "headrace": {"cpu_s_min": 2.0}, "plain": {"cpu_s_min": 2.2}}]}
+DELTA = {"full_over_delta": 120.0, "bit_exact": 1.0, "encode_ms": 3.0}
+
+
+def _printing(printed: dict[str, object]) -> "dict[str, list[str]]":
+    """Commands that say something, print JSON, and fail where there is none."""
+    said = "import sys; print('working', file=sys.stderr); print(sys.argv[1]) if sys.argv[1] else sys.exit('no disk')"
+    return {name: [sys.executable, "-c", said, json.dumps(one) if one else ""] for name, one in printed.items()}
+
+
+def test_a_benchmark_that_fails_is_one_line_and_the_rest_goes_on() -> None:
+    commands = _printing({"hop": msgspec.to_builtins(HOP), "transport": None, "delta": DELTA, "learner": LEARNER})
+    said: list[str] = []
+    rows, failures = run(list(commands), said.append, commands.__getitem__)
+    assert [(one.bench, one.why) for one in failures] == [("transport", "exit code 1: no disk")]
+    assert [line for line in said if "failed" in line] == ["bench transport failed: exit code 1: no disk"]
+    assert said.count("  working") == 4 and said[0] == "bench hop (1 of 4)"
+    assert rows[0] == BenchRow("hop", "verify, loop", 0.5, ours=200.0, peer=100.0, low=1.0)
+    assert [(one.bench, one.what) for one in rows[1:]] == [
+        ("delta", "full_over_delta"), ("delta", "bit_exact"), ("learner", "one row"),
+    ]  # fmt: skip
+    assert [one.is_met for one in rows] == [False, True, True, True]
+
+
+def test_a_benchmark_that_prints_something_else_is_one_line_too() -> None:
+    rows, failures = run(["hop", "delta"], lambda line: None, _printing({"hop": {"a": 1}, "delta": DELTA}).__getitem__)
+    assert [one.bench for one in failures] == ["hop"] and len(rows) == 2
+
+
+def test_the_codecs_shapes_have_a_row_for_every_target() -> None:
+    shape = codec.measure(2, 4, 8, rounds=1, budget_s=0.0)
+    rows, failures = run(["codec"], lambda line: None, _printing({"codec": {"small": shape}}).__getitem__)
+    assert not failures and [one.low for one in rows] == list(codec.TARGETS.values())
+
+
+def test_the_table_shows_what_ours_and_the_peer_took() -> None:
+    rows = [
+        BenchRow("hop", "verify, loop", 0.5, ours=200.0, peer=100.0, low=1.0),
+        BenchRow("delta", "bit_exact", 1.0, low=1.0, high=1.0),
+        BenchRow("hop", "verify, other", 2.0, ours=200.0, peer=400.0),
+    ]
+    console = Console(file=io.StringIO(), width=140)
+    console.print(all_table(rows))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    first = next(line for line in lines if "verify, loop" in line)
+    assert all(one in first for one in ("200", "100", "0.5", "at least 1"))
+    assert "at least" not in next(line for line in lines if "verify, other" in line)
+
+
+def test_every_one_of_them_is_a_command_and_has_targets() -> None:
+    commands = {one.name for one in bench_app.registered_commands}
+    assert set(BENCHES) <= commands and "all" not in BENCHES
+    assert all(name in TARGETS for name, rows in BENCHES.items() if rows.__name__ == "_flat")
+    assert command_of("hop")[-3:] == ["bench", "hop", "--json"]
