@@ -23,10 +23,11 @@ LIMIT_S = 400.0
 def run_demo(
     folder: Path, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> dict[str, Any]:
-    """Run the demo to its end and return report.json; `meanwhile` is called while it runs."""
+    """Run the demo to its end and return its report, which is all it prints; `meanwhile` is called while it runs."""
     command = [sys.executable, "-m", "infra.cli.main", "demo", "--dir", str(folder), "--json", *arguments]
-    with (folder.parent / f"{folder.name}.out").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
+    with printed.open("wb") as output, said.open("wb") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
         try:
             if meanwhile is not None:
                 meanwhile(process)
@@ -34,8 +35,8 @@ def run_demo(
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=60)
-    assert code == 0, (folder.parent / f"{folder.name}.out").read_text()[-2000:] + last_words(folder)
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    assert code == 0, said.read_text()[-2000:] + last_words(folder)
+    report: dict[str, Any] = json.loads(printed.read_text())
     return report
 
 

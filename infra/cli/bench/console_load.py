@@ -1,11 +1,13 @@
 """What it costs a run that people look at it: optimizer steps a second with a console and ten people, and without.
 
-One run of the demo goes on throughout, past its warm-up. Pieces of it come in pairs, one alone and one looked at, in turns
-which comes first: so that what drifts over the run, and what else the machine does, falls on both.
+One run of the demo goes on throughout, past its warm-up, with so small a learning rate that it stays what it is: a policy
+that learns comes to an end of what there is to learn, and of its steps. Pieces of the run come in pairs, one alone and one
+looked at, in turns which comes first: so that what drifts over the run, and what else the machine does, falls on both.
 
-    wait: warm-up over ─> [settle, piece alone] [settle, console starts and catches up, people look, piece] ─> …
+    wait: warm-up over ─> [settle, piece alone] [console starts and catches up, settle, people look, piece] ─> …
 
-In a piece alone no console runs. A piece's rate is taken between the first and the last step journaled in it.
+In a piece alone no console runs; what one has missed since it ran last is read before its piece begins, so that a piece has
+the reading of its own time in it. A piece's rate is taken between the first and the last step journaled in it.
 `console_cpu_share_…` are cores that the console's processes take, before people look and while they do: reading the log
 is in both. What a page takes by itself is measured by `headrace bench console`, over a log that rests.
 """
@@ -36,12 +38,14 @@ if TYPE_CHECKING:
 LINK = "bench"
 BEGIN_S = 1200.0  # for the demo to leave its warm-up
 FIRST_STEPS = 10  # of reinforcement, before the first piece
-ANSWER_S = 120.0  # for a console to answer
+ANSWER_S = 120.0  # for a console to answer, and again for it to catch up
+CAUGHT_UP = 1000  # records: of about a second
 LOOK_S = 2.0
+ENDLESS = ("trainer.learning_rate=1e-6", 'master.stop.suite=""')
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """pairs: of pieces. piece_s: of each. settle_s: before each, uncounted; in it a console catches up.
+    """pairs: of pieces. piece_s: of each. settle_s: before each, uncounted.
 
     Example: LoadPlan(pairs=6, piece_s=60.0)
     """
@@ -77,7 +81,7 @@ def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
     """Steps a second with and without people, and the console's processor time."""
     from infra.cli.settings import load_settings
 
-    with tempfile.TemporaryDirectory() as name, demo(Path(name)) as began:
+    with tempfile.TemporaryDirectory() as name, demo(Path(name)) as (began, child):
         settings = load_settings(began)
         say("the demo begins; its warm-up takes minutes")
         asyncio.run(_until_it_learns(settings))
@@ -86,6 +90,8 @@ def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
         for pair in range(plan.pairs):
             for is_watched in (False, True) if pair % 2 == 0 else (True, False):
                 pieces.append(_watched(plan, began, watching) if is_watched else _alone(plan))
+                if child.poll() is not None:
+                    raise RuntimeError(f"the demo ended in pair {pair + 1} of {plan.pairs}, expected it to go on")
             say(f"pair {pair + 1} of {plan.pairs}")
         steps = asyncio.run(_steps(settings))
     return figures_of(pieces, steps, watching, plan.people)
@@ -140,6 +146,9 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
     from infra.cli.settings import load_settings
 
     with console(config) as (url, pid):
+        until_s = time.monotonic() + ANSWER_S
+        while asyncio.run(_behind(load_settings(config))) > CAUGHT_UP and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
         time.sleep(plan.settle_s / 2)
         cpu_s, began_s = cpu_of(pid), time.monotonic()
         time.sleep(plan.settle_s / 2)
@@ -160,8 +169,8 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
 
 
 @contextmanager
-def demo(folder: Path) -> Iterator[Path]:
-    """A demo that goes on for the length of the block; its settings file, once its broker answers."""
+def demo(folder: Path) -> "Iterator[tuple[Path, subprocess.Popen[bytes]]]":
+    """A demo that goes on for the length of the block: its settings file and its process, once its trainer is started."""
     config = folder / "run" / "headrace.toml"
     with _process(folder / "demo.log", "infra.cli.bench.console_load", str(folder / "run")) as child:
         until_s = time.monotonic() + BEGIN_S
@@ -169,7 +178,7 @@ def demo(folder: Path) -> Iterator[Path]:
             if child.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError("the demo did not begin")
             time.sleep(0.2)
-        yield config
+        yield config, child
 
 
 @contextmanager
@@ -274,11 +283,11 @@ def _now_ms() -> int:
 
 
 async def go_on(folder: Path) -> int:
-    """A demo without an end: no accuracy stops it, and no time that a bench takes."""
+    """A demo without an end: it hardly learns, so no accuracy stops it, and no time that a bench takes."""
     from infra.cli.demo.demo import run_demo
     from infra.cli.demo.settings import DemoOptions
 
-    return await run_demo(DemoOptions(directory=folder, engine="torch", minutes=600.0, stop_at=1.0, quiet=True))
+    return await run_demo(DemoOptions(directory=folder, engine="torch", minutes=600.0, sets=ENDLESS, quiet=True))
 
 
 if __name__ == "__main__":

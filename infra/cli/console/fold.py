@@ -166,7 +166,7 @@ class Folder:
                     "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?)",
                     [(name, one.version, time_ms, value) for name, value in one.gauges.items() if "{" not in name],
                 )
-        self._index.many("UPDATE answers SET fate = ? WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
+        self._index.end_those("SELECT n, ? FROM answers WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
 
     def _journaled(self, found: Sequence[Found]) -> None:
         for time_ms, _, one in found:
@@ -183,7 +183,8 @@ class Folder:
                     row = (one.step, one.token, time_ms, one.version)
                     if database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
                         keys = [key_of(item.id) for item in one.items]
-                        self._index.many("UPDATE answers SET fate = ? WHERE key = ?", [(TRAINED, key) for key in keys])
+                        trained = [(TRAINED, key) for key in keys]
+                        self._index.end_those("SELECT n, ? FROM answers WHERE key = ?", trained)
                         self._index.many(
                             "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?",
                             [(one.step, key) for key in keys],
@@ -197,8 +198,8 @@ class Folder:
 
     def _undone(self, why: str, first: int, last: int) -> None:
         """What only these steps used is trained no more."""
-        self._index.many(
-            "UPDATE answers SET fate = ? WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
+        self._index.end_those(
+            "SELECT n, ? FROM answers WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
             " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
             [(why, first, last, first, last)],
         )

@@ -20,7 +20,7 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
 
-LAYOUT = 2
+LAYOUT = 3
 MAX_TEXT = 2000
 SCHEMA = """
 CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
@@ -58,16 +58,10 @@ CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_task ON answers (task) WHERE task != '';
 CREATE INDEX by_made ON answers (made) WHERE made > 0;
 CREATE INDEX by_sealed ON answers (sealed) WHERE sealed > 0;
-CREATE TRIGGER came AFTER INSERT ON answers WHEN new.suite = '' BEGIN
-  INSERT INTO fates VALUES (new.hi, new.time_ms / 60000, new.fate, 1)
-    ON CONFLICT DO UPDATE SET count = count + 1;
-END;
-CREATE TRIGGER ended AFTER UPDATE OF fate ON answers WHEN new.suite = '' AND old.fate != new.fate BEGIN
-  UPDATE fates SET count = count - 1 WHERE version = old.hi AND minute = old.time_ms / 60000 AND fate = old.fate;
-  INSERT INTO fates VALUES (new.hi, new.time_ms / 60000, new.fate, 1)
-    ON CONFLICT DO UPDATE SET count = count + 1;
-END;
 """
+# Beside the file, of one connection: what became of which answers, until it is written.
+ENDED = "CREATE TEMP TABLE ended (n INTEGER PRIMARY KEY, fate TEXT)"
+COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
 TRAINED = "trained"
 
 
@@ -95,6 +89,7 @@ class ConsoleIndex:
         self.claim()
         self.database = sqlite3.connect(path, timeout=60.0, check_same_thread=False)
         self.database.execute("PRAGMA journal_mode = WAL")
+        self.database.execute(ENDED)
         # A cache of the log: what the machine loses of it is read again.
         self.database.execute("PRAGMA synchronous = OFF" if self.is_writer else "PRAGMA query_only = ON")
         self.database.execute("PRAGMA cache_size = -32000")
@@ -181,6 +176,11 @@ class ConsoleIndex:
             " fate) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(n, *_row(time_ms, one)) for n, (time_ms, one) in numbered],
         )
+        self.database.execute(
+            "INSERT INTO fates SELECT hi, time_ms / 60000, fate, count(*) FROM answers WHERE n > ? AND suite = ''"
+            f" GROUP BY 1, 2, 3 {COUNTED}",
+            (last,),
+        )
         texts = [(n, *texts_of(one)) for n, (_, one) in numbered if not one.key_id]
         self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", texts)
         self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
@@ -194,7 +194,21 @@ class ConsoleIndex:
 
     def end(self, rows: Sequence[tuple[str, int]]) -> None:
         """Fates of experiences by key; the first word counts, unless it was trained."""
-        self.database.executemany("UPDATE answers SET fate = ? WHERE key = ? AND fate = ''", rows)
+        self.end_those("SELECT n, ? FROM answers WHERE key = ? AND fate = ''", rows)
+
+    def end_those(self, select: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Fates by answer: those that `select` finds, for each of the rows; of one answer the first counts."""
+        database = self.database
+        database.executemany(f"INSERT OR IGNORE INTO ended {select}", rows)
+        for fate, count in (("answers.fate", "-count(*)"), ("ended.fate", "count(*)")):
+            database.execute(
+                f"INSERT INTO fates SELECT hi, time_ms / 60000, {fate}, {count} FROM ended CROSS JOIN answers USING (n)"
+                f" WHERE suite = '' AND answers.fate != ended.fate GROUP BY 1, 2, 3 {COUNTED}"
+            )
+        database.execute(
+            "UPDATE answers SET fate = (SELECT fate FROM ended WHERE ended.n = answers.n) WHERE n IN (SELECT n FROM ended)"
+        )
+        database.execute("DELETE FROM ended")
 
     def many(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """One statement for many rows."""

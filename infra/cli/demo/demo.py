@@ -40,7 +40,7 @@ async def run_demo(options: DemoOptions) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(stderr=True, highlight=False, quiet=options.quiet)
     config = write_settings(options)
-    sets = gateway_settings() if options.traffic else ()
+    sets = (*options.sets, *(gateway_settings() if options.traffic else ()))
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
     watch = Watch(started_s=started_s)
@@ -130,6 +130,7 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
             str(folder),
             str(settings.master.seed),
             task.name,
+            stdout=asyncio.subprocess.DEVNULL,  # libraries print there, and our own output may be read by a program
             stderr=asyncio.subprocess.PIPE,
         )
         try:

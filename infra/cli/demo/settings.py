@@ -48,7 +48,7 @@ model = "model"
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headrace demo` was asked for."""
+    """What `headrace demo` was asked for. sets: `--set` arguments of every role, for a demo that is measured."""
 
     directory: Path
     task: str = "arithmetic"
@@ -57,8 +57,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "vllm"
     control: str = "none"
     quiet: bool = False
-    stop_at: float | None = None
     agent: str = ""
+    sets: tuple[str, ...] = ()
 
     @property
     def traffic(self) -> bool:
@@ -89,7 +89,7 @@ def demo_toml(options: DemoOptions) -> str:
         seed=options.seed,
         minutes=f"{options.minutes:g}",
         after_users=f"{60 * options.minutes + SETTLE_S:g}",
-        stop_at=task.stop_at if options.stop_at is None else options.stop_at,
+        stop_at=task.stop_at,
         in_flight=AGENT_IN_FLIGHT if options.agent else 1024,
         deadline_s=AGENT_DEADLINE_S if options.agent else 30.0,
         workflow=AGENT.format(url=json.dumps(options.agent)) if options.agent else task.workflow,
