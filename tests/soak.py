@@ -159,8 +159,8 @@ def main() -> int:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of the weights; in float32 nearly all change, and each version is stored whole",
+        default="float32",
+        help="of the weights; in float32 nearly all change, so each version is stored whole; bfloat16: deltas and slices",
     )
     parser.add_argument("--dir", type=Path, help="keep the run's folder here (default: a temporary one)")
     options = parser.parse_args()
