@@ -28,6 +28,7 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.store.directory import DirectoryStore
 from schemas import Block, PolicyEvent, Progress, topics
+from schemas.topics import Topic
 from tests.actors.rig import until
 from tests.e2e.crash_ledger import Fates, LiveLedger
 from tests.e2e.users import Users
@@ -200,9 +201,9 @@ class LightSystem:
         self.reading: asyncio.Task[None] | None = None  # of the ledger
         self._reports: dict[str, Progress] = {}  # the newest by instance, such as train/host-3/417
 
-    async def follow(self) -> None:
-        """What the roles say of themselves, until cancelled."""
-        async for message in self.log.tail(topics.PROGRESS, "beginning"):
+    async def follow(self, topic: Topic) -> None:
+        """What the roles say of themselves, until cancelled; a release of before says it in `progress`."""
+        async for message in self.log.tail(topic, "beginning"):
             if isinstance(message.value, Progress):
                 self._reports["/".join(message.value.instance.split("/")[:3])] = message.value
 
@@ -310,7 +311,8 @@ async def opened(bootstrap: str, app: str, fleet: Fleet, key: str) -> AsyncItera
         async with Users(key) as users, asyncio.TaskGroup() as group:
             system = LightSystem(Log(bus, app, store=DirectoryStore(fleet.folder / "store")), fleet, users)
             system.reading = group.create_task(system.ledger.follow())
-            following = [group.create_task(system.follow()), group.create_task(system.follow_versions())]
+            said = (system.follow(topics.REPORTS), system.follow(topics.PROGRESS), system.follow_versions())
+            following = [group.create_task(one) for one in said]
             yield system
             for task in following:
                 task.cancel()
