@@ -8,7 +8,6 @@ belongs to comes last. A key that is there stays as it is, so a user forgotten s
 import asyncio
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
 
 from infra.ledger.backup import WHOLE, Backup, Kept, Stretch, Tell, checked, listed, partition_of, recorded
 from infra.log.bus import Partition
@@ -20,7 +19,8 @@ from schemas.topics import ALL, by_name, topic_config
 
 MARK = "restoring.json"
 LAST = "identity/"
-ROUND = 10_000  # records between two looks at the clock and the terminal
+ROUND = 10_000  # records held at once, and bytes of them
+ROUND_BYTES = 16 * 1024 * 1024
 
 
 async def restore(
@@ -118,14 +118,24 @@ async def _put_partition(
 ) -> None:
     at = (await log.bus.end_offsets(partition.topic))[partition]
     empty: Iterator[Placed] = ((0, b"", b"", ()) for _ in range(at, stretch.begin))
-    while chunk := list(islice(empty, ROUND)):
+    while chunk := _round(empty):
         at = await placing.place(partition, at, chunk)
     there = placed(recorded(place, stretch), at, stretch)
-    while chunk := await asyncio.to_thread(lambda: list(islice(there, ROUND))):
+    while chunk := await asyncio.to_thread(_round, there):
         at = await placing.place(partition, at, chunk)
         tell(f"{partition.topic}/{partition.index}: {at - stretch.begin:,} of {stretch.end - stretch.begin:,} records")
     if stretch.begin:
         await log.bus.delete_records(partition, stretch.begin)
+
+
+def _round(records: Iterator[Placed]) -> list[Placed]:
+    """The next of them, as many as are held at once."""
+    taken: list[Placed] = []
+    size = 0
+    while len(taken) < ROUND and size < ROUND_BYTES and (one := next(records, None)) is not None:
+        taken.append(one)
+        size += len(one[2])
+    return taken
 
 
 def placed(records: Iterator[Kept], at: int, stretch: Stretch) -> Iterator[Placed]:

@@ -122,6 +122,9 @@ def test_a_restored_app_has_every_record_at_its_offset_and_time_and_its_trainer_
         restored = DirectoryStore(new / "store")
         assert {key: restored.get(key) for key in restored.keys("")} == {key: store.get(key) for key in store.keys("")}
         assert call(new, "audit").exit_code == 0
+        restored.delete("gateway/secret")
+        back = call(new, "restore", "--keys", str(keys))
+        assert (back.exit_code, restored.get("gateway/secret")) == (0, b"s" * 32), back.output
         refused = call(new, "restore", str(backup))
         assert refused.exit_code == 2 and "nothing was changed" in refused.output
         steps = asyncio.run(go_on(second.bootstrap, new))
