@@ -6,6 +6,7 @@ belongs to comes last. A key that is there stays as it is, so a user forgotten s
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Iterator
 
@@ -64,9 +65,9 @@ async def begin(log: Log, store: Store, mark: bytes) -> None:
         raise ConfigError(
             f"{store!r} is not empty: it has {taken}; name an empty place in [store], nothing was changed"
         )
-    if name := await _first_filled(log):
+    if name := await _first_there(log):
         raise ConfigError(
-            f"topic {name} has records: delete the app's topics, or name another broker; nothing was changed"
+            f"topic {name} is there: delete the app's topics, or name another broker; nothing was changed"
         )
     await asyncio.to_thread(store.put, MARK, mark)
 
@@ -81,13 +82,10 @@ def put_keys(store: Store, place: Store, backup: Backup) -> int:
     return count
 
 
-async def _first_filled(log: Log) -> str:
+async def _first_there(log: Log) -> str:
     for topic in ALL:
-        try:
-            ends = await log.bus.end_offsets(log.name(topic))
-        except ValueError:
-            continue
-        if any(ends.values()):
+        with contextlib.suppress(ValueError):
+            await log.bus.partitions(log.name(topic))
             return log.name(topic)
     return ""
 

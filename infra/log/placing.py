@@ -23,6 +23,7 @@ from schemas.topics import MAX_RECORD_BYTES
 
 BATCH_BYTES = 512 * 1024
 BATCH_RECORDS = 50_000
+LOG_APPEND = 1  # of Kafka, a record's time is the broker's
 OPEN = {
     "message.timestamp.type": "CreateTime",
     "message.timestamp.after.max.ms": str(2**63 - 1),
@@ -97,5 +98,10 @@ class Placing:
             raise OffsetOutOfRange(
                 f"{partition.topic}/{partition.index}: a record came to lie at {stored.offset}, expected {at}: something "
                 "else writes there; stop it, delete the app's topics and begin again"
+            )
+        if stored.timestamp_type == LOG_APPEND:
+            raise ConfigError(
+                f"topic {partition.topic} was made by something else and gives records its own time: delete the app's topics "
+                "and begin again with an empty store"
             )
         return at + count

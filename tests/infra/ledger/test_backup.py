@@ -18,9 +18,10 @@ from infra.ledger.backup import (
     recorded,
     require_unfinished,
 )
-from infra.ledger.restore import placed, put_keys
+from infra.ledger.restore import MARK, begin, placed, put_keys
 from infra.log.bus import Partition
 from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import topics
@@ -125,6 +126,26 @@ def test_a_backup_of_another_app_is_refused() -> None:
     Shelf(place, silent).finish(Backup(app="mine", taken_ms=1))
     with pytest.raises(ConfigError, match='of app "mine", and the settings name "yours"'):
         open_backup(place, "yours")
+
+
+def test_nothing_is_restored_over_topics_or_objects_that_are_there() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        with pytest.raises(ConfigError, match="is there: delete the app's topics"):
+            await begin(await filled_log(MemoryStore()), store, b"one")
+        assert list(store.keys("")) == []
+        store.put("keys/u/1", b"secret")
+        empty = Log(MemoryBus(), "t")
+        await begin(empty, store, b"one")
+        await begin(await filled_log(MemoryStore()), store, b"one")  # begun again
+        with pytest.raises(ConfigError, match="part of another backup"):
+            await begin(empty, store, b"two")
+        store.delete(MARK)
+        store.put("blobs/a", b"a")
+        with pytest.raises(ConfigError, match="it has blobs/a"):
+            await begin(empty, store, b"one")
+
+    asyncio.run(main())
 
 
 def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not() -> None:
