@@ -1,4 +1,4 @@
-"""The command for what is broken: recover.
+"""The commands for what is broken, or may be: backup, restore, recover.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -25,3 +25,44 @@ def recover(
     from infra.cli.recover import run_recover
 
     exit_with(lambda: run_recover(config, sets, yes=yes))
+
+
+def backup(
+    to: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix, empty or with an unfinished backup.")],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
+    keys: Annotated[
+        str,
+        typer.Option("--keys", help="Where keys go: another folder or s3://bucket/prefix. Without it they stay out."),
+    ] = "",
+) -> None:
+    """Copy an app, its topics and its store. Stop all roles first.
+
+    Begun again after a stop it goes on. Without --keys what was sealed of users stays shut after a restore, and API keys are
+    made anew.
+
+    Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    from infra.cli.backup import run_backup
+
+    exit_with(lambda: run_backup(to, config, sets, keys=keys))
+
+
+def restore(
+    source: Annotated[
+        str, typer.Argument(help="A whole backup: a folder or s3://bucket/prefix. Without it keys alone come back.")
+    ] = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
+    keys: Annotated[str, typer.Option("--keys", help="Where the backup's keys are.")] = "",
+) -> None:
+    """Put a backup back, into a broker and a store that have nothing of the app.
+
+    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Begun
+    again after a stop it goes on. A key that is there is not replaced.
+
+    Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    from infra.cli.backup import run_restore
+
+    exit_with(lambda: run_restore(source, config, sets, keys=keys))

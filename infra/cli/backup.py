@@ -1,0 +1,113 @@
+"""`headrace backup` and `headrace restore`: an app's topics, store and keys, somewhere else and back."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.markup import escape
+
+from infra.cli.connect import bootstrap_of, reading, store_of
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen, printable
+from infra.ledger.backup import Backup, Shelf, Tell, committed_offsets, copy_all, open_backup, require_unfinished
+from infra.ledger.restore import describe, put_keys, restore
+from infra.log.access import access_of
+from infra.log.placing import Placing
+from infra.settings.config import duration_s
+from infra.store.open import open_store
+from infra.store.store import PRIVATE, Store
+from schemas.errors import ConfigError
+from trainer.journal import checkpoint
+
+FOLLOWS = (
+    "The checkpoint that was copied is gone: the trainer has written newer ones. Type the command again; it goes on."
+)
+
+
+async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> int:
+    """Copy the app to `to`, its keys to `keys` where that is named; returns the exit code."""
+    settings = load_settings(config, sets)
+    store, place = store_of(settings), open_store(to, base=Path.cwd())
+    secrets = _apart(keys, to)
+    for one in (place, secrets):
+        if one is not None:
+            require_unfinished(one)
+    with _telling(f"backup of {settings.app}") as tell:
+        async with reading(settings) as log, Placing(bootstrap_of(settings), access=access_of(settings)) as placing:
+            committed = await committed_offsets(log, await placing.groups(log.group("")))
+            newest = await asyncio.to_thread(_newest, settings, store)
+            shelf = Shelf(place, tell)
+            copied = await copy_all(log, store, shelf, committed)
+            if newest and newest not in await asyncio.to_thread(_manifests, settings, store):
+                raise ConfigError(FOLLOWS)
+        if secrets is not None:
+            private = Shelf(secrets, tell)
+            await asyncio.to_thread(private.copy, store, lambda key: key.startswith(PRIVATE))
+            private.finish(msgspec.structs.replace(copied, topics={}, committed={}))
+        whole = shelf.finish(copied)
+    screen = Screen(stderr=True, soft_wrap=True)
+    screen.print(f"{to}: whole, {describe(whole)}", markup=False)
+    if secrets is None:
+        screen.print(
+            "Without keys: what is sealed stays shut after a restore. --keys PLACE keeps them, apart.", markup=False
+        )
+    return 0
+
+
+async def run_restore(source: str, config: Path, sets: list[str], *, keys: str) -> int:
+    """Put the backup at `source` back, or with "" its keys alone; returns the exit code."""
+    settings = load_settings(config, sets)
+    store = store_of(settings)
+    screen = Screen(stderr=True, soft_wrap=True)
+    secrets = _apart(keys, source)
+    sealed = open_backup(secrets, settings.app) if secrets is not None else None
+    if not source and secrets is None:
+        raise ConfigError("restore: got neither a backup nor --keys, expected at least one")
+    if source:
+        backup = await _restore_data(settings, store, open_store(source, base=Path.cwd()))
+        screen.print(f"{settings.app}: restored, {describe(backup)}", markup=False)
+    if secrets is not None and sealed is not None:
+        count = await asyncio.to_thread(put_keys, store, secrets, sealed)
+        screen.print(
+            f"{settings.app}: {count:,} keys put back, {sealed.num_objects - count:,} were there", markup=False
+        )
+    return 0
+
+
+async def _restore_data(settings: Settings, store: Store, place: Store) -> Backup:
+    backup = open_backup(place, settings.app)
+    with _telling(f"restore of {settings.app}") as tell:
+        async with (
+            reading(settings, create=True) as log,
+            Placing(bootstrap_of(settings), access=access_of(settings)) as placing,
+        ):
+            keep_ms, replication = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
+            await restore(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)
+    return backup
+
+
+def _apart(keys: str, place: str) -> Store | None:
+    if not keys:
+        return None
+    if (place and Path(keys).absolute() == Path(place).absolute()) or keys.rstrip("/") == place.rstrip("/"):
+        raise ConfigError(f"--keys {keys}: the same place as the rest; keys are kept apart from what they open")
+    return open_store(keys, base=Path.cwd())
+
+
+def _manifests(settings: Settings, store: Store) -> list[str]:
+    run = settings.run or settings.app
+    return [checkpoint.folder(run, place) for place in checkpoint.places(store, run)]
+
+
+def _newest(settings: Settings, store: Store) -> str:
+    found = _manifests(settings, store)
+    return found[-1] if found else ""
+
+
+@contextmanager
+def _telling(title: str) -> Iterator[Tell]:
+    console = Screen(stderr=True)
+    with console.status(title) as status:
+        yield lambda words: status.update(escape(printable(f"{title}: {words}")))
