@@ -86,7 +86,8 @@ def test_installed_every_module_is_imported_from_below_headrace_and_makes_the_sa
     script = (
         "import importlib, json, pkgutil, sys, headrace\n"
         "assert all(getattr(headrace, name) for name in headrace.__all__)\n"
-        "left_out = ('deepspeed', 'vllm', 'worker', 'child', '__main__', 'headrace.infra.cli.demo', 'sandbox')\n"
+        "left_out = ('deepspeed', 'vllm', 'worker', 'child', '__main__', 'headrace.infra.cli.demo', 'sandbox',"
+        " 'peers.ray_queue', 'peers.redis_stream')\n"  # they run in the environment of `make bench-deps`
         "for one in pkgutil.walk_packages(headrace.__path__, 'headrace.'):\n"
         "    if not any(word in one.name for word in left_out):\n"
         "        importlib.import_module(one.name)\n"
