@@ -12,8 +12,6 @@ import base64
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-import httpx
-
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
 from actors.program.aside import Aside
@@ -25,7 +23,7 @@ from actors.program.site import MODEL, ProgramSite
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import CachedTokenizer, Session
 from infra.settings.config import Positive, Section, decode
-from infra.settings.outside import checked_url
+from infra.settings.outside import checked_url, shared_tls
 from infra.settings.plugin import load
 from infra.store.images import ImageReader, images_of
 from schemas import Message, Score, Task
@@ -82,7 +80,7 @@ class Program:
         self._preparing = asyncio.Lock()
         sandbox = self._options.sandbox
         self._confined = None if sandbox is None else Confined(sandbox)
-        self._tls = httpx.create_ssl_context() if self._options.url.startswith("https:") else None
+        self._tls = shared_tls() if self._options.url.startswith("https:") else None
 
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""

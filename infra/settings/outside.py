@@ -6,7 +6,9 @@ link-local address: there clouds hand out a machine's credentials. A name is not
 
 import ipaddress
 import socket
+import ssl
 from contextlib import suppress
+from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
 # What clouds call their metadata service, beside 169.254.0.0/16 and fe80::/10.
@@ -28,6 +30,14 @@ def checked_url(url: str) -> str:
     if is_metadata(host):
         raise ValueError(f'got url = "{without_secrets(url)}", which is link-local, where clouds hand out credentials')
     return url
+
+
+@cache
+def shared_tls() -> ssl.SSLContext:
+    """What `httpx` checks a server with, read once: each client that reads it anew takes 20 ms of a core for it."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 def is_metadata(host: str) -> bool:

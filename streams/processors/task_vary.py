@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from infra.chain.processor import processor
-from infra.settings.outside import checked_url
+from infra.settings.outside import checked_url, shared_tls
 from schemas import Message, Task
 from schemas.errors import ConfigError
 from streams.scores.endpoint import ChatCompletion
@@ -83,7 +83,7 @@ class Vary(msgspec.Struct, frozen=True, kw_only=True):
             "temperature": self.temperature,
         }
         try:
-            async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers) as client:
+            async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers, verify=shared_tls()) as client:
                 response = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
             response.raise_for_status()
             return _choices(response.content)

@@ -22,7 +22,7 @@ import msgspec
 
 from infra.log.retry import doubling, retry
 from infra.settings.config import Section
-from infra.settings.outside import checked_url
+from infra.settings.outside import checked_url, shared_tls
 from schemas.errors import ConfigError
 from streams.scores.ledger import JudgeLedger
 
@@ -185,7 +185,9 @@ class Endpoint:
     def _session(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
-            client = httpx.AsyncClient(base_url=self.config.url, headers=self._headers, timeout=None)
+            client = httpx.AsyncClient(
+                base_url=self.config.url, headers=self._headers, timeout=None, verify=shared_tls()
+            )
             self._client = (loop, client)
         return self._client[1]
 

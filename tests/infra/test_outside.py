@@ -1,9 +1,12 @@
 """What services settings may name."""
 
+import ssl
+
+import httpx
 import pytest
 
 from actors.gateway.config import CanaryShare
-from infra.settings.outside import checked_url
+from infra.settings.outside import checked_url, shared_tls
 from schemas.errors import ConfigError
 from streams.processors.task_vary import Vary
 from streams.scores.endpoint import EndpointConfig
@@ -51,3 +54,11 @@ def test_canary_judge_and_rewriter_are_checked() -> None:
             make()
     for url in ("http://127.0.0.1:8010", "https://judge.example:443/v1", "http://[::1]:8000/v1", "http://10.0.0.7/v1"):
         assert checked_url(url) == url
+
+
+def test_servers_are_checked_by_their_name_and_a_known_authority() -> None:
+    """What all clients share is no weaker than what each would make for itself."""
+    shared = shared_tls()
+    assert shared is shared_tls()
+    assert shared.verify_mode is ssl.CERT_REQUIRED and shared.check_hostname
+    assert len(shared.get_ca_certs()) == len(httpx.create_ssl_context().get_ca_certs()) > 0

@@ -19,6 +19,7 @@ import msgspec
 
 from actors.rollout.environment import EnvironmentEnd, Outcome
 from infra.log.retry import doubling, retry
+from infra.settings.outside import shared_tls
 from schemas import Task
 from schemas.errors import ConfigError
 
@@ -71,7 +72,9 @@ class HttpEnvironment:
     async def reset(self, task: Task, *, seed: int) -> Outcome:
         """Begin an episode under a fresh name."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._client = httpx.AsyncClient(timeout=self._timeout_s, headers=headers, transport=self._transport)
+        self._client = httpx.AsyncClient(
+            timeout=self._timeout_s, headers=headers, transport=self._transport, verify=shared_tls()
+        )
         self._episode, self._turn = uuid.uuid4().hex, 0
         body = {"episode": self._episode, "seed": seed, "task": msgspec.to_builtins(task)}
         return await self._ask("reset", body, twice=True)
