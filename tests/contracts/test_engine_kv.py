@@ -22,6 +22,7 @@ LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to
 CHECKED = 40  # of the answers, token by token
 MOST_GROWTH_MB = 40.0
 ENGINES = (("scripted", scripted, 40), ("torch", torch_case, 40), ("vllm", vllm_case, 400))
+MARKS = {"torch": [pytest.mark.long], "vllm": [pytest.mark.slow]}
 
 
 class EachVersion(dict[int, Tensors]):
@@ -45,7 +46,7 @@ class Lived(Case):
 def cases() -> Iterator[Any]:
     for name, make, reloads in ENGINES:
         for kv in ("rebuild", "keep"):
-            marks = [pytest.mark.slow] if name == "vllm" else []
+            marks = MARKS.get(name, [])
             yield pytest.param((partial(make, kv=kv), kv, reloads), id=f"{name}-{kv}", marks=marks)
 
 

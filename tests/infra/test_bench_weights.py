@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from infra.cli.bench.weights import WeightsPlan, run
 from infra.cli.bench.weights_sweep import sweep
 from infra.cli.benches import TARGETS
 
 
+@pytest.mark.long
 def test_the_way_of_weights_is_measured_from_the_copy_to_the_engines_file() -> None:
     said: list[str] = []
     found = run(WeightsPlan(gb=0.002), said.append)
@@ -18,6 +20,7 @@ def test_the_way_of_weights_is_measured_from_the_copy_to_the_engines_file() -> N
     assert noted == [str(version + more) for version in (1, 5, 20, 50) for more in range(3)]
 
 
+@pytest.mark.long
 def test_a_sweep_writes_its_figures_and_a_picture(tmp_path: Path) -> None:
     found = sweep([0.002, 0.001], 0.014, tmp_path, lambda line: None)
     assert list(found) == [0.001, 0.002]
