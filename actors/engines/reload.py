@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from actors.engines.engine import Engine, LoadReport
 from infra.log.log import Log, LogMessage
@@ -25,6 +25,7 @@ from infra.policies.channel import Stable
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
+from infra.policies.version_files import VersionFiles
 from infra.roles.role import Role
 from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
@@ -52,6 +53,14 @@ class ReloadGate(Protocol):
 
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """An engine whose workers read versions from files."""
+
+    version_files: VersionFiles
+    """Where it wants them."""
 
 
 class OpenGate:
@@ -119,7 +128,8 @@ class PolicyFollower:
         self._loaded = loaded
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
-        self._follower = PolicyFetcher(role.store, self._policy)
+        self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
+        self._follower = PolicyFetcher(role.store, self._policy, self._files)
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: set[int] = set()
@@ -245,7 +255,7 @@ class PolicyFollower:
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
         """Begin again from the anchor; what is refused even then is given up, and told."""
-        self._follower = PolicyFetcher(self._role.store, self._policy)
+        self._follower = PolicyFetcher(self._role.store, self._policy, self._files)
         self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1

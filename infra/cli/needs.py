@@ -197,8 +197,7 @@ def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapp
         gpu=(Row("weights", size.computed * WIDTH[dtype] / split),),
         host=(
             Row("Python and libraries", PROCESS_BYTES),
-            Row("the served version and the next", 2 * version),
-            Row("its file in /dev/shm", version),
+            Row("the served version and the next, in /dev/shm", 2 * version),
         ),
     )
 

@@ -51,7 +51,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class SizeEstimate(msgspec.Struct, frozen=True):
-    """What the settings need. engines: those that this file names, by role; shm: bytes a reload writes to /dev/shm."""
+    """What the settings need. engines: those that this file names, by role; shm: bytes in /dev/shm, of the served version and
+    the next one of each role.
+    """
 
     size: ModelSize
     plan: LearnerPlan
@@ -114,7 +116,7 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     stored += settings.trainer.keep_checkpoints * saved * size.trained
     found = SizeEstimate(
         size=size, plan=plan, learner=learner, engines=engines, version=version, stored=stored, problems=(),
-        shm=on_shm * size.published * WIDTH[plan.dtype],
+        shm=on_shm * 2 * size.published * WIDTH[plan.dtype],
     )  # fmt: skip
     return msgspec.structs.replace(found, problems=tuple(problems(settings, machine, found)))
 
@@ -171,8 +173,9 @@ def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Itera
     version = found.version
     if found.shm > machine.shm:
         yield (
-            f"a reload writes {_gb(found.shm)} to /dev/shm, which has {_gb(machine.shm)} free; it goes to a folder on disk "
-            "then, which is slower: give the container more (docker --shm-size, or an emptyDir of medium Memory)"
+            f"the versions that engines hold need {_gb(found.shm)} in /dev/shm, which has {_gb(machine.shm)} free; they go to "
+            "a folder on disk then, which is slower: give the container more (docker --shm-size, or an emptyDir of medium "
+            "Memory)"
         )
     every_s = 86_400 / version.versions
     slowest = max(version.publish_s, version.reload_s)
@@ -273,7 +276,9 @@ def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterato
             table.add_row(
                 f"engine of {role}", "GPU", _gb(max(0.0, left)), f"left for keys and values: {tokens:,.0f} tokens"
             )
-    table.add_row("/dev/shm", "host", _gb(found.shm), "of a reload, engines of one host together")
+    table.add_row(
+        "/dev/shm", "host", _gb(found.shm), "the served version and the next of each role, shared by its engines"
+    )
     yield table
     times = Table(title=f"a version, one each {86_400 / version.versions:,.0f} s (computed)", show_header=False)
     times.add_row(

@@ -28,6 +28,7 @@ from infra.policies.manifest import (
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, first_not_finite, load_tensors
 from infra.policies.threads import in_threads
+from infra.policies.version_files import Put, VersionFiles, as_it_is
 from infra.store.cached import get_hashed
 from infra.store.store import Store
 from schemas.errors import NotInStore, PolicyRefused
@@ -46,11 +47,14 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
 
 class PolicyFetcher:
-    """Follows one policy. One caller at a time; `fetch` blocks, so run it in a thread."""
+    """Follows one policy. One caller at a time; `fetch` blocks, so run it in a thread. files: where whole models are put, so
+    that others on this host share them.
+    """
 
-    def __init__(self, store: Store, policy: str) -> None:
+    def __init__(self, store: Store, policy: str, files: VersionFiles | None = None) -> None:
         self._store = store
         self._policy = policy
+        self._files = files
         self._held: HeldWeights | None = None
         self._serving: Mapping[str, str] = {}
 
@@ -80,7 +84,7 @@ class PolicyFetcher:
             if (manifest.policy, manifest.version) != (event.policy, event.version):
                 raise PolicyRefused(f"{event.manifest} is version {manifest.version} of {manifest.policy}")
             _check_listing(manifest, self._held)
-            tensors = self._obtain(manifest)
+            tensors = self._placed(manifest, event.manifest_sha256)
             reach("weights.after_fetch")
         except NotInStore as error:
             raise PolicyRefused(f"{what}: incomplete: {error}") from error
@@ -96,26 +100,34 @@ class PolicyFetcher:
             adapter=manifest.adapter,
         )
 
-    def _obtain(self, manifest: PolicyManifest) -> dict[str, Tensor]:
+    def _placed(self, manifest: PolicyManifest, sha256: str) -> dict[str, Tensor]:
+        if self._files is None or manifest.adapter is not None:
+            return self._obtain(manifest, as_it_is)
+        found = self._files.place(
+            sha256, manifest.tensors, lambda put: self._obtain(manifest, put), lambda found: verified(manifest, found)
+        )
+        return self._obtain(manifest, as_it_is) if found is None else found
+
+    def _obtain(self, manifest: PolicyManifest, put: Put) -> dict[str, Tensor]:
         far = (
             math.inf if manifest.slice is None else manifest.slice.count
         )  # a longer way costs more than a new beginning
         if self._held is not None and 0 <= manifest.version - self._held.version <= far:
             try:
-                return rebuild(self._store, manifest, self._held)
+                return rebuild(self._store, manifest, self._held, put)
             except (PolicyRefused, NotInStore) as error:
                 log.warning("held copy not usable: version=%d held=%d: %s", manifest.version, self._held.version, error)
-        return rebuild(self._store, manifest, None)
+        return rebuild(self._store, manifest, None, put)
 
 
-def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None) -> dict[str, Tensor]:
+def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, put: Put = as_it_is) -> dict[str, Tensor]:
     """The tensors of `manifest`: from the held copy where its deltas lead there, else from what is whole in the store.
 
-    However long the chain, each tensor is copied once and verified once, at its end.
+    However long the chain, each tensor is copied once and verified once, at its end. put: where they should lie.
     """
     chain = walk(store, manifest, -1 if held is None else held.version)
     if chain.wholes or held is None:
-        begins = _begins(store, chain)
+        begins = _begins(store, chain, put)
     else:
         if difference := first_difference(held.entries, chain.root.tensors, values=True):
             raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
@@ -126,7 +138,7 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None) ->
         tensor, num_steps = begins[name]
         since = [step[name] for step in reversed(parts[:num_steps]) if name in step]
         try:
-            return decode_chain(since, tensor) if since else tensor
+            return put(name, decode_chain(since, tensor) if since else tensor)
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
 
@@ -135,7 +147,7 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None) ->
     return verified(manifest, dict(zip(begins, in_threads(at_the_end, begins), strict=True)))
 
 
-def _begins(store: Store, chain: Chain) -> dict[str, tuple[Tensor, int]]:
+def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int]]:
     """Each tensor where it is whole last, and how many of the newest steps follow."""
     found: dict[str, tuple[Tensor, int]] = {}
     for whole in chain.wholes:
@@ -146,7 +158,8 @@ def _begins(store: Store, chain: Chain) -> dict[str, tuple[Tensor, int]]:
             except ValueError as error:
                 raise PolicyRefused(f"{shard.key}: {error}") from error
         for name, tensor in tensors.items():
-            found.setdefault(name, (tensor, whole.num_steps))
+            if name not in found:  # put at once: then its shard can go
+                found[name] = put(name, tensor), whole.num_steps
     return found
 
 

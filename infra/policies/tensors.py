@@ -167,24 +167,36 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
         file.write(piece)
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
-    """Size of the header, header, and the data of each tensor."""
-    # Widest first, as the safetensors library writes them, so that every tensor starts aligned to its width.
-    names = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+def layout(
+    listing: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """What a safetensors file begins with, and where the data of each tensor starts and stops after that, in order.
+
+    listing: dtype and shape by name. ValueError for a name or a dtype that safetensors does not have.
+    """
+    if "__metadata__" in listing:
+        raise ValueError("tensors: '__metadata__' is a reserved name")
+    if unknown := sorted({dtype for dtype, _ in listing.values()} - ITEM_BYTES.keys()):
+        raise ValueError(f"dtype: got {unknown[0]!r}, expected one of {', '.join(ITEM_BYTES)}")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places: dict[str, tuple[int, int]] = {}
     offset = 0
-    for name in names:
-        if name == "__metadata__":
-            raise ValueError("tensors: '__metadata__' is a reserved name")
-        tensor = tensors[name]
-        stop = offset + tensor.num_bytes
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, stop)}
-        offset = stop
+    # Widest first, as the safetensors library writes them, so that every tensor starts aligned to its width.
+    for name in sorted(listing, key=lambda name: (-ITEM_BYTES[listing[name][0]], name)):
+        dtype, shape = listing[name]
+        places[name] = offset, offset + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": places[name]}
+        offset = places[name][1]
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little")
-    yield encoded
-    yield from (tensors[name].data for name in names)
+    return len(encoded).to_bytes(8, "little") + encoded, places
+
+
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
+    """What the file begins with, and the data of each tensor."""
+    header, places = layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+    yield header
+    yield from (tensors[name].data for name in places)
 
 
 _Size = Annotated[int, Meta(ge=0, le=2**48)]

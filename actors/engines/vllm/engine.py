@@ -40,13 +40,14 @@ from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.routing import layers_that_route, routing_options
 from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, check_release, engine_arguments, environment
 from actors.engines.vllm.streaming import stream, whole
-from actors.engines.vllm.swap import Scores, Swap
+from actors.engines.vllm.swap import Scores, Sent, Swap
 from infra.model.adapter import adapter_shapes, find_adapter
 from infra.model.model import folder_tensors, load_model, meta_model, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor
+from infra.policies.version_files import VersionFiles
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
@@ -84,6 +85,7 @@ class VllmEngine:
         self._judge: SchemaCompiler | None = None
         self._attempts = Attempts("keep" if self._keeps else "rebuild")
         self._exchange = Exchange()
+        self.version_files = VersionFiles()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
         self._adapter: Adapter | None = None
@@ -280,11 +282,11 @@ class VllmEngine:
             if self._adapters is not None:
                 return await self._load_adapter(policy, self._adapters)
             names = await asyncio.to_thread(self._check, policy)
-            path = await asyncio.to_thread(self._exchange.write, {name: policy.tensors[name] for name in names})
+            sent = Sent(await asyncio.to_thread(self._exchange.written, policy.tensors, names), names)
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    pause_ms, scores = await self._put(path, label, policy.probe, keep=self._keeps)
+                    pause_ms, scores = await self._put(sent, label, policy.probe, keep=self._keeps)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._undo()
@@ -331,15 +333,16 @@ class VllmEngine:
         done: then nothing it would say is true.
         """
         try:
-            path = await asyncio.to_thread(self._exchange.write, self._held)
-            await self._put(path, self._attempts.begin(self._version, proved=True), None, keep=False)
+            names = list(self._held)
+            sent = Sent(await asyncio.to_thread(self._exchange.written, self._held, names), names)
+            await self._put(sent, self._attempts.begin(self._version, proved=True), None, keep=False)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
-    async def _put(self, path: Path, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
+    async def _put(self, sent: Sent, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
         if self._swap is None:
             raise EngineStopped("the engine is not running")
-        return await self._swap.put(path, label, probe, keep=keep)
+        return await self._swap.put(sent, label, probe, keep=keep)
 
     def _check(self, policy: Policy) -> list[str]:
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})

@@ -1,4 +1,5 @@
-"""Files through which tensors go to vLLM's workers: in this host's memory, and on disk where that is too small.
+"""Files through which tensors go to vLLM's workers where they lie in none yet (see `infra.policies.version_files`): adapters,
+and what the engine began with. In this host's memory, and on disk where that is too small.
 
     <place>/headrace-weights-<random>/owner     whose lock the engine's process holds as long as it lives
 
@@ -19,18 +20,12 @@ from pathlib import Path
 from infra.model.adapter import write_adapter_folder
 from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, write_tensors
+from infra.policies.version_files import MARGIN_BYTES, MEMORY, FileTensors, free_bytes
 from schemas.errors import PolicyRefused
 
 _log = logging.getLogger(__name__)
-MEMORY = Path("/dev/shm")
 PREFIX = "headrace-weights-"
 OWNER = "owner"
-MARGIN_BYTES = 1024 * 1024  # for the header, and for others who write there too
-
-
-def free_bytes(folder: Path) -> int:
-    """What may still be written there."""
-    return shutil.disk_usage(folder).free
 
 
 class Exchange:
@@ -64,8 +59,16 @@ class Exchange:
             "larger /dev/shm, or set TMPDIR to a folder with room"
         )
 
+    def written(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Path:
+        """A safetensors file with these of the tensors: where they lie already, or as `write` writes them."""
+        if isinstance(tensors, FileTensors):
+            return tensors.path
+        return self.write({name: tensors[name] for name in names})
+
     def discard(self, path: Path) -> None:
-        """Remove what was read."""
+        """Remove what was written here and has been read; another file stays."""
+        if path.parent not in self._folders.values():
+            return
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
@@ -20,6 +20,13 @@ from infra.policies.policy import Probe
 from schemas.errors import PolicyRefused
 
 Scores = list[tuple[float, ...]]
+
+
+class Sent(NamedTuple):
+    """Tensors of a safetensors file that go to the workers."""
+
+    path: Path
+    names: list[str]
 
 
 class Swap:
@@ -32,9 +39,9 @@ class Swap:
         self._sees = sees
         self._is_overlapped = bool(llm.scheduler_config.async_scheduling)
 
-    async def put(self, path: Path, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
-        """Put the tensors of a file in place, and remove it; (milliseconds without a step, the probe's scores). The step that
-        runs when it begins is sampling still.
+    async def put(self, sent: Sent, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
+        """Put tensors in place; (milliseconds without a step, the probe's scores). The step that runs when it begins is
+        sampling still.
 
         label: of the attempt. keep: leave running requests their keys and values. Raises PolicyRefused where vLLM does not
         take them, or holds something else then.
@@ -48,13 +55,13 @@ class Swap:
             results = await asyncio.gather(
                 core.pause_scheduler_async(mode="keep", clear_cache=False),
                 self._change(label),
-                self._llm.collective_rpc("headrace_apply", args=(str(path),)),
+                self._llm.collective_rpc("headrace_apply", args=(str(sent.path), sent.names)),
                 *([] if keep else self._forgetting()),
                 self._llm.update_weight_version(label),
                 return_exceptions=True,
             )
         finally:
-            self._exchange.discard(path)
+            self._exchange.discard(sent.path)
         began_s = self._checked(label, results)
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))

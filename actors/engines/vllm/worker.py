@@ -29,16 +29,17 @@ class WeightsExtension:
         """Note what the model holds; once, before the first load."""
         self.headrace_held = Held(self.model_runner.get_model())
 
-    def headrace_apply(self, path: str) -> tuple[float, str]:
-        """Load the tensors of a safetensors file, all sources of every fused module among them, and compare all that the
+    def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
+        """Load these tensors of a safetensors file, all sources of every fused module among them, and compare all that the
         model then holds with what it should hold. Returns when it began, by `time.perf_counter`, which all processes of a Linux
         host share, and the first module that holds something else, "" for none.
         """
-        from safetensors.torch import load_file
+        from safetensors import safe_open
 
         began_s = time.perf_counter()
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
-        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in names}
         with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
         return began_s, self.headrace_held.unlike()

@@ -1,8 +1,8 @@
 """Measures the way of weights from the trainer to before an engine's pause, on bfloat16 weights made up for it.
 
 Each version moves a share of the values by one ulp, as a step of reinforcement at a small learning rate does. What is timed
-is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch`, its own
-check and comparison, and the file for the engine's workers. An explorer follows step by step, one sleeps from one of those
+is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch` into
+a file for the engine's workers, its own check and comparison. An explorer follows step by step, one sleeps from one of those
 versions to the next, one joins at the last of them, and one reads the anchor through the cache of its machine. The store is in
 memory, so no disk and no network is in it, but for that cache. Beside them stand the library safetensors (save and load of the
 whole) and xor with zstd-1. CPU seconds are of all threads, per GB (10⁹ bytes) of weights. A stall is the longest time that
@@ -12,6 +12,7 @@ another thread, which asks for the interpreter every millisecond, had to wait be
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from infra.policies.policy import Policy
 from infra.policies.prune import prune
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, bits, first_not_finite, from_torch_all, to_torch
+from infra.policies.version_files import VersionFiles
 from infra.store.cached import CachedStore
 from infra.store.host_cache import HostCache
 from infra.store.memory import MemoryStore
@@ -38,7 +40,7 @@ from schemas import PolicyEvent
 WIDTH = 4096
 KEPT = 20  # versions that the store keeps, and what they are rebuilt from
 TRAINER = ("trainer_copy", "trainer_check", "publish")
-EXPLORER = ("fetch", "engine_check", "engine_file")
+EXPLORER = ("fetch", "engine_check")
 NEAR = 3  # versions in a row that are measured: what a machine does besides is in each of them
 SHM = "/dev/shm"
 
@@ -70,7 +72,7 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
     full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
     costs: dict[str, Cost] = {}
     store = MemoryStore()
-    steady, sleeper = PolicyFetcher(store, "main"), PolicyFetcher(store, "main")
+    steady, sleeper = _explorer(store), _explorer(store)
     event = _trainer_side(costs, "_v0", store, 0, versions[0], None)
     steady.fetch(event)
     sleeper.fetch(event)
@@ -94,7 +96,7 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
         seconds = sum(costs[f"{one}_v{near[version]}"].cpu_s for one in TRAINER)
         say(f"version {version}: {seconds / full_gb:.2f} CPU s per GB to publish")
     del steady, sleeper
-    late = _engine_side(costs, "_joining", PolicyFetcher(store, "main"), event, versions[1])
+    late = _engine_side(costs, "_joining", _explorer(store), event, versions[1])
     assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[1].items())
     del store, late
     memory: dict[str, float] = {}
@@ -222,7 +224,6 @@ def _engine_side(
     costs: dict[str, Cost], end: str, fetcher: PolicyFetcher, event: PolicyEvent, held: Mapping[str, Tensor]
 ) -> Policy:
     from actors.engines.checks import changed_names, check_tensors
-    from actors.engines.vllm.exchange import Exchange
 
     take_memory(held)
     with measured(costs, f"fetch{end}"):
@@ -230,12 +231,15 @@ def _engine_side(
     with measured(costs, f"engine_check{end}"):
         check_tensors(policy, {name: tensor.shape for name, tensor in policy.tensors.items()})
         changed_names(held, policy.tensors)
-    exchange = Exchange()
-    with measured(costs, f"engine_file{end}"):
-        path = exchange.write(policy.tensors)
-    exchange.discard(path)
-    exchange.close()
     return policy
+
+
+def _explorer(store: Store) -> PolicyFetcher:
+    """One that is alone on its machine. Its folder goes with it, and its files with their tensors."""
+    place = tempfile.TemporaryDirectory(dir=SHM, ignore_cleanup_errors=True)
+    fetcher = PolicyFetcher(store, "main", VersionFiles([Path(place.name)]))
+    weakref.finalize(fetcher, place.cleanup)
+    return fetcher
 
 
 def _from_cache(costs: dict[str, Cost], store: Store, folder: Path, event: PolicyEvent) -> None:

@@ -13,10 +13,12 @@ from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.streaming import stream
-from actors.engines.vllm.swap import Swap
+from actors.engines.vllm.swap import Sent, Swap
 from schemas import Span
 from schemas.errors import PolicyRefused
 from tests.actors.engines.test_vllm_parts import FakeVllm, answered
+
+NOTHING = Sent(Path("none"), [])
 
 
 class FakeCore(FakeVllm):
@@ -33,7 +35,7 @@ class FakeCore(FakeVllm):
     async def pause(self, mode: str, clear_cache: bool) -> None:
         await self.utility("pause")
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[tuple[float, str]]:
+    async def collective_rpc(self, method: str, args: tuple[str, list[str]]) -> list[tuple[float, str]]:
         await self.utility("apply")
         return [(0.0, self.odd)]
 
@@ -73,7 +75,7 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
         calls.append(asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1, seed=len(calls)))))
         await asyncio.sleep(0)
         if len(calls) == 10:
-            loading = asyncio.create_task(swap.put(Path("none"), new, None, keep=keep))
+            loading = asyncio.create_task(swap.put(NOTHING, new, None, keep=keep))
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -100,10 +102,10 @@ def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_at
         requests.born, llm.odd = attempts.begin(3, proved=True), "model.norm"
         swap, bad = Swap(llm, requests, Exchange(), sees=False), attempts.begin(4)
         with pytest.raises(PolicyRefused, match=r"model\.norm"):
-            await swap.put(Path("none"), bad, None, keep=True)
+            await swap.put(NOTHING, bad, None, keep=True)
         assert requests.born == bad, "what it computes is not found by those after it is undone"
         llm.odd = ""
-        await swap.put(Path("none"), undone := attempts.begin(3, proved=True), None, keep=False)
+        await swap.put(NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
         assert requests.born == undone and llm.sent[-4:] == ["apply", "forget", "label", "resume"]
 
     asyncio.run(check())

@@ -1,0 +1,253 @@
+"""Versions as files in this host's memory, so that an engine, its workers and the other engines there share one copy.
+
+    <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by whoever holds the version
+    <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
+
+Guarantees: room for the whole file is there before its first byte, else the next place is asked. A file has its name once it is
+filled and was found to be what its manifest says; whoever finds one looks again, and one that is not goes. Nobody writes to it
+from then on. It goes with the last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from
+a killed one, and what that one left goes when the next version is placed. Whoever asks for a version that another process
+fills waits for it, at most `wait_s`. Where no place can be used, the tensors are the process's own.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from infra.policies.manifest import TensorEntry
+from infra.policies.tensors import Tensor, layout, load_tensors
+from schemas.errors import PolicyRefused
+
+log = logging.getLogger(__name__)
+MEMORY = Path("/dev/shm")
+MARGIN_BYTES = 1024 * 1024  # for others who write there too
+WAIT_S = 120.0
+POLL_S = 0.02
+
+Put = Callable[[str, Tensor], Tensor]
+"""Puts a tensor where it should lie; the one that lies there."""
+Fill = Callable[[Put], object]
+"""Puts all tensors of a version, and raises PolicyRefused unless they are what its manifest says."""
+Check = Callable[[dict[str, Tensor]], object]
+"""Raises PolicyRefused unless tensors are what a manifest says."""
+
+
+class FileTensors(dict[str, Tensor]):
+    """All tensors of one safetensors file, mapped. path: where whoever holds them can read them too."""
+
+    path: Path
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written there."""
+    return shutil.disk_usage(folder).free
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """Leave it where it is."""
+    return tensor
+
+
+class VersionFiles:
+    """places: where files may go, the best first: /dev/shm, then the folder for temporary files (see TMPDIR)."""
+
+    def __init__(
+        self, places: Sequence[Path] = (), free: Callable[[Path], int] = free_bytes, *, wait_s: float = WAIT_S
+    ) -> None:
+        asked = places or (MEMORY, Path(tempfile.gettempdir()))
+        self._folders = [one / f"headrace-versions-{os.getuid()}" for one in asked if os.access(one, os.W_OK)]
+        self._free = free
+        self._wait_s = wait_s
+        self._remove_left()
+
+    def place(
+        self,
+        sha256: str,
+        entries: Sequence[TensorEntry],
+        fill: Fill,
+        check: Check,
+    ) -> FileTensors | None:
+        """The tensors of a version in a file: one that is there, or made with `fill`. None where there is no place for it.
+
+        Blocks. sha256: of its manifest. Raises what `fill` raises.
+        """
+        self._remove_left()
+        for folder in self._folders:
+            path = folder / f"{sha256}.safetensors"
+            try:
+                found = self._found(path, check) or self._made(path, entries, fill, check)
+            except OSError as error:
+                log.warning("version_file place=%s cannot be used: %s", folder, error)
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def _found(self, path: Path, check: Check) -> FileTensors | None:
+        """What another holds, looked at once more."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            if (tensors := _held(file, path)) is None:
+                return None
+            check(tensors)
+        except (PolicyRefused, ValueError) as error:
+            log.warning("version_file_damaged path=%s: %s: it is made anew", path, str(error))  # `error` holds tensors
+            path.unlink(missing_ok=True)
+            return None
+        return tensors
+
+    def _made(self, path: Path, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
+        """What is filled now, here or by another who has begun. None where there is no room or the other takes too long."""
+        _make_folder(path.parent)
+        part, deadline = path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
+        while time.monotonic() < deadline:
+            if (file := _begun(part)) is None:
+                time.sleep(POLL_S)
+                continue
+            try:
+                if found := self._found(path, check):  # of whoever had the lock before
+                    return found
+                if not self._fill(file, path, entries, fill):
+                    return None
+                os.fchmod(file, 0o400)
+                part.rename(path)
+                if found := _held(os.dup(file), path):
+                    return found
+            finally:
+                if _is_at(file, part):
+                    part.unlink()
+                os.close(file)
+        log.warning("version_file path=%s: another process fills it, waited for %.0f s", path, self._wait_s)
+        return None
+
+    def _fill(self, file: int, path: Path, entries: Sequence[TensorEntry], fill: Fill) -> bool:
+        """Whether there was room for it."""
+        header, places = layout({entry.name: (entry.dtype, entry.shape) for entry in entries})
+        num_bytes = len(header) + max((stop for _, stop in places.values()), default=0)
+        free = self._free(path.parent)
+        if free < num_bytes + MARGIN_BYTES or not _reserved(file, num_bytes):
+            log.warning("version_file place=%s free=%d needed=%d: no room", path.parent, free, num_bytes)
+            return False
+        view = memoryview(mmap.mmap(file, num_bytes))
+        view[: len(header)] = header
+        body = view[len(header) :]
+        fill(_putting({name: body[start:stop] for name, (start, stop) in places.items()}))
+        return True
+
+    def _remove_left(self) -> None:
+        """Remove what nobody holds any more."""
+        for folder in self._folders:
+            for path in folder.glob("*.safetensors*"):
+                with suppress(OSError):  # held, or gone by now
+                    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                    try:
+                        _remove_unheld(file, path)
+                    finally:
+                        os.close(file)
+
+
+def _putting(places: Mapping[str, memoryview]) -> Put:
+    """Puts each tensor into its place. One that has none, or is of another size, stays where it is: it is found later."""
+    lying: dict[str, Tensor] = {}
+
+    def put(name: str, tensor: Tensor) -> Tensor:
+        place = places.get(name)
+        if place is None or len(place) != tensor.num_bytes:
+            return tensor
+        if lying.get(name) is not tensor:
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(tensor.data, np.uint8))  # beside other threads
+            lying[name] = Tensor(tensor.dtype, tensor.shape, place.toreadonly())
+        return lying[name]
+
+    return put
+
+
+def _begun(part: Path) -> int | None:
+    """The unfinished file, ours to fill until it is closed; None while another has it."""
+    file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    if not _is_at(file, part):  # another finished or removed it meanwhile
+        os.close(file)
+        return None
+    return file
+
+
+def _reserved(file: int, num_bytes: int) -> bool:
+    """Whether the file has its size now: a mapping of one without its bytes would kill the process."""
+    try:
+        os.truncate(file, 0)
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
+
+
+def _held(file: int, path: Path) -> FileTensors | None:
+    """The tensors of an open file, which stays as long as one of them does; None where it was removed. Closes the file then,
+    and when the last of them goes.
+    """
+    mapped = None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if not _is_at(file, path):
+            return None
+        mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+    finally:
+        if mapped is None:
+            os.close(file)
+    weakref.finalize(mapped, _let_go, file, path, os.getpid())
+    tensors = FileTensors(load_tensors(memoryview(mapped)))
+    tensors.path = path
+    return tensors
+
+
+def _let_go(file: int, path: Path, owner: int) -> None:
+    """The last tensor is gone. A forked child shares the lock of its parent, and lets that be."""
+    if os.getpid() == owner:
+        with suppress(OSError):  # another process holds it
+            _remove_unheld(file, path)
+    os.close(file)
+
+
+def _remove_unheld(file: int, path: Path) -> None:
+    """Remove a file that no process holds. BlockingIOError where one does."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if _is_at(file, path):
+        path.unlink()
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _make_folder(folder: Path) -> None:
+    """A folder of this user alone. Raises OSError where another made it, or others may write there."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(errno.EPERM, "expected a folder of this user that nobody else may enter", str(folder))
