@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from infra.policies.manifest import TensorEntry
 from infra.policies.tensors import Tensor, layout, load_tensors
 from schemas.errors import PolicyRefused
@@ -143,10 +141,10 @@ class VersionFiles:
         if free < num_bytes + MARGIN_BYTES or not _reserved(file, num_bytes):
             log.warning("version_file place=%s free=%d needed=%d: no room", path.parent, free, num_bytes)
             return False
-        view = memoryview(mmap.mmap(file, num_bytes))
-        view[: len(header)] = header
-        body = view[len(header) :]
-        fill(_putting({name: body[start:stop] for name, (start, stop) in places.items()}))
+        _write(file, header, 0)
+        fill(
+            _putting(file, {name: (len(header) + start, len(header) + stop) for name, (start, stop) in places.items()})
+        )
         return True
 
     def _remove_left(self) -> None:
@@ -161,20 +159,32 @@ class VersionFiles:
                         os.close(file)
 
 
-def _putting(places: Mapping[str, memoryview]) -> Put:
-    """Puts each tensor into its place. One that has none, or is of another size, stays where it is: it is found later."""
+def _putting(file: int, places: Mapping[str, tuple[int, int]]) -> Put:
+    """Puts each tensor into its place of a file. One that has none, or is of another size, stays where it is: it is found
+    later.
+    """
+    view = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
     lying: dict[str, Tensor] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
-        place = places.get(name)
-        if place is None or len(place) != tensor.num_bytes:
+        start, stop = places.get(name, (0, -1))
+        if stop - start != tensor.num_bytes:
             return tensor
         if lying.get(name) is not tensor:
-            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(tensor.data, np.uint8))  # beside other threads
-            lying[name] = Tensor(tensor.dtype, tensor.shape, place.toreadonly())
+            # Written, since a mapping that is written to costs a fault for each page of it.
+            _write(file, tensor.data, start)
+            lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
         return lying[name]
 
     return put
+
+
+def _write(file: int, data: bytes | memoryview, at: int) -> None:
+    """All of it, beside other threads: the kernel takes two GiB at a time."""
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(file, view, at)
+        view, at = view[written:], at + written
 
 
 def _begun(part: Path) -> int | None:
