@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed and passed, or failed otherwise, when it was run again: the first failure tells why."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.write_sep("_", f"first run of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of a broker that all tests of the session share: use `app_name` to stay apart."""
