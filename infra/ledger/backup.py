@@ -1,16 +1,16 @@
-"""A copy of an app whose roles are stopped: its topics, its store, and apart from them its keys.
+"""A copy of an app that others may still write to: its topics, its store, and apart from them its keys.
 
     objects/<sha256>                      what an object of the store, or a part of the log, was
     list/<number>                         JSON lines [key, bytes, sha256] of the store
     log/<topic>/<partition>/<from>-<to>   the sha256 of those records: zstd of u32 length · msgpack `Kept`
     backup.json                           `Backup`, written last: without it the copy is not whole
 
-The order makes references resolve also where something was left running, but for leases: `batches` names offsets of `policies`,
-and `policies` steps of `batches`.
+The order makes every reference resolve, while all roles write:
 
 1. Whatever names offsets: committed offsets, then all of the store but what 3 names (checkpoints, snapshots, identity).
 2. The log, up to where it ends then: nothing of 1 is ahead of it. Where topics end is asked from the last that a record reaches
-   to the first, so that what a record came from is in the copy.
+   to the first, so that what a record came from is in the copy; and again where `policies` grew meanwhile, since `batches`
+   names offsets of it (leases), and it names steps of `batches`.
 3. What the log names (NAMED): it was stored before the record that names it, so it is there.
 
 What is removed meanwhile is missing from the copy; `headrace backup` looks at the end whether the checkpoint it copied is still
@@ -30,7 +30,7 @@ from infra.log.bus import Headers, Partition, Record
 from infra.log.log import Log
 from infra.store.store import BLOBS, PRIVATE, Store
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange
-from schemas.topics import ALL, Topic
+from schemas.topics import ALL, POLICIES, Topic
 
 FORMAT = 1
 WHOLE = "backup.json"
@@ -192,10 +192,18 @@ async def copy_all(log: Log, store: Store, shelf: Shelf, committed: Mapping[str,
     """Positions, the log, and what it names, in this order; not yet whole. committed: as they were before this call."""
     taken_ms = int(time.time() * 1000)
     await asyncio.to_thread(shelf.copy, store, lambda key: not key.startswith((*NAMED, *PRIVATE)))
-    ends = {topic.name: (await log.bounds(topic))[1] for topic in reversed(ALL)}
+    ends = await _ends(log)
     topics = {topic.name: await copy_topic(log, topic, ends[topic.name], shelf) for topic in ALL}
     await asyncio.to_thread(shelf.copy, store, lambda key: key.startswith(NAMED))
     return Backup(app=log.app, taken_ms=taken_ms, topics=topics, committed=dict(committed))
+
+
+async def _ends(log: Log) -> dict[str, dict[int, int]]:
+    """Where each topic ends, all at one moment as far as one of them names another."""
+    while True:
+        ends = {topic.name: (await log.bounds(topic))[1] for topic in reversed(ALL)}
+        if (await log.bounds(POLICIES))[1] == ends[POLICIES.name]:
+            return ends
 
 
 async def copy_topic(log: Log, topic: Topic, ends: Mapping[int, int], shelf: Shelf) -> tuple[Stretch, ...]:

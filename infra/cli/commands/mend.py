@@ -36,7 +36,7 @@ def backup(
         typer.Option("--keys", help="Where keys go: another folder or s3://bucket/prefix. Without it they stay out."),
     ] = "",
 ) -> None:
-    """Copy an app, its topics and its store. Stop all roles first.
+    """Copy an app, its topics and its store, while it runs.
 
     Begun again after a stop it goes on. Without --keys what was sealed of users stays shut after a restore, and API keys are
     made anew.

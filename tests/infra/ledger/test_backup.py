@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -24,7 +24,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
-from schemas import topics
+from schemas import Fence, PolicyEvent, decode, topics
 from schemas.errors import BadFrame, ConfigError
 from tests.trainer.memory_run import filled_log
 
@@ -92,6 +92,43 @@ def test_no_topic_is_copied_further_than_the_topics_that_its_records_came_from()
     assert bus.asked[: len(flow)] == flow and flow.index("t.batches") < flow.index("t.buffer") < flow.index(
         "t.verified"
     )
+
+
+class LeasedBus(MemoryBus):
+    """Calls `lease` once it is set, as it is asked for the end of the journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lease: Callable[[], Awaitable[object]] | None = None
+
+    async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        if self.lease is not None and topic == "t.batches":
+            lease, self.lease = self.lease, None
+            await lease()
+        return await super().end_offsets(topic)
+
+
+def test_a_lease_that_is_taken_while_ends_are_asked_for_is_copied_with_the_fence_that_names_it() -> None:
+    bus = LeasedBus()
+
+    async def main() -> tuple[int, Fence]:
+        log = await filled_log(MemoryStore(), bus)
+
+        async def lease() -> None:
+            at = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main"))
+            await log.publish(topics.BATCHES, Fence(run="t", token=at.offset))
+
+        await lease()
+        bus.lease = lease
+        place = MemoryStore()
+        backup = await copied(log, MemoryStore(), place)
+        ((policies,), (batches,)) = backup.topics["policies"], backup.topics["batches"]
+        fence = decode(list(recorded(place, batches))[-1].value)
+        assert isinstance(fence, Fence)
+        return policies.end, fence
+
+    end, fence = asyncio.run(main())
+    assert fence.token < end
 
 
 def test_a_backup_holds_every_record_and_object_and_no_key() -> None:
