@@ -17,7 +17,7 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -147,30 +147,49 @@ def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
     """The tensor that a chain of deltas leads to, oldest first: one copy is made, however long the chain. ValueError for a
     payload that does not fit.
     """
+    base, moves = _last_moves(parts, old)
+    if not moves:
+        return _tensor(old, base)
+    values = np.empty_like(base)
+    start = 0
+    for piece in _moved(base, moves):
+        values[start : start + piece.size] = piece
+        start += piece.size
+    return _tensor(old, values)
+
+
+def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
+    """The bytes of `decode_chain`, one piece after the other: for whoever writes them elsewhere. A piece holds until the next
+    one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the first piece.
+    """
+    base, moves = _last_moves(parts, old)
+    for piece in _moved(base, moves) if moves else (base,):
+        if piece.size:
+            yield piece.view(np.uint8).data
+
+
+def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list["_Moves"]]:
+    """What a chain ends with: values [size], and the moves that are still to be made on them."""
     size, width = math.prod(old.shape), ITEM_BYTES[old.dtype]
+    base, moves = bits(old), list[_Moves]()
     whole = max((index for index, (encoder, _) in enumerate(parts) if encoder in ("raw", "planes")), default=-1)
-    if whole < 0:
-        values = np.empty(size, f"<u{width}")
-        np.copyto(values, bits(old))
-    elif parts[whole][0] == "planes":
-        values = _from_planes(_unpack(parts[whole][1], [size] * width), size, width)
-    else:
-        held = Tensor(old.dtype, old.shape, parts[whole][1])
-        if whole == len(parts) - 1:
-            return held
-        values = bits(held).copy()
-    moves: list[_Moves] = []
+    if whole >= 0:
+        encoder, payload = parts[whole]
+        if encoder == "raw":
+            base = bits(Tensor(old.dtype, old.shape, payload))
+        else:
+            base = _from_planes(_unpack(payload, [size] * width), size, width)
     for encoder, payload in parts[whole + 1 :]:
         if encoder in ("k1", "bitmap") and width == 2:
             moves.append(_moves(encoder, payload, size))
         elif encoder == "xor":
-            _move(values, moves)
-            moves.clear()
-            values ^= _from_planes(_unpack(payload, [size] * width), size, width)
+            if moves:
+                base = np.concatenate([piece.copy() for piece in _moved(base, moves)])
+                moves = []
+            base = base ^ _from_planes(_unpack(payload, [size] * width), size, width)
         else:
             raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected k1, bitmap, xor, planes or raw")
-    _move(values, moves)
-    return _tensor(old, values)
+    return base, moves
 
 
 _Moves = tuple[
@@ -192,23 +211,31 @@ def _moves(encoder: str, payload: bytes | memoryview, size: int) -> _Moves:
     return positions, _from_ulps(streams[-4:], positions.size)
 
 
-def _move(values: np.ndarray, moves: Sequence[_Moves]) -> None:
-    """Make the moves, one after the other, in place. What moves beyond the range comes in again at its other end."""
-    if len(moves) == 1:
-        ((positions, ulps),) = moves
-        for start in range(0, positions.size, MOVES_AT_ONCE):
-            at = positions[start : start + MOVES_AT_ONCE]
-            values[at] = _from_ordered(_ordered(values.take(at)) + ulps[start : start + MOVES_AT_ONCE])
-        return
-    starts = range(0, values.size if moves else 0, CHAIN_VALUES)
+def _moved(base: np.ndarray, moves: Sequence[_Moves]) -> Iterator[np.ndarray]:
+    """The values after all moves, one after the other, piece by piece; a piece holds until the next one is asked for. What
+    moves beyond the range comes in again at its other end.
+    """
+    starts = range(0, base.size, CHAIN_VALUES)
     cuts = [np.append(np.searchsorted(positions, np.array(starts, np.int64)), positions.size) for positions, _ in moves]
+    room = np.empty(min(base.size, CHAIN_VALUES), base.dtype)
     for chunk, start in enumerate(starts):
-        ordered = _ordered(values[start : start + CHAIN_VALUES])
-        for (positions, ulps), cut in zip(moves, cuts, strict=True):
-            part = slice(cut[chunk], cut[chunk + 1])
-            at = positions[part] - start
-            ordered[at] = ordered.take(at, mode="wrap") + ulps[part]  # all lie within: to wrap is less than to look
-        values[start : start + CHAIN_VALUES] = _from_ordered(ordered)
+        old = base[start : start + CHAIN_VALUES]
+        piece = room[: old.size]
+        if len(moves) == 1:
+            ((positions, ulps),) = moves
+            np.copyto(piece, old)
+            for first in range(cuts[0][chunk], cuts[0][chunk + 1], MOVES_AT_ONCE):
+                part = slice(first, min(first + MOVES_AT_ONCE, cuts[0][chunk + 1]))
+                at = positions[part] - start
+                piece[at] = _from_ordered(_ordered(piece.take(at)) + ulps[part])
+        else:
+            ordered = _ordered(old)
+            for (positions, ulps), cut in zip(moves, cuts, strict=True):
+                part = slice(cut[chunk], cut[chunk + 1])
+                at = positions[part] - start
+                ordered[at] = ordered.take(at, mode="wrap") + ulps[part]  # all lie within: to wrap is less than to look
+            np.copyto(piece, _from_ordered(ordered))
+        yield piece
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:

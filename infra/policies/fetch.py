@@ -15,7 +15,7 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter, described
 from infra.policies.chain import Chain, check_within, read_manifest, walk
-from infra.policies.delta import Part, decode_chain
+from infra.policies.delta import Part
 from infra.policies.manifest import (
     DeltaPart,
     PolicyManifest,
@@ -138,7 +138,7 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
         tensor, num_steps = begins[name]
         since = [step[name] for step in reversed(parts[:num_steps]) if name in step]
         try:
-            return put(name, decode_chain(since, tensor) if since else tensor)
+            return put(name, tensor, since)
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
 
@@ -159,7 +159,7 @@ def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int
                 raise PolicyRefused(f"{shard.key}: {error}") from error
         for name, tensor in tensors.items():
             if name not in found:  # put at once: then its shard can go
-                found[name] = put(name, tensor), whole.num_steps
+                found[name] = put(name, tensor, ()), whole.num_steps
     return found
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infra.policies.delta import Part, decode_chain, decode_pieces
 from infra.policies.manifest import TensorEntry
 from infra.policies.tensors import Tensor, layout, load_tensors
 from schemas.errors import PolicyRefused
@@ -31,11 +32,12 @@ from schemas.errors import PolicyRefused
 log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 MARGIN_BYTES = 1024 * 1024  # for others who write there too
-WAIT_S = 120.0
+WAIT_S = 600.0  # 140 GB from a store that gives 250 MB/s
 POLL_S = 0.02
 
-Put = Callable[[str, Tensor], Tensor]
-"""Puts a tensor where it should lie; the one that lies there."""
+Put = Callable[[str, Tensor, Sequence[Part]], Tensor]
+"""Puts a tensor, moved on by these deltas, where it should lie; the one that lies there. ValueError for deltas that do not
+fit."""
 Fill = Callable[[Put], object]
 """Puts all tensors of a version, and raises PolicyRefused unless they are what its manifest says."""
 Check = Callable[[dict[str, Tensor]], object]
@@ -53,9 +55,9 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """Leave it where it is."""
-    return tensor
+def as_it_is(name: str, tensor: Tensor, since: Sequence[Part]) -> Tensor:
+    """Leave it where it is, or make a copy that is moved on."""
+    return decode_chain(since, tensor) if since else tensor
 
 
 class VersionFiles:
@@ -120,11 +122,11 @@ class VersionFiles:
             try:
                 if found := self._found(path, check):  # of whoever had the lock before
                     return found
-                if not self._fill(file, path, entries, fill):
+                if (mapped := self._fill(file, path, entries, fill)) is None:
                     return None
                 os.fchmod(file, 0o400)
                 part.rename(path)
-                if found := _held(os.dup(file), path):
+                if found := _held(os.dup(file), path, mapped):
                     return found
             finally:
                 if _is_at(file, part):
@@ -133,19 +135,19 @@ class VersionFiles:
         log.warning("version_file path=%s: another process fills it, waited for %.0f s", path, self._wait_s)
         return None
 
-    def _fill(self, file: int, path: Path, entries: Sequence[TensorEntry], fill: Fill) -> bool:
-        """Whether there was room for it."""
+    def _fill(self, file: int, path: Path, entries: Sequence[TensorEntry], fill: Fill) -> mmap.mmap | None:
+        """The file, mapped; None where there was no room for it."""
         header, places = layout({entry.name: (entry.dtype, entry.shape) for entry in entries})
         num_bytes = len(header) + max((stop for _, stop in places.values()), default=0)
         free = self._free(path.parent)
         if free < num_bytes + MARGIN_BYTES or not _reserved(file, num_bytes):
             log.warning("version_file place=%s free=%d needed=%d: no room", path.parent, free, num_bytes)
-            return False
+            return None
         _write(file, header, 0)
-        fill(
-            _putting(file, {name: (len(header) + start, len(header) + stop) for name, (start, stop) in places.items()})
-        )
-        return True
+        mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        begin = len(header)
+        fill(_putting(file, mapped, {name: (begin + start, begin + stop) for name, (start, stop) in places.items()}))
+        return mapped
 
     def _remove_left(self) -> None:
         """Remove what nobody holds any more."""
@@ -159,20 +161,23 @@ class VersionFiles:
                         os.close(file)
 
 
-def _putting(file: int, places: Mapping[str, tuple[int, int]]) -> Put:
+def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> Put:
     """Puts each tensor into its place of a file. One that has none, or is of another size, stays where it is: it is found
     later.
     """
-    view = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+    view = memoryview(mapped)
     lying: dict[str, Tensor] = {}
 
-    def put(name: str, tensor: Tensor) -> Tensor:
+    def put(name: str, tensor: Tensor, since: Sequence[Part]) -> Tensor:
         start, stop = places.get(name, (0, -1))
         if stop - start != tensor.num_bytes:
-            return tensor
-        if lying.get(name) is not tensor:
-            # Written, since a mapping that is written to costs a fault for each page of it.
-            _write(file, tensor.data, start)
+            return as_it_is(name, tensor, since)
+        # Written, since a mapping that is written to costs a fault for each page of it.
+        if since or lying.get(name) is not tensor:
+            at = start
+            for piece in decode_pieces(since, tensor):
+                _write(file, piece, at)
+                at += len(piece)
             lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
         return lying[name]
 
@@ -213,18 +218,19 @@ def _reserved(file: int, num_bytes: int) -> bool:
     return True
 
 
-def _held(file: int, path: Path) -> FileTensors | None:
+def _held(file: int, path: Path, mapped: mmap.mmap | None = None) -> FileTensors | None:
     """The tensors of an open file, which stays as long as one of them does; None where it was removed. Closes the file then,
-    and when the last of them goes.
+    and when the last of them goes. mapped: a mapping of it, where there is one: another would cost its faults again.
     """
-    mapped = None
+    held = False
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
         if not _is_at(file, path):
             return None
-        mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        mapped = mapped or mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        held = True
     finally:
-        if mapped is None:
+        if not held:
             os.close(file)
     weakref.finalize(mapped, _let_go, file, path, os.getpid())
     tensors = FileTensors(load_tensors(memoryview(mapped)))

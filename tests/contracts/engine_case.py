@@ -114,7 +114,7 @@ def in_a_file(files: VersionFiles, tensors: Tensors) -> Tensors:
 
     def fill(put: Put) -> None:
         for name, tensor in tensors.items():
-            put(name, tensor)
+            put(name, tensor, ())
 
     entries = entries_of(tensors)
     placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)

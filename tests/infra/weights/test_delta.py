@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import decode_chain, decode_tensor, encode_tensor
+from infra.policies.delta import CHAIN_VALUES, decode_chain, decode_pieces, decode_tensor, encode_tensor
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -208,6 +208,36 @@ def test_a_chain_of_whole_values_and_differences_leads_to_its_end_at_once() -> N
     steps = [encode_tensor(old, new) for old, new in itertools.pairwise(states)]
     assert [one.encoder for one in steps] == ["planes", "k1", "bitmap"]
     assert decode_chain([(one.encoder, one.payload) for one in steps], states[0]) == states[-1]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: int) -> None:
+    size = 2 * CHAIN_VALUES + 1_001
+    states = [changed_tensor(size, 0.0, 1)[0]]
+    for seed in range(num_steps):
+        at = np.random.default_rng(seed).choice(size, size // 50, replace=False)
+        # On both sides of where pieces meet, and the first and the last value.
+        at = np.unique(np.append(at, [0, CHAIN_VALUES - 1, CHAIN_VALUES, 2 * CHAIN_VALUES, size - 1]))
+        patterns = bits(states[-1]).copy()
+        patterns[at] += np.uint16(1 + 300 * (seed % 2))
+        states.append(of_bits(patterns))
+    chain = [(one.encoder, one.payload) for one in (encode_tensor(*pair) for pair in itertools.pairwise(states))]
+    assert {encoder for encoder, _ in chain} == {"k1"}
+    assert decode_chain(chain, states[0]) == states[-1]
+    room = bytearray(states[0].data)
+    start = pieces = 0
+    for piece in decode_pieces(chain, Tensor(states[0].dtype, states[0].shape, memoryview(room))):
+        room[start : start + len(piece)] = piece
+        start, pieces = start + len(piece), pieces + 1
+    assert (start, pieces) == (len(room), 3)
+    assert bytes(room) == states[-1].data
+
+
+def test_a_chain_without_a_delta_is_its_beginning() -> None:
+    old, _ = changed_tensor(3_000, 0.0, 1)
+    assert decode_chain((), old) == old
+    assert b"".join(map(bytes, decode_pieces((), old))) == old.data
+    assert not list(decode_pieces((), Tensor("BF16", (0,), b"")))
 
 
 def test_a_chain_of_an_unknown_encoder_is_refused() -> None:

@@ -29,7 +29,7 @@ ROOMY = 10**9
 def fill(to: Put) -> None:
     """With the weights."""
     for name, tensor in WEIGHTS.items():
-        to(name, tensor)
+        to(name, tensor, ())
 
 
 def check(tensors: dict[str, Tensor]) -> None:
