@@ -46,8 +46,11 @@ def start_watched(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
+    stderr: int = subprocess.STDOUT,
 ) -> Watched:
-    """Start `argv` under `parent_watch`, its output appended to `log`. `env` is added to this process's own."""
+    """Start `argv` under `parent_watch`, its output appended to `log`. `env` is added to this process's own. stderr: PIPE for
+    whoever reads it as it comes.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
     try:
@@ -56,7 +59,7 @@ def start_watched(
                 [sys.executable, "-I", "-S", str(WATCH), str(read_end), str(os.getpid()), *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=stderr,
                 env={**os.environ, **(env or {})},
                 cwd=cwd,
                 pass_fds=(read_end, *pass_fds),

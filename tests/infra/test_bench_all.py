@@ -2,9 +2,14 @@
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from infra.cli.bench import codec
@@ -45,6 +50,25 @@ def test_a_benchmark_that_fails_is_one_line_and_the_rest_goes_on() -> None:
 def test_a_benchmark_that_prints_something_else_is_one_line_too() -> None:
     rows, failures = run(["hop", "delta"], lambda line: None, _printing({"hop": {"a": 1}, "delta": DELTA}).__getitem__)
     assert [one.bench for one in failures] == ["hop"] and len(rows) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_runs_ends_with_the_command(number: int) -> None:
+    script = """
+import sys
+from infra.cli.bench.all import run
+bench = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)"
+run(["delta"], lambda line: print(line, flush=True), lambda name: [sys.executable, "-c", bench])
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("bench delta")
+        bench = int(process.stdout.readline())
+        process.send_signal(number)
+    deadline = time.monotonic() + 30.0
+    while Path(f"/proc/{bench}").exists():
+        assert time.monotonic() < deadline, "the benchmark runs on"
+        time.sleep(0.05)
 
 
 def test_the_codecs_shapes_have_a_row_for_every_target() -> None:

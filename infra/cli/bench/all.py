@@ -1,19 +1,22 @@
 """Every benchmark that has a peer or a target, one after the other, and their figures in one table.
 
 Each is a process of `headrace bench`, so that none finds what another left behind. One that fails is said in one line, and the
-rest goes on.
+rest goes on. What runs ends with this process, however that ends.
 """
 
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from infra.cli.bench.beside import OURS, Beside
+from infra.cli.bench.children import end
 from infra.cli.benches import TARGETS
+from infra.local.process import start_watched
 
 Say = Callable[[str], None]
 SHARED, ALONE = 1.3, 1.0  # what a step of the learner aims at beside the plain one
@@ -131,16 +134,19 @@ def run(
 
 def _figures(command: list[str], say: Say) -> Any:
     """What a benchmark printed as JSON, its progress said as it comes. Raises RuntimeError with its last line."""
-    with (
-        tempfile.TemporaryFile() as printed,
-        subprocess.Popen(command, stdout=printed, stderr=subprocess.PIPE, text=True, errors="replace") as process,
-    ):
-        assert process.stderr is not None
-        last = "it said nothing"
-        for line in process.stderr:
-            last = line.rstrip() or last
-            say(f"  {line.rstrip()}")
-        if code := process.wait():
-            raise RuntimeError(f"exit code {code}: {last[-300:]}")
-        printed.seek(0)
-        return msgspec.json.decode(printed.read())
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder) / "printed.json"
+        child = start_watched(command, log=printed, stderr=subprocess.PIPE)
+        try:
+            last = "it said nothing"
+            for raw in child.process.stderr or ():
+                line = raw.decode(errors="replace").rstrip()
+                last = line or last
+                say(f"  {line}")
+            if code := child.process.wait():
+                raise RuntimeError(f"exit code {code}: {last[-300:]}")
+            return msgspec.json.decode(printed.read_bytes())
+        finally:
+            end(child)
+            if child.process.stderr is not None:
+                child.process.stderr.close()
