@@ -7,6 +7,7 @@
     ├── ConfigError         a setting that cannot hold: fix the file
     ├── RecordTooLarge      a frame no topic takes: refused before it is sent
     ├── BrokerUnavailable   the log cannot be reached: retriable
+    │   └── BrokerDenies    the broker does not let this user do it: retriable, once the right is granted
     ├── OffsetOutOfRange    a position that retention has trimmed: never skipped silently
     ├── NotInLog            the kept log holds nothing under that name
     ├── StoreError          the object store failed: retriable
@@ -50,6 +51,10 @@ class BrokerUnavailable(HeadraceError):
     """The log could not be reached within its deadline."""
 
     retriable = True
+
+
+class BrokerDenies(BrokerUnavailable):
+    """The broker does not let this user do it. It may pass: whoever grants rights can grant this one."""
 
 
 class OffsetOutOfRange(HeadraceError):

@@ -2,7 +2,7 @@
 
 Delivery: acks=all, not idempotent (one refused record would fail all that follow), so a retry may store a record twice
 and ids absorb it. Order: per partition, for sends that wait for each other. A broker that restarts is waited for, with
-backoff; after `deadline_s` without it BrokerUnavailable names the address.
+backoff; after `deadline_s` without it BrokerUnavailable names the address. What it does not allow is BrokerDenies at once.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from aiokafka.errors import (
 
 from infra.log.access import PLAINTEXT, Access, client_options, refusal
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
-from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, may_pass, stop
+from infra.log.kafka_errors import DENIED, may_pass, unavailable
+from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, begin, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
 from infra.log.retry import doubling, retry
-from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
+from schemas.errors import ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 
 LINGER_MS = 5
@@ -99,6 +100,7 @@ class KafkaBus:
         self._offsets: AIOKafkaConsumer | None = None
         self._opening = asyncio.Lock()
         self._counts: dict[str, int] = {}
+        self._denied: set[str] = set()  # what was said of already
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def start(self) -> None:
@@ -281,7 +283,7 @@ class KafkaBus:
         if self._admin is None:
             self._admin = await self._admitted(AIOKafkaAdminClient(**common))
         if self._producer is None:
-            self._producer = await _start(
+            self._producer = await begin(
                 AIOKafkaProducer(
                     **common,
                     acks="all",
@@ -295,7 +297,7 @@ class KafkaBus:
     async def _admitted(self, client: AIOKafkaAdminClient) -> AIOKafkaAdminClient:
         """The first client, started. Raises ConfigError where the brokers are there and do not let it in."""
         try:
-            return await _start(client)
+            return await begin(client)
         except (KafkaError, OSError) as error:
             if self._access is not PLAINTEXT and (
                 refused := await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
@@ -321,7 +323,7 @@ class KafkaBus:
         )
 
     async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:
-        return await self._retried("start a reader", lambda: _start(make()))
+        return await self._retried("start a reader", lambda: begin(make()))
 
     def _admin_client(self) -> AIOKafkaAdminClient:
         assert self._admin is not None, "start() comes first"
@@ -369,27 +371,18 @@ class KafkaBus:
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                return await retry(attempt, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S), again)
+                found = await retry(attempt, doubling(FIRST_BACKOFF_S, MAX_BACKOFF_S), again)
+            self._denied.discard(what)
+            return found
         except TimeoutError:
             last = passed[-1] if passed else None
-            raise self.unavailable(what, last) from last
-
-    def unavailable(self, what: str, last: Exception | None) -> BrokerUnavailable:
-        """The error that names the address."""
-        return BrokerUnavailable(
-            f"Kafka at {self.bootstrap_servers} is not reachable: {what} did not succeed within {self.deadline_s:g} s"
-            + (f" ({last!r})" if last else "")
-        )
-
-
-async def _start(client: T) -> T:
-    """Start an aiokafka client; whatever it opened is closed again if that fails."""
-    try:
-        await client.start()  # type: ignore[attr-defined]
-    except BaseException:
-        await stop(client)
-        raise
-    return client
+            raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
+        except DENIED as error:
+            denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)
+            if what not in self._denied:
+                logger.warning("kafka.denied %s", denied)
+            self._denied.add(what)
+            raise denied from error
 
 
 def _kafka(partition: Partition) -> TopicPartition:

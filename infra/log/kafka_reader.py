@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -18,6 +18,7 @@ from aiokafka.errors import (
 )
 
 from infra.log.bus import Bus, CommitRefused, Partition, Record
+from infra.log.kafka_errors import DENIED, may_pass, unavailable
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
 
 # aiokafka waits for a broker for ever and says nothing, so a silent reader asks whether it is there.
@@ -30,14 +31,17 @@ MIN_INTERVAL_S = 0.01
 METADATA_AGE_MS = 10_000
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same call may succeed once the broker is well again.
-
-    aiokafka does not mark its own timeout so: a broker that keeps silent past a request answers the next one.
-    """
-    return not isinstance(error, KafkaError) or error.retriable or isinstance(error, KafkaTimeoutError)
+async def begin(client: T) -> T:
+    """Start an aiokafka client; whatever it opened is closed again if that fails."""
+    try:
+        await client.start()  # type: ignore[attr-defined]
+    except BaseException:
+        await stop(client)
+        raise
+    return client
 
 
 async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
@@ -70,9 +74,6 @@ class Cluster(Bus, Protocol):
     bootstrap_servers: str
     deadline_s: float
 
-    def unavailable(self, what: str, last: Exception | None) -> BrokerUnavailable:
-        """The error that names the address."""
-
 
 class KafkaReader:
     """A Reader of KafkaBus. A broker's restart is a pause; an absence longer than the bus's deadline is an error."""
@@ -100,6 +101,8 @@ class KafkaReader:
         except NoOffsetForPartitionError as error:
             await self._first_commit(error.args[0])
             return []
+        except DENIED as error:
+            raise self._unavailable("read", error) from error
         except KafkaError as error:
             if not may_pass(error):
                 raise
@@ -147,15 +150,15 @@ class KafkaReader:
             async with asyncio.timeout(self._bus.deadline_s):
                 await self._consumer.commit(wanted)
         except TimeoutError as error:
-            raise self._bus.unavailable(f"commit for {self._group}", error) from error
+            raise self._unavailable(f"commit for {self._group}", error) from error
         except IllegalStateError as error:
             if not self._subscribed:
                 raise ValueError(f"not assigned to this reader: {error}") from error
             raise CommitRefused(f"group {self._group}: {error}") from error
         except CommitFailedError as error:
             raise CommitRefused(f"group {self._group}: {error}") from error
-        except KafkaTimeoutError as error:
-            raise self._bus.unavailable(f"commit for {self._group}", error) from error
+        except (KafkaTimeoutError, *DENIED) as error:
+            raise self._unavailable(f"commit for {self._group}", error) from error
 
     async def close(self) -> None:
         """See Reader."""
@@ -184,11 +187,17 @@ class KafkaReader:
             if first:
                 await self.commit({ours: offset})
 
+    def _unavailable(self, what: str, last: Exception) -> BrokerUnavailable:
+        return unavailable(self._bus.bootstrap_servers, what, self._bus.deadline_s, last)
+
     async def _still_there(self) -> None:
         """Raise BrokerUnavailable when neither records nor answers have come for the deadline."""
         fetching = self._consumer._fetcher.error_future
         if fetching.done():
-            fetching.result()  # the task that fetches has died: say why instead of reading nothing for ever
+            try:
+                fetching.result()  # the task that fetches has died: say why instead of reading nothing for ever
+            except DENIED as error:
+                raise self._unavailable("read", error) from error
         now_s = time.monotonic()
         if now_s - max(self._heard_s, self._probed_s) < PROBE_AFTER_S:
             return
@@ -199,7 +208,7 @@ class KafkaReader:
             self._heard_s = time.monotonic()
         except (KafkaError, OSError) as error:
             if time.monotonic() - self._heard_s > self._bus.deadline_s:
-                raise self._bus.unavailable("read", error) from error
+                raise self._unavailable("read", error) from error
 
 
 def _record(record: ConsumerRecord) -> Record:

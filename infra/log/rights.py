@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from aiokafka import AIOKafkaClient, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.errors import (
-    ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
     KafkaError,
     TopicAuthorizationFailedError,
@@ -26,12 +25,12 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
 
 from infra.log.access import Access, client_options
+from infra.log.kafka_errors import DENIED
 
 Right = Literal["describe", "read", "write", "delete"]
 TIMEOUT_MS = 10_000
 TRIES = 20  # a coordinator that is only being made
 ABSENT = "absent"  # the member that asks
-_DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError)
 
 
 class Asked(NamedTuple):
@@ -60,7 +59,7 @@ class Rights:
             error, leaders = await self._described(name)
             if error is UnknownTopicOrPartitionError:
                 return Asked(creates=await self._creates(name, partitions, config))
-            if error in _DENIED:
+            if error in DENIED:
                 return Asked(denied=("describe",))
             if not leaders:
                 return Asked(fault=f"{name}: {error.__name__}")
@@ -95,7 +94,7 @@ class Rights:
     async def _creates(self, name: str, partitions: int, config: Mapping[str, str]) -> bool:
         new = NewTopic(name, partitions, -1, replica_assignments={}, topic_configs=dict(config))
         answer = await self._admin.create_topics([new], timeout_ms=TIMEOUT_MS, validate_only=True)
-        return not any(for_code(code) in _DENIED for _, code, *_ in answer.topic_errors)
+        return not any(for_code(code) in DENIED for _, code, *_ in answer.topic_errors)
 
     async def _is_denied(self, right: Right, at: TopicPartition, leader: int) -> bool:
         if right == "delete":

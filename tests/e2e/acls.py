@@ -50,17 +50,27 @@ class CreateAclsRequest(Request[CreateAclsRequest_v1]):
         return request_struct_class(self._creations)
 
 
-async def deny(
-    bootstrap: str, user: str, resource: Literal["topic", "group", "cluster"], name: str, *operations: str
-) -> None:
+Kind = Literal["topic", "group", "cluster"]
+
+
+async def deny(bootstrap: str, user: str, resource: Kind, name: str, *operations: str) -> None:
     """From now on `user` may do all but these. bootstrap: of a listener that may do anything."""
+    # Where a resource has a rule, what no rule allows is denied; a denial comes before what is allowed.
+    await _rule(bootstrap, user, resource, name, ("all", ALLOW), *((one, DENY) for one in operations))
+
+
+async def allow(bootstrap: str, user: str, resource: Kind, name: str) -> None:
+    """From now on `user` may do all, and whoever no rule allows nothing."""
+    await _rule(bootstrap, user, resource, name, ("all", ALLOW))
+
+
+async def _rule(bootstrap: str, user: str, resource: Kind, name: str, *permissions: tuple[str, int]) -> None:
     client = AIOKafkaClient(bootstrap_servers=bootstrap)
     await client.bootstrap()
     try:
-        # Where a resource has a rule, what no rule allows is denied; a denial comes before what is allowed.
         rules = [
-            (RESOURCES[resource], name, LITERAL, f"User:{user}", "*", OPERATIONS[one], permission)
-            for one, permission in (("all", ALLOW), *((one, DENY) for one in operations))
+            (RESOURCES[resource], name, LITERAL, f"User:{user}", "*", OPERATIONS[operation], permission)
+            for operation, permission in permissions
         ]
         answer = await client.send(client.get_random_node(), CreateAclsRequest(rules))
         assert [code for code, _ in answer.results] == [0] * len(rules), answer

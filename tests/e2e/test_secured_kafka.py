@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,15 +15,21 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from actors.gateway.recording.held import HeldKeys
+from actors.gateway.recording.outbox import Outbox, Outgoing
+from actors.gateway.recording.spool import Spool
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.log.access import access_of
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
 from schemas import Block
-from schemas.errors import ConfigError
+from schemas.errors import BrokerDenies, ConfigError
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
-from tests.e2e.acls import CLUSTER, deny
+from tests.actors.rig import until
+from tests.e2e.acls import CLUSTER, allow, deny
 from tests.e2e.secured_broker import PASSWORD, USER, Secured, secured_broker
 from tests.streams.collect.collecting import answer, block
 
@@ -207,6 +214,76 @@ def test_check_connect_names_every_right_that_is_missing(secured: Secured, app_n
     assert found[f"topic {app_name}.evals"].startswith("may not describe")
     assert found[f"group {app_name}.collect"] == "may not read: it needs an ACL of the group"
     assert found[f"topic {app_name}.experiences"] == "2 partitions: read, write"
+
+
+def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_stored_once_it_is_granted(
+    secured: Secured, app_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
+    plain, topic = secured.broker.bootstrap, f"{app_name}.experiences"
+
+    async def main() -> list[str]:
+        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.create_topics(partitions=2, keep_ms=3_600_000)
+        outbox = Outbox(
+            log, Spool(tmp_path / "spool", max_bytes=10**7), Metrics("t"), held=HeldKeys(MemoryStore(), tmp_path / "keys"),
+            queue_records=100, queue_bytes=10**6, send_s=10.0,
+        )  # fmt: skip
+        loops = [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
+
+        def offer(number: int) -> None:
+            async def prepare() -> Block:
+                return block(answer(f"t.{number}", 0, size=1))
+
+            assert outbox.offer(Outgoing(EXPERIENCES, prepare, 100))
+
+        await until(lambda: outbox.direct)
+        offer(0)
+        await until(lambda: not outbox.num_waiting)
+        await allow(plain, "somebody-else", "topic", topic)
+        offer(1)
+        await until(lambda: not outbox.direct or any(loop.done() for loop in loops))
+        offer(2)
+        await allow(plain, USER, "topic", topic)
+        await until(
+            lambda: (outbox.direct and not outbox.num_waiting) or any(loop.done() for loop in loops), seconds=60
+        )
+        for loop in loops:
+            loop.cancel()
+        assert [one for one in await asyncio.gather(*loops, return_exceptions=True) if isinstance(one, Exception)] == []
+        found = [message.value async for message in log.read_all(EXPERIENCES)]
+        await bus.close()
+        return [one.experiences[0].group for one in found if isinstance(one, Block)]
+
+    with caplog.at_level(logging.WARNING):
+        assert set(asyncio.run(main())) == {"t.0", "t.1", "t.2"}
+    denied = [record.getMessage() for record in caplog.records if "kafka.denied" in record.getMessage()]
+    assert denied and topic in denied[0] and "`headrace check --connect` names every missing right" in denied[0]
+
+
+def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
+
+    async def main() -> None:
+        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.create_topics(partitions=2, keep_ms=3_600_000)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0, size=1)))
+        reader = await log.assigned(EXPERIENCES, "beginning")
+        async with asyncio.timeout(60):
+            while not await log.read(reader, timeout_s=1.0):
+                pass
+            await allow(secured.broker.bootstrap, "somebody-else", "topic", log.name(EXPERIENCES))
+            while True:
+                await log.read(reader, timeout_s=1.0)
+
+    with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
+        asyncio.run(main())
 
 
 def test_check_connect_says_what_cannot_be_made_and_which_count_is_wrong(
