@@ -260,6 +260,8 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
             found += [f"{role['instance']}: {line}" for line in role["failing"]]
             found += canary_alarm(role)
+            if spooled := role["gauges"].get("spool_records"):
+                found.append(f"{role['instance']}: {spooled:,.0f} records wait on disk for the log; its log says why")
     lags: Mapping[str, int | None] = state["lags"]
     for name, waiting in lags.items():
         if waiting is not None and waiting > max_lag:

@@ -105,6 +105,11 @@ ALARMS = (
     _still("spans_dropped", "Spans are given up"),
     _still("feedback_polls_failed", "A feedback system does not answer"),
     Alarm(
+        "records-on-disk", "Answers wait on disk", r"records wait on disk", "headrace_spool_records > 0",
+        "{{ $labels.instance }} cannot write to the log", wait="5m",
+    ),
+    _still("shed", "Answers are given up", "page"),
+    Alarm(
         "canary-missing", "No canary answers", r"no canary has been heard of", "headrace_canary_missing_seconds > 0",
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),

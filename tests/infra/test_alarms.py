@@ -51,6 +51,7 @@ def of_status() -> dict[str, list[str]]:
         "role-silent": lines(role(silent=True, age_s=40.0)),
         "lag": lines(role(), lags={"verified": 11}),
         "step-failing": lines(role(failing=failed)),
+        "records-on-disk": lines(role(role="serve", gauges={"spool_records": 1200.0})),
         "canary-missing": [*lines(role(role="master", gauges=canary)), *lines(role(role="serve", gauges=canary))],
         "policy-refused": lines(
             role(), policies={"newest_refused": True, "published": 4, "refused": ["v4 by explore/1: sha256"]}
