@@ -4,6 +4,7 @@ import getpass
 import json
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
+from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.channel import Stable, fenced, moved
 from infra.policies.history import LeaseFence
@@ -135,14 +137,17 @@ class PolicyWords:
         self.next_offset = 0
         self._fence = LeaseFence()
 
-    async def read_on(self, log: Log) -> None:
-        """Fold what has come since the last time."""
+    async def read_on(self, log: Log, follower: Follower | None = None) -> None:
+        """Fold what has come since the last time. follower: over `policies`, of a caller that comes back every few seconds."""
         begins, ends = await log.bounds(topics.POLICIES)
         if ends[0] < self.next_offset:  # the log began anew
             self._begin()
-        async for message in log.scan(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]}):
-            self._fold(message)
-            self.next_offset = message.offset + 1
+        read = log.chunks if follower is None else follower.chunks
+        async with aclosing(read(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]})) as chunks:
+            async for records in chunks:
+                for record in records:
+                    self._fold(await log.decoded(record))
+                    self.next_offset = record.offset + 1
 
     def _fold(self, message: LogMessage) -> None:
         one = message.value

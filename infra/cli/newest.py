@@ -1,10 +1,12 @@
 """The newest records of a topic over all its partitions, and where to read on without a gap."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
 
+from infra.log.bus import Record
+from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from schemas import Progress
 from schemas.topics import PROGRESS, REPORTS, Topic
@@ -29,18 +31,19 @@ async def newest_and_next(log: Log, topic: Topic, last: int, kind: str = "") -> 
     begins, ends = await log.bounds(topic)
     # By position, not by count: compaction leaves holes.
     starts = {index: max(begins[index], end - last) for index, end in ends.items()}
-    found = [message async for message in _of_kind(log, topic, starts, ends, kind)]
-    return _last(found, last), ends
+    return await _decoded(log, _last(await _of_kind(log.chunks, topic, starts, ends, kind), last)), ends
 
 
 class HeldNewest:
     """`newest` for a caller that asks again and again: what was read is held, and a call reads what has come since.
 
-    Bound: `last` records of each topic and kind that is asked for.
+    follower: over the topics that are asked for; without one each call connects a reader. Bound: `last` records of each
+    topic and kind that is asked for.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, follower: Follower | None = None) -> None:
         self._log = log
+        self._read = log.chunks if follower is None else follower.chunks
         self._held: dict[tuple[str, str], _Held] = {}
 
     async def newest(self, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
@@ -51,10 +54,8 @@ class HeldNewest:
             held = _Held()
         first = {index: max(begins[index], end - last) for index, end in ends.items()}
         starts = {index: max(at, held.nexts.get(index, 0)) for index, at in first.items()}
-        found = [one for one in held.messages if one.offset >= first.get(one.partition, 0)]
-        async with aclosing(_of_kind(self._log, topic, starts, ends, kind)) as messages:
-            found += [message async for message in messages]
-        found = _last(found, last)
+        kept = [one for one in held.messages if one.offset >= first.get(one.partition, 0)]
+        found = await _decoded(self._log, _last([*kept, *await _of_kind(self._read, topic, starts, ends, kind)], last))
         self._held[topic.name, kind] = _Held(found, ends)
         return found
 
@@ -64,17 +65,23 @@ class _Held(msgspec.Struct, frozen=True):
     nexts: dict[int, int] = {}
 
 
-def _last(found: list[LogMessage], last: int) -> list[LogMessage]:
-    found.sort(key=lambda message: (message.timestamp_ms, message.partition, message.offset))
-    return found[-last:] if last else []
+def _last(found: Sequence[Record | LogMessage], last: int) -> list[Record | LogMessage]:
+    ordered = sorted(found, key=lambda one: (one.timestamp_ms, one.partition, one.offset))
+    return ordered[-last:] if last else []
+
+
+async def _decoded(log: Log, found: Sequence[Record | LogMessage]) -> list[LogMessage]:
+    """Only what is shown is decoded: of many partitions most of what was read is not among the newest."""
+    return [await log.decoded(one) if isinstance(one, Record) else one for one in found]
 
 
 async def _of_kind(
-    log: Log, topic: Topic, starts: Mapping[int, int], stops: Mapping[int, int], kind: str
-) -> AsyncGenerator[LogMessage, None]:
+    read: Callable[..., AsyncGenerator[list[Record], None]],
+    topic: Topic,
+    starts: Mapping[int, int],
+    stops: Mapping[int, int],
+    kind: str,
+) -> list[Record]:
     wanted = ("kind", kind.encode())
-    async with aclosing(log.chunks(topic, starts, stops)) as chunks:
-        async for records in chunks:
-            for record in records:
-                if not kind or wanted in record.headers:
-                    yield await log.decoded(record)
+    async with aclosing(read(topic, starts, stops)) as chunks:
+        return [one async for records in chunks for one in records if not kind or wanted in one.headers]

@@ -95,8 +95,14 @@ class Bus(Protocol):
         that does not exist. Concurrent sends are batched.
         """
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
-        """A reader of exactly these partitions from exactly these offsets; `group` only lets it commit."""
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
+        """A reader of exactly these partitions from exactly these offsets; `group` only lets it commit.
+
+        fetch_bytes: of a partition in one answer of the broker, or one batch where that is more; 0: as many as a record may
+        have. For a reader of single records that lie far apart, which would otherwise be sent all between them.
+        """
 
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
         """A reader that shares the topics with its group, from committed offsets.

@@ -139,13 +139,15 @@ class KafkaBus:
                 f"{MAX_RECORD_BYTES} on the topic"
             ) from error
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
         """See Bus."""
         for topic in {partition.topic for partition in starts}:
             count = len(await self.partitions(topic))
             if wrong := [p.index for p in starts if p.topic == topic and not 0 <= p.index < count]:
                 raise ValueError(f"topic {topic}: got partitions {wrong}, expected 0 to {count - 1}")
-        consumer = await self._started(lambda: self._consumer(group))
+        consumer = await self._started(lambda: self._consumer(group, fetch_bytes or MAX_RECORD_BYTES))
         # Nothing awaits between the two, so no fetch begins anywhere else.
         consumer.assign([_kafka(partition) for partition in starts])
         for partition, offset in starts.items():
@@ -305,7 +307,7 @@ class KafkaBus:
                 raise refused from error
             raise
 
-    def _consumer(self, group: str | None) -> AIOKafkaConsumer:
+    def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
             bootstrap_servers=self.bootstrap_servers,
             client_id=self._client_id,
@@ -315,7 +317,7 @@ class KafkaBus:
             request_timeout_ms=REQUEST_TIMEOUT_MS,
             retry_backoff_ms=RETRY_BACKOFF_MS,
             metadata_max_age_ms=METADATA_AGE_MS,
-            max_partition_fetch_bytes=MAX_RECORD_BYTES,
+            max_partition_fetch_bytes=fetch_bytes,
             session_timeout_ms=SESSION_TIMEOUT_MS,
             heartbeat_interval_ms=HEARTBEAT_MS,
             max_poll_interval_ms=MAX_POLL_INTERVAL_MS,

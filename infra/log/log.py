@@ -32,6 +32,7 @@ from schemas.wire.frame import is_sealed
 
 # Neighbouring offsets are read in one go where the hole between them costs less than another request.
 MAX_HOLE = 64
+FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its offset
 # Above this many tokens encoding takes milliseconds, so it leaves the event loop.
 THREAD_TOKENS = 65_536
 STORE_PAUSES_S = (0.4, 1.6, 6.4)
@@ -283,7 +284,7 @@ class Log:
         if not wanted:
             return {}
         found: dict[int, Record] = {}
-        reader = await self.bus.assigned({where: min(wanted)})
+        reader = await self.bus.assigned({where: min(wanted)}, fetch_bytes=FETCH_BYTES)
         try:
             for start, stop in runs(wanted):
                 reader.seek(where, start)

@@ -69,7 +69,9 @@ class MemoryBus:
         await asyncio.sleep(0)  # as a network would, let others run
         return RecordPosition(topic, index, record.offset, record.timestamp_ms)
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
         """See Bus."""
         for partition in starts:
             self.log(partition)

@@ -167,11 +167,13 @@ class TellingBus(MemoryBus):
         self.__dict__.update(shared.bus.__dict__)
         self.begun: dict[str, int] = {}
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
         for at, offset in starts.items():
             name = at.topic.partition(".")[2]
             self.begun[name] = max(offset, self.begun.get(name, 0))
-        return await super().assigned(starts, group=group)
+        return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
 
 
 def snapshots_in(store: Store) -> list[str]:

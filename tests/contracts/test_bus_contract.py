@@ -172,17 +172,20 @@ def test_max_records_bounds_a_read_and_loses_nothing(hold: Callable[[Check], Non
     hold(check)
 
 
-def test_seek_moves_the_next_read_and_positions_follow(hold: Callable[[Check], None]) -> None:
+@pytest.mark.parametrize("fetch_bytes", [0, 1024])
+def test_seek_moves_the_next_read_and_positions_follow(hold: Callable[[Check], None], fetch_bytes: int) -> None:
+    values = [b"%d" % n * size for n, size in enumerate((10, 300_000, 2_000, 70_000, 1, 2_000))]
+
     async def check(bus: Bus, topic: str) -> None:
         at = Partition(topic, 2)
-        for n in range(6):
-            await bus.send(topic, b"%d" % n, key=b"k", partition=2)
-        reader = await bus.assigned({at: 4})
+        for value in values:
+            await bus.send(topic, value, key=b"k", partition=2)
+        reader = await bus.assigned({at: 4}, fetch_bytes=fetch_bytes)
         assert reader.positions() == {at: 4}
-        assert [record.value for record in await take(reader, 2)] == [b"4", b"5"]
+        assert [record.value for record in await take(reader, 2)] == values[4:]
         assert reader.positions() == {at: 6}
         reader.seek(at, 1)
-        assert [record.value for record in await take(reader, 5)] == [b"1", b"2", b"3", b"4", b"5"]
+        assert [record.value for record in await take(reader, 5)] == values[1:]
         with pytest.raises(ValueError):
             reader.seek(Partition(topic, 3), 0)
         await reader.close()

@@ -52,7 +52,9 @@ class FileBus(MemoryBus):
         await asyncio.sleep(0)
         return RecordPosition(topic, index, record.offset, record.timestamp_ms)
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
         """See Bus."""
         return FileReader(self, dict(starts), group=group)
 

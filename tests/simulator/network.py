@@ -183,7 +183,9 @@ class ClientBus:
             raise Killed
         return await self.cluster.request(self.process, topic, value, key, headers, partition)
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
         """See Bus."""
         for partition in starts:
             self.cluster.log(partition)

@@ -63,7 +63,7 @@ class GatedBus(MemoryBus):
         self.__dict__.update(shared.__dict__)
         self._gate = gate
 
-    async def assigned(self, starts, *, group=None):
+    async def assigned(self, starts, *, group=None, fetch_bytes=0):
         reader = GatedReader(self, dict(starts), group=group)
         reader.gate = self._gate
         return reader

@@ -41,12 +41,13 @@ _log = logging.getLogger(__name__)
 
 class Kept(msgspec.Struct):
     """How far the indexes are. fault: why the log cannot be read now. left: records still to be folded, by topic.
-    is_caught_up: whether all was read that was there at the start.
+    is_caught_up: whether all was read that was there at the start. is_traced: whether the index of `trace` has it.
     """
 
     fault: str = ""
     left: dict[str, int] = {}
     is_caught_up: bool = False
+    is_traced: bool = False
 
 
 class Keeper:
@@ -96,10 +97,13 @@ class Keeper:
             if left:
                 on_kept()
 
+        await self._trace.refresh(self._log, follower=self._trace_follower)  # first: a tenth of the work
+        if not self.kept.is_traced:
+            self.kept.is_traced = True
+            on_kept()
         if self.index.is_writer or self.index.take_over():
             await self._folder.refresh(self._log, on_left, self._follower)
             await asyncio.to_thread(self._prune)
-        await self._trace.refresh(self._log, follower=self._trace_follower)
 
     def _prune(self) -> None:
         newest = self.index.database.execute("SELECT time_ms FROM answers ORDER BY n DESC LIMIT 1").fetchone()
@@ -127,7 +131,7 @@ async def keep_apart(state: Path, command: Sequence[str], kept: Kept, looked: as
             assert child.stdout is not None
             async for line in child.stdout:
                 new = msgspec.json.decode(line, type=Kept)
-                kept.fault, kept.left, kept.is_caught_up = new.fault, new.left, new.is_caught_up
+                kept.fault, kept.left, kept.is_caught_up, kept.is_traced = msgspec.structs.astuple(new)
                 wait_s = LOOKED_S
             code = await child.wait()
         finally:

@@ -29,6 +29,7 @@ HELP = (
     "runbook",
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
+DRAWN_S = 10.0  # a curve that was drawn is shown again: drawing one of thousands of versions takes a processor's time
 SHOWN = 20  # answers on the page of what learned from them
 
 
@@ -50,9 +51,16 @@ async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
 async def learn(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """Curves over versions or time."""
     by_time = request.query_params.get("over") == "time"
-    app = pages.reading.settings.app
-    charts = await pages.reading.ask(lambda one: learning.charts_of([(app, one), *pages.beside], by_time=by_time))
-    legend, fates = await pages.reading.ask(lambda one: learning.fates_chart(one, by_time=by_time))
+    app, held, ask = pages.reading.settings.app, pages.reading.held, pages.reading.ask
+    over = "time" if by_time else "version"
+    charts = await held(
+        f"charts over {over}",
+        lambda: ask(lambda one: learning.charts_of([(app, one), *pages.beside], by_time=by_time)),
+        held_s=DRAWN_S,
+    )
+    legend, fates = await held(
+        f"fates over {over}", lambda: ask(lambda one: learning.fates_chart(one, by_time=by_time)), held_s=DRAWN_S
+    )
     return pages.show(
         request, viewer, "learning.html", charts=charts, fates=fates, fates_legend=legend, by_time=by_time,
         runs=[app, *(name for name, _ in pages.beside)],

@@ -8,6 +8,7 @@ known, and say so.
 """
 
 import asyncio
+import contextlib
 import math
 import sqlite3
 import threading
@@ -25,15 +26,15 @@ from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
 from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
-from infra.cli.status import State, read_status
+from infra.cli.status import READ, State, read_status
 from infra.ledger.index import INDEXED, LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
-from schemas import PolicyEvent
-from schemas.errors import BadFrame, BrokerUnavailable, StoreError
+from schemas import PolicyEvent, topics
+from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, StoreError
 
 HELD_S = 3.0
 PULSE = 120  # values held of each line of the flow
@@ -64,7 +65,9 @@ class Reading:
         run, policy = settings.run or settings.app, settings.policy.name
         self._trace_follower = Follower(log, INDEXED)
         self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
-        self._newest = HeldNewest(log)
+        self._newest_follower = Follower(log, READ)
+        self._newest = HeldNewest(log, self._newest_follower)
+        self._words_follower = Follower(log, (topics.POLICIES,))
         self._words = PolicyWords(policy)
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
@@ -72,7 +75,8 @@ class Reading:
 
     async def close(self) -> None:
         """Close the file, and what reads the log."""
-        await self._trace_follower.close()
+        for follower in (self._trace_follower, self._newest_follower, self._words_follower):
+            await follower.close()
         self._trace.close()
 
     async def ask(self, question: Callable[[sqlite3.Connection], Found]) -> Found:
@@ -99,14 +103,18 @@ class Reading:
         words = self._words
 
         async def read() -> History:
-            await words.read_on(self.log)
+            await words.read_on(self.log, self._words_follower)
             return History([*words.events], words.stable, decisions(words.events, words.orders))
 
         return await self.held("history", read)
 
     async def answer(self, ref: str) -> AnswerTrace:
-        """Everything the log says about an answer. Raises NotInLog."""
+        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog."""
+        self._looked.set()
         async with self._turn("trace"):
+            if self.kept.is_traced:
+                with contextlib.suppress(NotInLog):
+                    return await trace_answer(self.log, self._trace, ref)
             await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
             return await trace_answer(self.log, self._trace, ref)
 

@@ -33,7 +33,7 @@ from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
 LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed link says, made by `up`
-NICE = 10  # below every role: what people look at can wait
+NICE = 19  # below every role: what people look at can wait
 
 
 async def run_console(config: Path, sets: list[str], listen: str) -> int:

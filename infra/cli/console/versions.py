@@ -47,9 +47,10 @@ def rows_of(
         if one.version >= 0:
             newest[one.version] = one
     published = {event.version: (time_ms, event) for time_ms, event in history.events if event.event == "published"}
+    highest = max(published, default=-1)
     found = []
     for version in sorted(published, reverse=True):
-        is_newest = before is None and version == max(published)
+        is_newest = before is None and version == highest
         if (before is not None and version >= before) or not (
             every or is_newest or version in newest or version in evals
         ):

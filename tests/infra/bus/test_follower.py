@@ -23,9 +23,9 @@ class CountingBus(MemoryBus):
 
     num_opened = 0
 
-    async def assigned(self, starts, *, group=None) -> Reader:  # type: ignore[no-untyped-def]
+    async def assigned(self, starts, *, group=None, fetch_bytes=0) -> Reader:  # type: ignore[no-untyped-def]
         self.num_opened += 1
-        return await super().assigned(starts, group=group)
+        return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
 
 
 async def log_of() -> tuple[Log, CountingBus]:

@@ -366,8 +366,10 @@ def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbou
 
 def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_there() -> None:
     class Trimming(MemoryBus):
-        async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
-            reader = await super().assigned(starts, group=group)
+        async def assigned(
+            self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+        ) -> Reader:
+            reader = await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
             for partition in starts:
                 await self.delete_records(partition, 5)
             return reader

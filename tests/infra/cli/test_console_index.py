@@ -113,6 +113,36 @@ def test_pages_of_a_search_hold_every_answer_once(tmp_path: Path) -> None:
     index.close()
 
 
+def steps_of_search(database: sqlite3.Connection, query: Query) -> int:
+    """Hundreds of steps of SQLite's machine that a search takes."""
+    hundreds = 0
+
+    def count() -> int:
+        nonlocal hundreds
+        hundreds += 1
+        return 0
+
+    database.set_progress_handler(count, 100)
+    search(database, query)
+    database.set_progress_handler(None, 100)
+    return hundreds
+
+
+def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index(tmp_path: Path) -> None:
+    index = ConsoleIndex(tmp_path / "console.sqlite")
+    database = reader_of(index.path)
+    found = []
+    for many in (2_000, 18_000):
+        (last,) = database.execute("SELECT coalesce(max(n), 0) FROM answers").fetchone()
+        rows = [(n, n, f"{n}", "trained") for n in range(last + 1, last + many + 1)]
+        with index.database:
+            index.many("INSERT INTO answers (n, key, id, fate) VALUES (?, ?, ?, ?)", rows)
+        found.append([steps_of_search(database, query) for query in (Query(), Query(fate="trained"))])
+    assert all(after <= 2 * before for before, after in zip(*found, strict=True)), found
+    database.close()
+    index.close()
+
+
 @given(st.dictionaries(st.sampled_from([one.name for one in msgspec.structs.fields(Query)]), st.text(max_size=30)))
 def test_a_query_takes_whatever_a_form_holds(asked: dict[str, str]) -> None:
     query, faults = query_of(asked)

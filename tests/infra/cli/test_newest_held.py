@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from infra.cli.channel import PolicyWords
 from infra.cli.newest import HeldNewest, newest
-from infra.log.bus import Partition
-from infra.log.log import Log
+from infra.log.bus import Partition, Record
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
-from schemas import Directive, PolicyEvent, topics
+from schemas import DeadLetter, Directive, PolicyEvent, topics
 
 LAST = 5
 scripts = st.lists(
@@ -29,7 +30,7 @@ async def filled_log(bus: MemoryBus) -> Log:
 def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) -> None:
     async def check() -> None:
         log = await filled_log(MemoryBus())
-        held = HeldNewest(log)
+        held, open_held = HeldNewest(log), HeldNewest(log, Follower(log, (topics.POLICIES,)))
         for what, num in [*script, ("look", 1)]:
             name = log.name(topics.POLICIES)
             if what == "report":
@@ -45,7 +46,33 @@ def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) 
             for kind in ("", "directive") if what in ("look", "anew") else ():
                 found = await held.newest(topics.POLICIES, LAST, kind)
                 assert found == await newest(log, topics.POLICIES, LAST, kind)
+                assert found == await open_held.newest(topics.POLICIES, LAST, kind)
                 assert kind == "" or all(isinstance(one.value, Directive) for one in found)
+
+    asyncio.run(check())
+
+
+class CountingLog(Log):
+    """A log that counts what it decodes."""
+
+    decodes = 0
+
+    def decode(self, record: Record) -> LogMessage:
+        self.decodes += 1
+        return super().decode(record)
+
+
+def test_of_what_is_read_from_many_partitions_only_the_newest_are_decoded() -> None:
+    async def check() -> None:
+        log = CountingLog(MemoryBus(), "app")
+        await log.create_topics(partitions=4, keep_ms=-1)
+        held = HeldNewest(log)
+        for times in (1, 2):
+            for number in range(40):
+                letter = DeadLetter(stage="verify", reason=f"{number}", topic="t", partition=0, offset=number)
+                await log.publish(topics.DEAD_LETTERS, letter, partition=number % 4)
+            await held.newest(topics.DEAD_LETTERS, LAST)
+            assert log.decodes == LAST * times
 
     asyncio.run(check())
 
@@ -53,7 +80,8 @@ def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) 
 def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
     async def check() -> None:
         log = await filled_log(MemoryBus())
-        held = PolicyWords("main")
+        held, open_held = PolicyWords("main"), PolicyWords("main")
+        follower = Follower(log, (topics.POLICIES,))
         token = (await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main"))).offset
         for version in range(3):
             await log.publish(
@@ -61,9 +89,11 @@ def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
             )
             await log.publish(topics.POLICIES, Directive(order="pause", owner="ann", reason=f"{version}"))
             await held.read_on(log)
+            await open_held.read_on(log, follower)
         at_once = PolicyWords("main")
         await at_once.read_on(log)
         assert (held.events, held.orders, held.stable) == (at_once.events, at_once.orders, at_once.stable)
+        assert (open_held.events, open_held.orders, open_held.stable) == (held.events, held.orders, held.stable)
         assert [one.version for _, one in held.events] == [0, 1, 2]
         assert [one.reason for _, one in held.orders] == ["0", "1", "2"]
 

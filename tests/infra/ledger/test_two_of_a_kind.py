@@ -54,8 +54,10 @@ class DeafBus(MemoryBus):
         self.__dict__.update(shared.bus.__dict__)
         self.deaf = asyncio.Event()
 
-    async def assigned(self, starts: Mapping[Partition, int], *, group: str | None = None) -> Reader:
-        reader = await super().assigned(starts, group=group)
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
+        reader = await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
         is_policies = any(partition.topic.endswith(".policies") for partition in starts)
         return DeafReader(reader, self.deaf) if is_policies else reader  # type: ignore[return-value]
 
