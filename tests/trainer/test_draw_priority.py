@@ -22,6 +22,7 @@ from tests.trainer.memory_run import CONFIG, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_priority import FAIR, blended, draw_by_priority, inverse_chances
+from trainer.buffer.pool import pool_of as pooled
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
 
@@ -96,7 +97,12 @@ def test_the_weighted_mean_of_a_draw_is_that_of_the_pool_at_any_share_of_it(perc
 def test_the_weights_of_a_draw_are_those_whose_mean_was_measured(seed, wanted, by_tokens, correction) -> None:
     pool = pool_of(50, seed, sizes=4)
     draw = draw_by_priority(
-        pool.candidates(), num_experiences=wanted, max_uses=1, seed=seed, correction=correction, by_tokens=by_tokens
+        pooled(pool.candidates()),
+        num_experiences=wanted,
+        max_uses=1,
+        seed=seed,
+        correction=correction,
+        by_tokens=by_tokens,
     )
     key = blended(pool.priority) / (1.0 - np.random.default_rng(seed).random(50))
     order = np.argsort(-key)
@@ -114,7 +120,12 @@ def streamed(pool: Pool, lane: LaneConfig, *, waiting: int, come: int, drawn: in
     weighted = total = 0.0
     for step in range(len(rest) // come):
         draw = draw_by_priority(
-            here, num_experiences=drawn, max_uses=lane.max_uses, seed=step, correction=lane.exponent, by_tokens=True
+            pooled(here),
+            num_experiences=drawn,
+            max_uses=lane.max_uses,
+            seed=step,
+            correction=lane.exponent,
+            by_tokens=True,
         )
         weighted += sum(one.weight * one.num_tokens * value[one.offset] for one in draw.taken)
         total += sum(one.weight * one.num_tokens for one in draw.taken)
@@ -154,7 +165,7 @@ def test_the_first_drawn_come_in_proportion_to_their_chances() -> None:
     priorities = [1.0, 0.5, 0.25, 0.0]
     first: Counter[str] = Counter()
     for seed in range(6000):
-        (one,) = draw_by_priority(lane_of(priorities), num_experiences=1, max_uses=1, seed=seed).taken
+        (one,) = draw_by_priority(pooled(lane_of(priorities)), num_experiences=1, max_uses=1, seed=seed).taken
         first[one.group] += 1
     assert first["l.0"] > first["l.1"] > first["l.2"] > first["l.3"] > 0, first
 
@@ -164,7 +175,7 @@ def test_a_weight_is_seldom_above_twice_what_the_even_share_allows() -> None:
     weights = [
         one.weight
         for seed in range(200)
-        for one in draw_by_priority(lane, num_experiences=40, max_uses=1, seed=seed).taken
+        for one in draw_by_priority(pooled(lane), num_experiences=40, max_uses=1, seed=seed).taken
     ]
     assert np.mean(np.array(weights) > 2 / FAIR) < 0.001
 
@@ -172,19 +183,19 @@ def test_a_weight_is_seldom_above_twice_what_the_even_share_allows() -> None:
 @given(st.lists(st.floats(0, 2), max_size=40), st.integers(1, 60), st.integers(0, 10**6), st.floats(0, 1))
 def test_a_draw_takes_whole_groups_once_and_as_many_as_there_are(priorities, wanted, seed, correction) -> None:
     lane = lane_of(priorities, num_experiences=2)
-    draw = draw_by_priority(lane, num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
+    draw = draw_by_priority(pooled(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
     names = [one.group for one in draw.taken]
     assert len(set(names)) == len(names) == min(len(lane), -(-wanted // 2)) and draw.wait == (not lane)
-    assert draw == draw_by_priority(lane, num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
+    assert draw == draw_by_priority(pooled(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
     if names and (correction == 0 or len(names) == len(lane)):
         assert [one.weight for one in draw.taken] == pytest.approx([1.0] * len(names)), "all of it needs no weights"
 
 
 def test_used_up_groups_are_not_drawn() -> None:
     lane = [msgspec.structs.replace(one, uses=at % 2) for at, one in enumerate(lane_of([1.0] * 6))]
-    draw = draw_by_priority(lane, num_experiences=6, max_uses=1, seed=0)
+    draw = draw_by_priority(pooled(lane), num_experiences=6, max_uses=1, seed=0)
     assert {one.offset for one in draw.taken} == {0, 2, 4}
-    assert draw_by_priority(lane[1::2], num_experiences=1, max_uses=1, seed=0).wait
+    assert draw_by_priority(pooled(lane[1::2]), num_experiences=1, max_uses=1, seed=0).wait
 
 
 def test_nothing_is_decoded_but_what_was_drawn() -> None:
@@ -192,7 +203,7 @@ def test_nothing_is_decoded_but_what_was_drawn() -> None:
     buffer = Buffer({"live": 1})
     for offset in range(50):
         assert buffer.add(offset, b"no frame", block(f"l{offset}.0", lane="live", num_members=2)) == ""
-    draw = draw_by_priority(buffer.candidates("live"), num_experiences=20, max_uses=1, seed=3)
+    draw = draw_by_priority(buffer.pool("live"), num_experiences=20, max_uses=1, seed=3)
     assert len(draw.taken) == 10
     with pytest.raises(BadFrame):
         buffer.look_at(draw.taken)
@@ -241,21 +252,21 @@ def test_a_chance_is_told_by_the_key_at_which_the_others_alone_reach_the_number(
 def test_weights_are_on_and_of_experiences_where_nothing_is_said() -> None:
     pool = pool_of(50)
     given = {"num_experiences": 9, "max_uses": 1, "seed": 4}
-    plain = draw_by_priority(pool.candidates(), **given)
-    assert plain == draw_by_priority(pool.candidates(), **given, correction=1.0, by_tokens=False)
-    assert plain != draw_by_priority(pool.candidates(), **given, correction=1.0, by_tokens=True)
-    bare = draw_by_priority(pool.candidates(), **given, correction=0.0)
+    plain = draw_by_priority(pooled(pool.candidates()), **given)
+    assert plain == draw_by_priority(pooled(pool.candidates()), **given, correction=1.0, by_tokens=False)
+    assert plain != draw_by_priority(pooled(pool.candidates()), **given, correction=1.0, by_tokens=True)
+    bare = draw_by_priority(pooled(pool.candidates()), **given, correction=0.0)
     assert {one.weight for one in bare.taken} == {1.0} != {one.weight for one in plain.taken}
     assert bare.wait is False and [one.offset for one in bare.taken] == [one.offset for one in plain.taken]
 
 
 def test_groups_without_tokens_divide_nothing_by_nothing() -> None:
-    draw = draw_by_priority(lane_of([1.0, 0.5]), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
+    draw = draw_by_priority(pooled(lane_of([1.0, 0.5])), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
     assert [one.weight for one in draw.taken] == [0.0]
-    (alone,) = draw_by_priority(lane_of([1.0]), num_experiences=1, max_uses=1, seed=0).taken
+    (alone,) = draw_by_priority(pooled(lane_of([1.0])), num_experiences=1, max_uses=1, seed=0).taken
     assert alone.weight == 1.0
 
 
 def test_the_seed_draws_the_same_by_priority_in_every_release() -> None:
-    draw = draw_by_priority(lane_of([0.5, 1.0, 0.25, 0.75]), num_experiences=2, max_uses=1, seed=7)
+    draw = draw_by_priority(pooled(lane_of([0.5, 1.0, 0.25, 0.75])), num_experiences=2, max_uses=1, seed=7)
     assert [(one.offset, round(one.weight, 6)) for one in draw.taken] == [(1, 0.66581), (0, 1.250423)]

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import Filled, ShareLimits, fill, is_open, stratum
+from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, is_open, strata
+from trainer.buffer.draw_share import fill as fill_pool
 from trainer.buffer.draw_spread import draw_spread
+from trainer.buffer.pool import pool_of
 
 
 def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: float = 1.0) -> Candidate:
@@ -22,6 +24,10 @@ def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: f
 def pool(**counts: int) -> list[Candidate]:
     names = [name for name, count in counts.items() for _ in range(count)]
     return [one(at, tenant=name) for at, name in enumerate(names)]
+
+
+def fill(candidates: list[Candidate], wanted: int, limits: ShareLimits = NO_LIMITS) -> Filled:
+    return fill_pool(pool_of(candidates), wanted, limits)
 
 
 def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Counter[str]:
@@ -102,8 +108,8 @@ def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, 
 @pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
 def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
     candidates = pool(a=90, b=40)
-    first = draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
-    assert first == draw(candidates, num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
+    first = draw(pool_of(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
+    assert first == draw(pool_of(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
     assert Counter(member.tenant for member in first.taken)["a"] == 10
 
 
@@ -112,7 +118,7 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     """Of a tenant held to half of the batch the weighted mean is still that of all it has, and so it is for the others."""
     random = np.random.default_rng(0)
     values = np.concatenate([random.uniform(0.1, 0.4, 300), random.uniform(0.3, 1.0, 40)])
-    candidates = [one(at, "a" if at < 300 else "b", priority=value) for at, value in enumerate(values.tolist())]
+    candidates = pool_of(one(at, "a" if at < 300 else "b", priority=value) for at, value in enumerate(values.tolist()))
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for seed in range(2000):
@@ -127,9 +133,8 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
 
 
 def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full() -> None:
-    candidates = pool(a=60) + [
-        one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate((1, 3, 2, 1))
-    ]
+    few = [one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate((1, 3, 2, 1))]
+    candidates = pool_of(pool(a=60) + few)
     for seed in range(50):
         drawn = draw_by_priority(
             candidates, num_experiences=20, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
@@ -146,20 +151,25 @@ def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
 
 def test_a_share_matters_only_where_two_have_something() -> None:
     mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
-    assert not is_open(mixed, ShareLimits(tenant=0.9)) and not is_open(mixed, ShareLimits(subject=0.9))
-    assert is_open(users, ShareLimits(tenant=0.9)) and not is_open(users, ShareLimits(subject=0.9))
-    assert (
-        is_open(mixed, ShareLimits())
-        and is_open(mixed[:1], ShareLimits(0.1, 0.1))
-        and is_open([], ShareLimits(0.1, 0.1))
-    )
+    for candidates, limits, expected in (
+        (mixed, ShareLimits(tenant=0.9), False),
+        (mixed, ShareLimits(subject=0.9), False),
+        (users, ShareLimits(tenant=0.9), True),
+        (users, ShareLimits(subject=0.9), False),
+        (mixed, ShareLimits(), True),
+        (mixed[:1], ShareLimits(0.1, 0.1), True),
+        ([], ShareLimits(0.1, 0.1), True),
+    ):
+        assert is_open(pool_of(candidates), limits) is expected
 
 
 def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> None:
-    member = one(0, "a", "u")
-    assert stratum(member, frozenset({("a",), ("a", "u")})) == ("a", "u")
-    assert stratum(member, frozenset({("a",), ("b", "u")})) == ("a",)
-    assert stratum(member, frozenset({("b",)})) == ()
+    order = pool_of([one(0, "a", "u"), one(1, "a", "v"), one(2, "b", "w"), one(3, "c", "w"), one(4, "a", "u")])
+    among = strata(order, frozenset({("a",), ("a", "u")})).tolist()
+    assert among[0] == among[4] and among[2] == among[3] == -1 and len(set(among)) == 3
+    among = strata(order, frozenset({("a",), ("b", "w")})).tolist()
+    assert among[0] == among[1] == among[4] and among[3] == -1 and len(set(among)) == 3
+    assert set(strata(order, frozenset()).tolist()) == {-1}
 
 
 def test_one_whole_group_may_be_above_the_share() -> None:
@@ -213,7 +223,9 @@ def test_users_of_one_name_at_two_tenants_are_two() -> None:
 @pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
 def test_a_draw_tells_how_many_it_held_back(draw) -> None:
     held = [
-        draw(pool(a=9, b=2), num_experiences=8, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)).held_back
+        draw(
+            pool_of(pool(a=9, b=2)), num_experiences=8, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
+        ).held_back
         for seed in range(20)
     ]
     assert 0 <= min(held) < max(held) <= 7

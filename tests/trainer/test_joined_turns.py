@@ -11,6 +11,7 @@ from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import Candidate, Draw
 from trainer.buffer.draw_joined import MAX_AWAITED, joins_of, parted, united
+from trainer.buffer.pool import pool_of
 from trainer.config import LaneConfig
 from trainer.loop.supply import drawn_from
 
@@ -154,7 +155,7 @@ def candidates(joins: int, turns: int, alone: int) -> list[Candidate]:
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share: float) -> None:
     lane = LaneConfig(weight=1.0, draw=draw, tenant_share=share)  # type: ignore[arg-type]
-    held = candidates(6, 5, 10)
+    held = pool_of(candidates(6, 5, 10))
     for seed in range(20):
         found = drawn_from(held, lane, num_experiences=12, seed=seed)
         taken: dict[str, set[float]] = {}
@@ -169,8 +170,8 @@ def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share:
 
 
 def test_without_joins_the_draw_is_what_it_was() -> None:
-    held = candidates(0, 0, 30)
+    held = pool_of(candidates(0, 0, 30))
     joins = joins_of(held)
-    assert united(held, joins) == held
-    draw = Draw(taken=tuple(held[:3]))
+    assert united(held, joins) is held
+    draw = Draw(taken=tuple(held.chosen(slice(3))))
     assert parted(draw, joins) is draw

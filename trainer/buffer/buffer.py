@@ -8,6 +8,7 @@ that still waits and leaves what was trained as it is, a withdrawal removes the 
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from schemas import Block, Lane, decode
 from schemas.errors import BadFrame
@@ -17,6 +18,7 @@ from schemas.wire.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_joined import Awaited
+from trainer.buffer.pool import LaneRows, Pool, pool_of
 from trainer.buffer.uses import Uses, keys_of, use_key
 
 
@@ -39,7 +41,7 @@ class Buffer:
         self._find_seal = find_seal
         self._max_tokens = max_tokens or MAX_TOKENS
         self._frames: dict[int, bytes] = {}
-        self._candidates: dict[Lane, dict[int, Candidate]] = {lane: {} for lane in max_uses}
+        self._candidates = {lane: LaneRows() for lane in max_uses}
         self._held: dict[tuple[str, str], int] = {}  # (group, lane) → offset
         self._validation: dict[int, tuple[bytes, Block]] = {}
         self._awaited = Awaited()
@@ -83,16 +85,24 @@ class Buffer:
             self.discard(held, first.lane)
         self._frames[offset] = frame
         self._held[block.group, first.lane] = offset
-        self._candidates[first.lane][offset] = candidate_of(offset, block, used, digest)
+        self._candidates[first.lane].put(candidate_of(offset, block, used, digest))
         return ""
 
     def candidates(self, lane: Lane) -> list[Candidate]:
         """What a lane holds, in order of arrival."""
-        return list(self._candidates.get(lane, {}).values())
+        return list(self._candidates.get(lane, ()))
 
-    def drawable(self, lane: Lane) -> list[Candidate]:
+    def pool(self, lane: Lane) -> Pool:
+        """What a lane holds, in order of arrival, for a draw."""
+        return self._candidates[lane].pool() if lane in self._candidates else pool_of(())
+
+    def drawable(self, lane: Lane) -> Pool:
         """What may be drawn from a lane, in order of arrival: all but the joins of which more is on its way."""
-        return [one for one in self.candidates(lane) if one.join not in self._awaited]
+        pool = self.pool(lane)
+        joined = np.flatnonzero(pool.column("is_joined"))
+        kept_N = np.ones(len(pool), bool)
+        kept_N[joined] = [one.join not in self._awaited for one in pool.chosen(joined)]
+        return pool if kept_N.all() else pool.chosen(kept_N)
 
     def await_no_more(self) -> None:
         """What is here of joins is all of them: what was on its way came before, or cannot be read."""
@@ -100,7 +110,7 @@ class Buffer:
 
     def holds(self, one: Candidate) -> bool:
         """Whether a group may still be drawn; a newer revision takes its place."""
-        return one.offset in self._candidates.get(one.lane, {})
+        return one.offset in self._candidates.get(one.lane, ())
 
     def look_at(self, candidates: Iterable[Candidate]) -> list[Block]:
         """Decode groups without using them."""
@@ -135,11 +145,11 @@ class Buffer:
             self.discard(offset, one.lane)
             self._count_used_up(one.lane, held.num_experiences)
         else:
-            self._candidates[one.lane][offset] = msgspec.structs.replace(held, uses=held.uses + 1)
+            self._candidates[one.lane].put(msgspec.structs.replace(held, uses=held.uses + 1))
 
     def forget_uses(self, below: int) -> int:
         """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
-        held = [one for lane in self._candidates.values() for one in lane.values() if one.uses]
+        held = [one for lane in self._candidates.values() for one in lane if one.uses]
         keys = {key for one in held for key in keys_of(one.group, one.revision, one.retrained, one.lane)}
         return self.uses.forget_below(below, keys)
 
@@ -159,11 +169,11 @@ class Buffer:
 
     def num_groups(self, lane: Lane) -> int:
         """Groups held in a lane."""
-        return len(self._candidates.get(lane, {}))
+        return len(self._candidates.get(lane, ()))
 
     def num_experiences(self, lane: Lane) -> int:
         """Experiences held in a lane."""
-        return sum(one.num_experiences for one in self._candidates.get(lane, {}).values())
+        return sum(one.num_experiences for one in self._candidates.get(lane, ()))
 
     def num_heard(self, lane: Lane) -> int:
         """Experiences held in a lane, and those that were and have no use left."""

@@ -8,9 +8,11 @@ most MAX_AWAITED joins wait for what is on its way; beyond it the oldest are tak
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from schemas import Experience
 from trainer.buffer.draw import Candidate, Draw
+from trainer.buffer.pool import Pool
 
 MAX_AWAITED = 1024
 
@@ -49,20 +51,27 @@ def _remember(names: dict[str, None], name: str) -> None:
 Joins = dict[tuple[str, int], list[Candidate]]  # members by name and how often they were used
 
 
-def joins_of(candidates: Sequence[Candidate]) -> Joins:
+def joins_of(pool: Pool) -> Joins:
     """What is drawn together: the members of each join that were used as often."""
     found: Joins = {}
-    for one in candidates:
-        if one.join:
-            found.setdefault((one.join, one.uses), []).append(one)
+    for one in pool.chosen(pool.column("is_joined")):
+        found.setdefault((one.join, one.uses), []).append(one)
     return found
 
 
-def united(candidates: Sequence[Candidate], joins: Joins) -> list[Candidate]:
+def united(pool: Pool, joins: Joins) -> Pool:
     """The candidates, those of a join as one, in the place of its first."""
     if not joins:
-        return list(candidates)
-    return [_whole(one, joins) for one in candidates if not one.join or joins[one.join, one.uses][0] is one]
+        return pool
+    kept_N = np.ones(len(pool), bool)
+    wholes: dict[int, Candidate] = {}
+    for place in np.flatnonzero(pool.column("is_joined")).tolist():
+        one = pool[place]
+        members = joins[one.join, one.uses]
+        kept_N[place] = members[0] is one
+        if kept_N[place] and len(members) > 1:
+            wholes[place] = _as_one(members)
+    return pool.replaced(wholes).chosen(kept_N)
 
 
 def parted(draw: Draw, joins: Joins) -> Draw:
@@ -75,12 +84,6 @@ def parted(draw: Draw, joins: Joins) -> Draw:
         for member in (joins[one.join, one.uses] if one.join else (one,))
     ]
     return msgspec.structs.replace(draw, taken=tuple(taken))
-
-
-def _whole(one: Candidate, joins: Joins) -> Candidate:
-    """A candidate, or all of the join whose first it is."""
-    members = joins[one.join, one.uses] if one.join else [one]
-    return one if len(members) == 1 else _as_one(members)
 
 
 def _as_one(members: Sequence[Candidate]) -> Candidate:

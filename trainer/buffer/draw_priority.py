@@ -21,19 +21,20 @@ whatever the priorities, groups of low priority still differ and weights stay ar
 of equal length hardly one is above twice that. There is no other cap; it would bring the bias back.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_share import NO_LIMITS, Filled, Party, ShareLimits, fill_by, stratum
+from trainer.buffer.draw import Draw
+from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, fill, is_open, strata
+from trainer.buffer.pool import Pool, enough, lowest
 
 FAIR = 0.1
 
 
 def draw_by_priority(
-    candidates: Sequence[Candidate],
+    pool: Pool,
     *,
     num_experiences: int,
     max_uses: int,
@@ -47,41 +48,54 @@ def draw_by_priority(
     correction: exponent β of the weights (Schaul et al., arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the
     lane's mean is over sampled tokens, else over experiences.
     """
-    usable = [one for one in candidates if one.uses < max_uses]
-    if not usable:
-        return Draw(wait=True)
+    usable = pool.chosen(pool.column("uses") < max_uses)
     num = len(usable)
-    priority_N = blended(np.fromiter((one.priority for one in usable), np.float64, num))
+    if not num:
+        return Draw(wait=True)
+    priority_N = blended(usable.column("priority"))
     key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
-    order_N = np.argsort(-key_N)
-    filled = fill_by(order_N.tolist(), usable, num_experiences, limits)
-    place_K = np.array(filled.taken)
-    weight_N, taken_N = np.ones(num), np.zeros(num, bool)
-    taken_N[place_K] = True
+    first = lowest(-key_N, enough(usable, num_experiences) if is_open(usable, limits) else num)
+    order = usable.chosen(first)
+    filled = fill(order, num_experiences, limits)
+    weight_F = np.ones(len(order))
     if correction > 0:
-        size_N = np.fromiter((one.num_experiences for one in usable), np.int64, num)
-        unit_N = np.fromiter((one.num_tokens for one in usable), np.int64, num) if by_tokens else size_N
-        for pool in _pools(usable, order_N, filled):
-            at, drawn = order_N[pool], taken_N[pool]
-            wanted = num_experiences if len(pool) == num else _reached(size_N[at], drawn)
-            inverse = inverse_chances(key_N[at], priority_N[at], size_N[at], wanted)[drawn]
-            scale = unit_N[at[drawn]].sum() / max(1, unit_N[at].sum())
-            weight_N[pool[drawn]] = (inverse * scale) ** correction
-    taken = [
-        msgspec.structs.replace(usable[at], weight=weight)
-        for at, weight in zip(order_N[place_K].tolist(), weight_N[place_K].tolist(), strict=True)
-    ]
+        unit = "num_tokens" if by_tokens else "num_experiences"
+        share = _Share(order.column(unit), int(usable.column(unit).sum()))
+        weight_F = _weights(order, filled, key_N[first], priority_N[first], num_experiences, share) ** correction
+    taken = (
+        msgspec.structs.replace(order[place], weight=weight)
+        for place, weight in zip(filled.taken, weight_F[list(filled.taken)].tolist(), strict=True)
+    )
     return Draw(taken=tuple(taken), held_back=filled.held_back)
 
 
-def _pools(usable: Sequence[Candidate], order_N: np.ndarray, filled: Filled) -> list[np.ndarray]:
-    """Places in the order, by whom they are drawn among."""
+class _Share(NamedTuple):
+    """What the lane's mean counts: unit_F of each in order, total of all that wait."""
+
+    unit_F: np.ndarray
+    total: int
+
+
+def _weights(
+    order: Pool, filled: Filled, key_F: np.ndarray, priority_F: np.ndarray, num_experiences: int, share: _Share
+) -> np.ndarray:
+    """1 / chance of each that is taken, on the scale of `correction` 1; what is not taken has no meaning. [F] float64"""
+    size_F = order.column("num_experiences")
+    taken_F = np.zeros(len(order), bool)
+    taken_F[list(filled.taken)] = True
     if not filled.full:
-        return [np.arange(len(order_N))]
-    pools: dict[Party, list[int]] = {}
-    for place, at in enumerate(order_N.tolist()):
-        pools.setdefault(stratum(usable[at], filled.full), []).append(place)
-    return [np.array(pool) for pool in pools.values()]
+        scale = share.unit_F[taken_F].sum() / max(1, share.total)
+        weight_F: np.ndarray = inverse_chances(key_F, priority_F, size_F, num_experiences) * scale
+        return weight_F
+    weight_F = np.ones(len(order))
+    stratum_F = strata(order, filled.full)
+    for number in np.unique(stratum_F).tolist():
+        among = np.flatnonzero(stratum_F == number)
+        taken_A, unit_A = taken_F[among], share.unit_F[among]
+        wanted = num_experiences if len(among) == len(order) else _reached(size_F[among], taken_A)
+        scale = unit_A[taken_A].sum() / max(1, unit_A.sum())
+        weight_F[among] = inverse_chances(key_F[among], priority_F[among], size_F[among], wanted) * scale
+    return weight_F
 
 
 def blended(priority_N: np.ndarray) -> np.ndarray:

@@ -5,13 +5,12 @@ one whole group; what is above it waits. Where a batch of `least` experiences do
 filled up to `least` with what would have waited, so that a deployment with one large customer goes on learning.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
-from trainer.buffer.draw import Candidate
-
-Party = tuple[str, ...]  # (tenant,) or (tenant, subject)
+from trainer.buffer.pool import Party, Pool
 
 
 class ShareLimits(msgspec.Struct, frozen=True):
@@ -28,6 +27,7 @@ class ShareLimits(msgspec.Struct, frozen=True):
 
 
 NO_LIMITS = ShareLimits()
+ANY = np.iinfo(np.int64).max
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -40,108 +40,130 @@ class Filled(msgspec.Struct, frozen=True):
     held_back: int = 0
 
 
-def fill(order: Sequence[Candidate], num_experiences: int, limits: ShareLimits = NO_LIMITS) -> Filled:
+def fill(order: Pool, num_experiences: int, limits: ShareLimits = NO_LIMITS) -> Filled:
     """Whole groups in order, worth at least `num_experiences` or all there are, within the shares."""
+    size_N = order.column("num_experiences")
     if is_open(order, limits):
-        return first(order, num_experiences)
-    room, allowed, least = _room(order, num_experiences, limits)
-    sums: dict[Party, int] = {}
+        return Filled(tuple(range(first(size_N, num_experiences))))
+    room, allowed_C, least = _room(order, num_experiences, limits)
+    sums: dict[int, int] = {}
     taken: list[int] = []
     passed: list[int] = []
-    full: set[Party] = set()
+    full: set[int] = set()
     total = 0
-    for place, one in enumerate(order):
+    for place, (size, *parties) in enumerate(_sizes_and_parties(order)):
         if total >= room:
             break
-        parties = [party for party in _parties(one) if party in allowed]
         over = [
             party
             for party in parties
-            if party in sums and sums[party] + one.num_experiences > allowed[party]  # a first group is always let in
+            if party in sums and sums[party] + size > allowed_C[party]  # a first group is always let in
         ]
         if over:
             full.add(over[-1])
             passed.append(place)
             continue
-        sums |= {party: sums.get(party, 0) + one.num_experiences for party in parties}
+        for party in parties:
+            sums[party] = sums.get(party, 0) + size
         taken.append(place)
-        total += one.num_experiences
+        total += size
     if total < least:
-        more = first((order[place] for place in passed), least - total).taken
-        taken = sorted([*taken, *(passed[at] for at in more)])
-        passed = passed[len(more) :]
-    return Filled(tuple(taken), frozenset(full), sum(order[place].num_experiences for place in passed))
+        more = first(size_N[passed], least - total)
+        taken = sorted([*taken, *passed[:more]])
+        passed = passed[more:]
+    names = {code: party for party, code in order.codes.items() if code in full} if full else {}
+    return Filled(tuple(taken), frozenset(names.values()), int(size_N[passed].sum()) if passed else 0)
 
 
-def fill_by(
-    order: Sequence[int], candidates: Sequence[Candidate], num_experiences: int, limits: ShareLimits = NO_LIMITS
-) -> Filled:
-    """`fill` from the candidates at these places. Where no share can be reached, it looks only at those that it takes."""
-    ordered = (candidates[at] for at in order)
-    if is_open(candidates, limits):
-        return first(ordered, num_experiences)
-    return fill(list(ordered), num_experiences, limits)
+def strata(pool: Pool, full: frozenset[Party]) -> np.ndarray:
+    """Whom a group is drawn among, as a number: those of its user or its tenant where these are full, else all others, -1.
 
-
-def stratum(one: Candidate, full: frozenset[Party]) -> Party:
-    """Whom a group is drawn among: those of its user or its tenant where these are full, else all others, ()."""
-    return next((party for party in reversed(_parties(one)) if party in full), ())
-
-
-def is_open(order: Sequence[Candidate], limits: ShareLimits) -> bool:
-    """Whether no share can be reached: nothing is limited, or all is of the same."""
-    tenants = limits.tenant < 1.0 and len({one.tenant for one in order}) > 1
-    return not tenants and (limits.subject >= 1.0 or len({(one.tenant, one.subject) for one in order}) <= 1)
-
-
-def first(order: Iterable[Candidate], num_experiences: int) -> Filled:
-    """Whole groups in order, worth at least `num_experiences` or all there are."""
-    taken = []
-    for place, one in enumerate(order):
-        if num_experiences <= 0:
-            break
-        taken.append(place)
-        num_experiences -= one.num_experiences
-    return Filled(tuple(taken))
-
-
-def _parties(one: Candidate) -> tuple[Party, ...]:
-    return ((one.tenant,), (one.tenant, one.subject))
-
-
-def _room(order: Sequence[Candidate], wanted: int, limits: ShareLimits) -> tuple[int, dict[Party, int], int]:
-    """Size of the largest batch within the shares, what each party may have of it, and the least that is drawn at all.
-
-    A share below an even split among those present is that even split.
+    Of the same number are those that are drawn among each other. [N] int32
     """
-    have: dict[str, dict[str, int]] = {}
-    for one in order:
-        of_tenant = have.setdefault(one.tenant, {})
-        of_tenant[one.subject] = of_tenant.get(one.subject, 0) + one.num_experiences
-    tenant = max(limits.tenant, 1 / max(1, len(have)))
-    subject = max(limits.subject, 1 / max(1, sum(map(len, have.values()))))
-    size = min(wanted, sum(sum(of_tenant.values()) for of_tenant in have.values()))
+    is_full_C = np.zeros(len(pool.codes), bool)
+    is_full_C[[pool.codes[party] for party in full]] = True
+    tenant_N, user_N = pool.column("tenant"), pool.column("user")
+    return np.where(is_full_C[user_N], user_N, np.where(is_full_C[tenant_N], tenant_N, -1))
+
+
+def is_open(pool: Pool, limits: ShareLimits) -> bool:
+    """Whether no share can be reached: nothing is limited, or all is of the same."""
+    return not (
+        (limits.tenant < 1.0 and _differ(pool.column("tenant")))
+        or (limits.subject < 1.0 and _differ(pool.column("user")))
+    )
+
+
+def first(size_N: np.ndarray, num_experiences: int) -> int:
+    """How many whole groups in order are worth at least `num_experiences`, or all there are."""
+    if num_experiences <= 0:
+        return 0
+    return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
+
+
+def _differ(code_N: np.ndarray) -> bool:
+    return bool((code_N != code_N[:1]).any())
+
+
+def _sizes_and_parties(order: Pool, at_once: int = 4096) -> Iterator[tuple[int, int, int]]:
+    """Experiences, tenant and user of each in order. Few are read ahead: a batch is full long before a buffer's end."""
+    for start in range(0, len(order), at_once):
+        some = order.chosen(slice(start, start + at_once))
+        yield from zip(*(some.column(name).tolist() for name in ("num_experiences", "tenant", "user")), strict=True)
+
+
+def _room(order: Pool, wanted: int, limits: ShareLimits) -> tuple[int, np.ndarray, int]:
+    """Size of the largest batch within the shares, what each party may have of it, by code, and the least that is drawn.
+
+    A share below an even split among those present is that even split. What has no name may have any number.
+    """
+    have = _have(order)
+    tenant = max(limits.tenant, 1 / len(have.tenant_T))
+    subject = max(limits.subject, 1 / len(have.user_U))
+    size = min(wanted, int(have.count_U.sum()))
     least = min(size, limits.least)
     while size > (possible := _possible(have, _of(size, tenant), _of(size, subject))):
         size = possible
     size = max(size, least)
-    allowed: dict[Party, int] = {}
-    for name, of_tenant in have.items():
-        if name and tenant < 1.0:
-            allowed[name,] = _of(size, tenant)
-        if subject < 1.0:
-            allowed |= {(name, user): _of(size, subject) for user in of_tenant if user}
-    return size, allowed, least
+    allowed_C = np.full(len(order.codes), ANY)
+    if tenant < 1.0:
+        allowed_C[have.tenant_T[have.is_named_T]] = _of(size, tenant)
+    if subject < 1.0:
+        allowed_C[have.user_U[have.is_named_U]] = _of(size, subject)
+    return size, allowed_C, least
+
+
+class _Have(msgspec.Struct, frozen=True):
+    """Who has something to draw. tenant_T, user_U: codes. owner_U: code of a user's tenant. count_U: experiences."""
+
+    tenant_T: np.ndarray
+    is_named_T: np.ndarray
+    user_U: np.ndarray
+    is_named_U: np.ndarray
+    owner_U: np.ndarray
+    count_U: np.ndarray
+
+
+def _have(order: Pool) -> _Have:
+    """Counts by code: linear in what waits, without a sort."""
+    tenant_N, user_N = order.column("tenant"), order.column("user")
+    num_codes = len(order.codes)
+    count_C = np.bincount(user_N, weights=order.column("num_experiences"), minlength=num_codes).astype(np.int64)
+    is_named_C, owner_C = np.zeros(num_codes, bool), np.zeros(num_codes, np.int64)
+    is_named_C[tenant_N] = order.column("has_tenant")
+    is_named_C[user_N] = order.column("has_subject")
+    owner_C[user_N] = tenant_N
+    tenant_T = np.flatnonzero(np.bincount(tenant_N, minlength=num_codes))
+    user_U = np.flatnonzero(np.bincount(user_N, minlength=num_codes))
+    return _Have(tenant_T, is_named_C[tenant_T], user_U, is_named_C[user_U], owner_C[user_U], count_C[user_U])
 
 
 def _of(size: int, share: float) -> int:
     return max(1, int(size * share + 1e-9))
 
 
-def _possible(have: Mapping[str, Mapping[str, int]], of_tenant: int, of_subject: int) -> int:
+def _possible(have: _Have, of_tenant: int, of_subject: int) -> int:
     """Experiences that can be drawn where a tenant and a user have so many each."""
-    sums = {
-        name: sum(min(count, of_subject) if user else count for user, count in users.items())
-        for name, users in have.items()
-    }
-    return sum(min(total, of_tenant) if name else total for name, total in sums.items())
+    count_U = np.where(have.is_named_U, np.minimum(have.count_U, of_subject), have.count_U)
+    sum_T = np.bincount(have.owner_U, weights=count_U)[have.tenant_T].astype(np.int64)
+    return int(np.where(have.is_named_T, np.minimum(sum_T, of_tenant), sum_T).sum())

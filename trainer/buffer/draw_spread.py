@@ -1,26 +1,36 @@
 """The draw without an issue order: whole groups, least used first, in an order that the seed alone decides. Pure."""
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, fill_by
+from trainer.buffer.draw import Draw
+from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, fill, is_open
+from trainer.buffer.pool import Pool, enough, lowest
 
 
-def draw_spread(
-    candidates: Sequence[Candidate], *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS
-) -> Draw:
+def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS) -> Draw:
     """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing."""
-    usable = [one for one in candidates if one.uses < max_uses]
-    if not usable:
+    usable = pool.chosen(pool.column("uses") < max_uses)
+    if not len(usable):
         return Draw(wait=True)
-    uses_N = np.fromiter((one.uses for one in usable), np.int64, len(usable))
-    offset_N = np.fromiter((one.offset for one in usable), np.uint64, len(usable))
-    order = np.lexsort((shuffled(seed, offset_N), uses_N)).tolist()
-    filled = fill_by(order, usable, num_experiences, limits)
-    return Draw(taken=tuple(usable[order[place]] for place in filled.taken), held_back=filled.held_back)
+    num = enough(usable, num_experiences) if is_open(usable, limits) else len(usable)
+    order = usable.chosen(_least_used(usable, seed, num))
+    filled = fill(order, num_experiences, limits)
+    return Draw(taken=tuple(order[place] for place in filled.taken), held_back=filled.held_back)
+
+
+def _least_used(pool: Pool, seed: int, num: int) -> np.ndarray:
+    """Places of at least `num` groups, or all: the least used first, of those used as often in the seed's order."""
+    uses_N, mixed_N = pool.column("uses"), shuffled(seed, pool.column("offset"))
+    found: list[np.ndarray] = []
+    for uses in np.unique(uses_N).tolist():
+        members = np.flatnonzero(uses_N == uses)
+        found.append(members[lowest(mixed_N[members], num)])
+        num -= len(found[-1])
+        if num <= 0:
+            break
+    return np.concatenate(found)
 
 
 def shuffled(seed: int, offset_N: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ Nothing is taken out of the buffer or dropped here: that is up to whoever asked.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infra.settings.config import Pacing, duration_s
@@ -17,6 +16,7 @@ from trainer.buffer.draw_priority import draw_by_priority
 from trainer.buffer.draw_share import ShareLimits
 from trainer.buffer.draw_spread import draw_spread
 from trainer.buffer.intake import Intake
+from trainer.buffer.pool import Pool
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.losses.loss import Objective, open_objectives
@@ -66,17 +66,14 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else supply.pacing.groups_per_step
         if wanted == 0:
             continue
-        candidates = supply.intake.buffer.drawable(lane)
-        crowd = max(0, len(candidates) - config.max_waiting)
-        dropped += [(one, TOO_MANY) for one in candidates[:crowd]]
-        candidates = candidates[crowd:]
-        unusable = unfit_of(supply, lane, candidates)
+        pool = supply.intake.buffer.drawable(lane)
+        crowd = max(0, len(pool) - config.max_waiting)
+        dropped += [(one, TOO_MANY) for one in pool.chosen(slice(crowd))]
+        usable, unusable = fit_of(supply, lane, pool.chosen(slice(crowd, None)))
         dropped += unusable
-        refused = {one.offset for one, _ in unusable}
-        usable = [one for one in candidates if one.offset not in refused] if refused else candidates
         least = 1 if paced_step or supply.intake.draining else config.least
-        if sum(one.num_experiences for one in usable) < least:
-            usable = []
+        if usable.column("num_experiences").sum() < least:
+            usable = usable.chosen(slice(0))
         draw = drawn_from(
             usable,
             config,
@@ -107,7 +104,7 @@ def teaches(supply: Supply, one: Candidate) -> bool:
 
 
 def drawn_from(
-    candidates: Sequence[Candidate],
+    pool: Pool,
     config: LaneConfig,
     *,
     num_experiences: int,
@@ -117,8 +114,8 @@ def drawn_from(
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
     limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
-    joins = joins_of(candidates)
-    units = united(candidates, joins)
+    joins = joins_of(pool)
+    units = united(pool, joins)
     if config.draw == "priority":
         draw = draw_by_priority(
             units,
@@ -134,10 +131,14 @@ def drawn_from(
     return parted(draw, joins)
 
 
-def unfit_of(supply: Supply, lane: Lane, candidates: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
-    """What the lane's loss cannot learn from."""
+def fit_of(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
+    """What the lane's loss can learn from, and the others with the reason."""
     objective = supply.objectives[lane]
-    return unfit(candidates, ratio=objective.ratio, pairs=objective.mean == "pairs")
+    ratio, pairs = objective.ratio, objective.mean == "pairs"
+    doubtful_N = (ratio & ~pool.column("has_ratio")) | (pairs & ~pool.column("is_pair"))
+    if not doubtful_N.any():
+        return pool, []
+    return pool.chosen(~doubtful_N), unfit(pool.chosen(doubtful_N), ratio=ratio, pairs=pairs)
 
 
 def share_of(config: LaneConfig, paced: LaneConfig) -> float:
@@ -152,10 +153,8 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     """The draw of the paced lane, waiting for a group about to pass the bound as long as `straggler_s` allows."""
     pacing = supply.pacing
     version = position.version
-    candidates = supply.intake.buffer.candidates(PACED)
-    unusable = unfit_of(supply, PACED, candidates)
-    refused = {one.offset for one, _ in unusable}
-    usable = [one for one in candidates if one.offset not in refused]
+    fit, unusable = fit_of(supply, PACED, supply.intake.buffer.pool(PACED))
+    usable = list(fit)
     given_up = {number: since for number, since in supply.given_up.items() if now_s - since > pacing.straggler_s}
     absent, hold_for = supply.intake.absent(), None
     while (number := worth_waiting_for(

@@ -34,7 +34,7 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
                 continue
             step = run.position.step + 1
             draw = draw_spread(
-                run.supply.intake.buffer.candidates(warmup.lane),
+                run.supply.intake.buffer.pool(warmup.lane),
                 num_experiences=warmup.batch,
                 max_uses=run.config.lanes[warmup.lane].max_uses,
                 seed=step_seed(run.supply.seed, step),

@@ -14,7 +14,6 @@ import numpy as np
 from schemas import Block, Message, Span, encode, make_experience
 from schemas.ids import experience_id
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import unfit
 from trainer.config import LaneConfig
 from trainer.loop.supply import drawn_from
 
@@ -27,15 +26,15 @@ LANES = {"priority": LaneConfig(draw="priority", max_uses=USES), "spread": LaneC
 def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, rounds: int = 20) -> dict[str, float]:
     """A draw, and decoding what it drew, by the size of the groups."""
     figures: dict[str, float] = {"experiences": num_experiences, "groups_drawn": num_drawn}
-    for name, size in (("groups_of_16", 16), ("alone", 1)):
-        buffer = filled(num_experiences // size, size)
+    for name, size, users in (("groups_of_16", 16, 1), ("alone", 1, 1), ("alone_of_1000_users", 1, 1000)):
+        buffer = filled(num_experiences // size, size, users)
         for draw, lane in LANES.items():
             times_ms = []
             for seed in range(rounds):
                 started_s = time.process_time()
-                candidates = buffer.candidates("live")
-                assert not unfit(candidates, ratio=True, pairs=False)
-                drawn = drawn_from(candidates, lane, num_experiences=num_drawn * size, seed=seed)
+                pool = buffer.drawable("live")
+                assert pool.column("has_ratio").all()
+                drawn = drawn_from(pool, lane, num_experiences=num_drawn * size, seed=seed)
                 times_ms.append((time.process_time() - started_s) * 1000)
             assert len(drawn.taken) == num_drawn
             figures |= {
@@ -48,15 +47,17 @@ def run(*, num_experiences: int = NUM_EXPERIENCES, num_drawn: int = NUM_DRAWN, r
     return figures
 
 
-def filled(num_groups: int, size: int) -> Buffer:
-    """A buffer of the lane "live" with so many groups of `size`."""
+def filled(num_groups: int, size: int, users: int = 1) -> Buffer:
+    """A buffer of the lane "live" with so many groups of `size`, by so many users of twenty tenants, or by nobody."""
     buffer = Buffer({"live": USES})
     one = group_of(size)
     frame = encode(one)
     for offset, priority in enumerate(np.random.default_rng(0).random(num_groups).tolist()):
-        members = tuple(
-            msgspec.structs.replace(member, group=f"live-{offset}.0", priority=priority) for member in one.experiences
-        )
+        changes = {"group": f"live-{offset}.0", "priority": priority}
+        if users > 1:
+            user = offset % users
+            changes |= {"tenant": f"t{user % 20}", "subject": f"u{user}"}
+        members = tuple(msgspec.structs.replace(member, **changes) for member in one.experiences)
         assert buffer.add(offset, frame, Block(members)) == ""
     return buffer
 
