@@ -5,7 +5,7 @@ not decode says nothing here: it is in dead-letters, where it has a page.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from infra.cli.console.index import TRAINED, ConsoleIndex, key_of
@@ -76,19 +76,24 @@ class Folder:
         ):
             await asyncio.to_thread(self._index.begin_anew)
             reads = {}
-        for topic in FOLDED:
-            begins, ends = bounds[topic]
-            following = {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
-            if all(following[part] >= end for part, end in ends.items()):
-                on_left(topic.name, 0)
+        starts = {
+            topic: {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in bounds[topic][0].items()}
+            for topic in FOLDED
+        }
+        for topic, following in starts.items():
+            on_left(topic.name, _left(following, bounds[topic][1]))
+        for topic, following in starts.items():
+            ends = bounds[topic][1]
+            if not _left(following, ends):
                 continue
             async with aclosing(read(topic, following, ends, max_records=MAX_RECORDS)) as chunks:
                 async for records in chunks:
                     following |= {record.partition: record.offset + 1 for record in records}
                     claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in records]
                     await asyncio.to_thread(self.fold, topic, records, following, claims)
-                    on_left(topic.name, sum(max(0, end - following[part]) for part, end in ends.items()))
+                    on_left(topic.name, _left(following, ends))
             await asyncio.to_thread(self.fold, topic, (), following | ends, ())
+            on_left(topic.name, 0)
 
     def fold(
         self,
@@ -239,6 +244,10 @@ class Folder:
 def members_of(found: Sequence[Found]) -> list[tuple[int, Experience]]:
     """Every experience of these records, with its record's time."""
     return [(time_ms, member) for time_ms, _, one in found if isinstance(one, Block) for member in one.experiences]
+
+
+def _left(following: Mapping[int, int], ends: Mapping[int, int]) -> int:
+    return sum(max(0, end - following[part]) for part, end in ends.items())
 
 
 def _held(record: Record) -> Control | Block | None:

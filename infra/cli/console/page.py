@@ -60,6 +60,7 @@ class Pages:
             "token": self.access.form_token(viewer) if viewer else "",
             "fault": self.reading.kept.fault if viewer else "",
             "folding": self.reading.folding if viewer else "",
+            "unread": self.reading.unread if viewer else "",
             "can_act": bool(viewer and viewer.may("operate")),
             "done": request.query_params.get("done", "")[:200] if viewer else "",
         }

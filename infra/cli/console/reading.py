@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from schemas import PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, StoreError
 
 HELD_S = 3.0
+MANY = 5000  # records of a topic that are said on every page
 PULSE = 120  # values held of each line of the flow
 TRACE_WAIT_S = 0.5  # for a process that reads the log into the index of `trace` meanwhile
 
@@ -147,9 +148,16 @@ class Reading:
 
     @property
     def folding(self) -> str:
-        """How much of the log is still to be read, in words; "" for next to nothing."""
-        left = {name: count for name, count in self.kept.left.items() if count > 5000}
-        return ", ".join(f"{count:,} of {name}" for name, count in left.items())
+        """How much of the log is still to be read, in words; "" for next to nothing of a log that was read once."""
+        least = MANY if self.kept.is_caught_up else 1
+        left = {name: count for name, count in self.kept.left.items() if count >= least}
+        return _in_words(left) if left or self.kept.is_caught_up else "all records"
+
+    @property
+    def unread(self) -> str:
+        """What the index does not know yet, in words; "" where it knows all."""
+        left = {name: count for name, count in self.kept.left.items() if count}
+        return f"Not read yet: the index is behind the log by {_in_words(left)}." if left else ""
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
@@ -165,3 +173,7 @@ class Reading:
             for name, rate in role["per_s"].items():
                 if "seconds" not in name and not role["silent"] and role["state"] not in OVER:
                     self.pulse.setdefault(f"{role['role']}/{name}", deque(maxlen=PULSE)).append(rate)
+
+
+def _in_words(left: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} of {name}" for name, count in left.items())

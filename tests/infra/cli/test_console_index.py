@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.console.fold import Folder
+from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
 from infra.cli.console.search import PAGE, Query, choices, query_of, search
 from infra.cli.console.serve import source_of
@@ -46,6 +46,26 @@ def test_what_became_of_answers_is_what_the_audit_says(tmp_path: Path) -> None:
     totals = index.database.execute("SELECT fate, sum(count) FROM fates GROUP BY fate HAVING sum(count) > 0").fetchall()
     assert dict(totals) == dict(rows), "the areas of the chart are the same answers"
     index.close()
+
+
+def test_what_is_still_to_be_read_of_every_topic_is_said_before_any_of_it_is_read(tmp_path: Path) -> None:
+    log, index, folder = run_of(tmp_path)
+    said: list[tuple[str, int, int]] = []
+
+    def on_left(topic: str, left: int) -> None:
+        said.append((topic, left, index.database.execute("SELECT count(*) FROM answers").fetchone()[0]))
+
+    async def main() -> None:
+        await fill(log)
+        await folder.refresh(log, on_left)
+
+    asyncio.run(main())
+    index.close()
+    first = {topic: (left, answers) for topic, left, answers in reversed(said)}
+    assert set(first) == {topic.name for topic in FOLDED}
+    assert first["batches"][0] > 0 and first["evals"][0] > 0
+    assert {answers for _, answers in first.values()} == {0}
+    assert {topic: left for topic, left, _ in said} == dict.fromkeys(first, 0)
 
 
 def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:

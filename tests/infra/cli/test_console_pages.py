@@ -273,6 +273,24 @@ def test_an_index_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_page_of_a_version_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await filled()
+        async with looking(tmp_path, log), looking(tmp_path, log) as (client, reading):  # the first keeps the index up
+            with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
+                database.execute("DELETE FROM answers")
+                database.execute("DELETE FROM evals")
+            assert "None of them is in the kept log." in text_of(await client.get("/versions/5"))
+            reading.kept.left["batches"] = 3
+            page = text_of(await client.get("/versions/5"))
+            assert "Not read yet: the index is behind the log by 3 of batches." in page
+            assert "None of them is in the kept log." not in page and "no suite answered it" not in page
+            found = text_of(await client.get("/answers?text=refunds"))
+            assert "Nothing fits what was read. Not read yet: the index is behind" in found
+
+    asyncio.run(main())
+
+
 def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     async def main() -> None:
         log = await filled()
