@@ -26,8 +26,8 @@ from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key, session_of
 from schemas.topics import Topic
 
-LAYOUT = 5
-# Their key is the group, so that no record has to be opened.
+LAYOUT = 6
+# Their header or their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
 MAX_RECORDS = 5000
@@ -123,9 +123,10 @@ class LogIndex:
             self._database.executescript(ORDER)
 
     def places(self, group: str) -> list[IndexPlace]:
-        """Records that may be about a group, by topic and offset: those of its key."""
+        """Records that may be about a group, by topic and offset: its own, and those that only name its session."""
         rows = self._database.execute(
-            "SELECT topic, part, offset, time_ms FROM places WHERE grp = ?", (number(partition_key(group)),)
+            "SELECT topic, part, offset, time_ms FROM places WHERE grp IN (?, ?)",
+            (number(group), number(partition_key(group))),
         )
         return sorted(IndexPlace(*row) for row in rows)
 
@@ -318,12 +319,14 @@ def number(group: str) -> int:
 
 
 def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, int, int, int]]:
-    """Rows of records whose key is a group; a role's own reports have another key and are left out."""
-    return [
-        (number(record.key.decode(errors="replace")), topic.name, record.partition, record.offset, record.timestamp_ms)
-        for record in records
-        if topic != topics.PROGRESS or ("kind", b"closure") in record.headers
-    ]
+    """Rows of records about a group, as their header says or else their key; a role's own reports are left out."""
+    rows = []
+    for record in records:
+        headers = dict(record.headers)
+        if topic != topics.PROGRESS or headers.get("kind") == b"closure":
+            about = headers.get("group", record.key).decode(errors="replace")
+            rows.append((number(about), topic.name, record.partition, record.offset, record.timestamp_ms))
+    return rows
 
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:

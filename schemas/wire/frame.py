@@ -20,7 +20,8 @@ import msgspec
 
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import encoder
-from schemas.records import MAJOR, Control
+from schemas.ids import group_of
+from schemas.records import MAJOR, Control, Feedback
 from schemas.wire.block import Block, decode_block, encode_block
 from schemas.wire.sections import FindSeal
 
@@ -107,10 +108,18 @@ def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
         issued = getattr(record, "issued", None)
         for name in ("id", "group", "run"):
             found[name] = getattr(record, name, None)
-        found["group"] = found["group"] or getattr(issued, "group", None)
+        found["group"] = found["group"] or getattr(issued, "group", None) or _group_of_ref(record)
         if (version := getattr(record, "version", None)) is not None:
             found |= {"min_version": version, "max_version": version}
     return tuple((name, str(value).encode()) for name, value in found.items() if value is not None)
+
+
+def _group_of_ref(record: Control) -> str | None:
+    """Group of the answer that feedback is about."""
+    try:
+        return group_of(record.ref) if isinstance(record, Feedback) else None
+    except ValueError:
+        return None
 
 
 def kind_of(record: Control | Block) -> str:

@@ -143,6 +143,9 @@ def test_headers_answer_for_a_record_without_its_value() -> None:
     }
     hostile = Task(id="t", messages=(), meta={"traceparent": "x" * 100_000, "group": "b.0"})
     assert dict(kafka_headers(hostile)) == {"schema": b"1", "kind": b"task", "id": b"t"}, "the user's meta is no header"
+    said = Feedback(ref="hr-add-3745.2.0-7-0", id="ticket-81", value=0.8, source="csat")
+    assert dict(kafka_headers(said))["group"] == b"add-3745.2"
+    assert "group" not in dict(kafka_headers(msgspec.structs.replace(said, ref="order 81")))
     for kind in CONTROL_KINDS:
         headers = dict(kafka_headers(example_of(kind)))
         assert headers["schema"] == b"1" and headers["kind"].decode().isidentifier()

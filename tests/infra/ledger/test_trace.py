@@ -1,6 +1,7 @@
 """`trace`: an answer's way to the weights is told from records alone, and the index is a cache of the log."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, topics
+from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, encode, topics
 from schemas.errors import BrokerUnavailable, NotInLog
 from tests.infra.ledger.ledger_records import RUN, batch, block, closure, stub
 
@@ -87,6 +88,34 @@ def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> No
         assert len(found.buffered) == 1
         assert [(use.step, use.use, use.undone) for use in found.uses] == [(1, 1, "")]
         assert (found.first_version, found.newest_version) == (2, 3)
+
+    with_index(tmp_path, body)
+
+
+@pytest.mark.parametrize("names_its_group", [True, False])
+def test_of_a_long_session_only_what_is_about_the_answer_is_read(tmp_path: Path, names_its_group: bool) -> None:
+    """Feedback of logs written before carries its session alone, and is read as before."""
+    session, turns = "q" * 64, 300
+
+    async def body(index: LogIndex) -> None:
+        bus = MemoryBus()
+        log = Log(bus, "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        groups = [f"{session}.7578635164008584748-{turn}" for turn in range(turns)]
+        for group in groups:
+            await log.publish(topics.EXPERIENCES, block(group, (0,)))
+        for group in groups[::10]:
+            said = Feedback(ref=f"hr-{group}.0-0-0", id=f"t-{group[-4:]}", value=0.5, source="csat")
+            if names_its_group:
+                await log.publish(topics.VERIFIED, said)
+            else:
+                await bus.send(log.name(topics.VERIFIED), encode(said), key=session.encode())
+        await index.refresh(log)
+        found = await trace_answer(log, index, f"hr-{groups[150]}.0-0-0")
+        assert found.published is not None and len(found.feedback) == 1
+        assert Counter(place.topic for place in index.places(groups[150])) == {
+            "experiences": 1, "verified": 1 if names_its_group else turns // 10,
+        }  # fmt: skip
 
     with_index(tmp_path, body)
 
