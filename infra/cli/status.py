@@ -1,5 +1,6 @@
 """`headrace status`: roles, versions, rates, lags, drops and alarms, read from the log alone."""
 
+import asyncio
 import json
 import re
 import time
@@ -77,7 +78,7 @@ async def read_status(
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
         "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
-        "lags": {topic.name: await lag(log, topic, group) for group, read in READS.items() for topic in read},
+        "lags": await lags_of(log),
         "dropped": by_reason([one[-1][0] for one in reports.values()], "dropped"),
         "cancelled": {
             what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
@@ -237,6 +238,13 @@ def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
         for one in records
         if isinstance(one, Rollback)
     ][-3:]
+
+
+async def lags_of(log: Log) -> dict[str, int | None]:
+    """The lag of every stage's input by topic, asked at once: each is three round trips to the broker."""
+    asked = [(topic, group) for group, read in READS.items() for topic in read]
+    found = await asyncio.gather(*(lag(log, topic, group) for topic, group in asked))
+    return {topic.name: waiting for (topic, _), waiting in zip(asked, found, strict=True)}
 
 
 async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
