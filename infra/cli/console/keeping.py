@@ -195,15 +195,26 @@ async def _listen(looked: asyncio.Event) -> None:
         looked.set()
 
 
+def take_idle_time() -> None:
+    """From here on this thread, and what it starts, runs while the roles leave a core idle: SCHED_IDLE, else nice 19.
+
+    A role that wakes finds a core with a SCHED_IDLE thread free and takes it at once. One with a thread at nice 19 counts as
+    taken: the role would wait beside another role instead.
+    """
+    with contextlib.suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.nice(19)
+
+
 def main(arguments: Sequence[str]) -> int:
     """See the module. Exit code 3 for a run that cannot be read."""
     state, *rest = arguments
     named = dict(zip(rest[::2], rest[1::2], strict=True))
     sets = [value for name, value in zip(rest[::2], rest[1::2], strict=True) if name == "--set"]
     log_to_stderr()
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    take_idle_time()
     try:
         asyncio.run(run_keeper(Path(state), load_settings(Path(named["--config"]), sets)))
     except HeadraceError as error:

@@ -21,7 +21,7 @@ from infra.cli.console.access import Access
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
-from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart
+from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart, take_idle_time
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import Reading
@@ -33,16 +33,15 @@ from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
 LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed link says, made by `up`
-NICE = 19  # below every role: what people look at can wait
 
 
 async def run_console(config: Path, sets: list[str], listen: str) -> int:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, BadFrame, BrokerUnavailable."""
     log_to_stderr()
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
+    take_idle_time()  # what people look at can wait
     async with source_of(config, sets) as (settings, log, store, state):
         sock = bound(listen or settings.console.listen)
+        sock.listen()  # a link that is opened at once waits for its page
         given = os.environ.get(LINK_VARIABLE, "")  # then who gave it has told it, and a log is no place for it
         link = given or secrets.token_urlsafe(24)
         command = command_of(config, sets)

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -77,3 +79,28 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
         assert not keepers()
 
     asyncio.run(main())
+
+
+def test_every_thread_of_the_pages_takes_only_the_time_that_roles_leave(kafka: str, tmp_path: Path) -> None:
+    config = tmp_path / "headrace.toml"
+    config.write_text(BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka))
+
+    async def publish() -> None:
+        async with connected(load_settings(config), create=True) as log:
+            await log.create_topics(partitions=1, keep_ms=-1)
+            await log.publish(topics.EXPERIENCES, Block((live(0, "where is it", "here"),)))
+
+    asyncio.run(publish())
+    command = [sys.executable, "-m", "infra.cli.main", "console", "-c", str(config), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as console:
+        try:
+            assert console.stderr is not None
+            link = next(line.split()[1] for line in console.stderr if line.startswith("console http"))
+            with httpx.Client(follow_redirects=True, timeout=60) as client:
+                assert client.get(link).status_code == 200
+                assert client.get(link.partition("/enter")[0] + "/answers?text=where").status_code == 200
+            threads = [int(task.name) for task in Path(f"/proc/{console.pid}/task").iterdir()]
+            assert len(threads) > 1 and {os.sched_getscheduler(one) for one in threads} == {os.SCHED_IDLE}
+        finally:
+            console.send_signal(signal.SIGINT)
+            console.communicate(timeout=60)
