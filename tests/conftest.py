@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from infra.cli.bench import minio
+from infra.cli.bench.minio import MinioServer
 from infra.local.broker import EmbeddedKafka
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
@@ -75,3 +77,35 @@ def store_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServer]:
+    """A real one: on PATH or cached, else in Docker, else built with Go (once, minutes)."""
+    data = tmp_path_factory.mktemp("minio")
+    program = minio.find(minio.default_cache())
+    if program is None and docker_answers():
+        from testcontainers.community.minio import MinioContainer
+
+        with MinioContainer("minio/minio:RELEASE.2025-09-07T16-13-09Z") as container:
+            config = container.get_config()
+            yield MinioServer(f"http://{config['endpoint']}", config["access_key"], config["secret_key"])
+        return
+    program = program or minio.find_or_build(minio.default_cache())
+    if program is None:
+        if os.environ.get("HEADRACE_REQUIRE_MINIO") == "1":
+            pytest.fail("HEADRACE_REQUIRE_MINIO=1, and there is no minio on PATH, no Docker daemon and no Go")
+        pytest.skip("no minio on PATH, no Docker daemon, no Go")
+    with minio.running(program, data) as server:
+        yield server
+
+
+def docker_answers() -> bool:
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        docker.from_env(timeout=5).ping()
+    except DockerException:
+        return False
+    return True

@@ -4,7 +4,7 @@ Atomic and durable by S3's own promises: an object is visible once its put (or m
 an upload whose process was killed are removed a day later, by the next process that uploads in parts.
 Settings come from the environment, so that no file of a run holds a secret:
 
-    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN     credentials
+    keys, or a role: see `infra.store.s3_keys`
     HEADRACE_S3_ENDPOINT or AWS_ENDPOINT_URL                        http(s)://host[:port]; without it: Amazon S3
     AWS_REGION or AWS_DEFAULT_REGION                                without it: asked for, or us-east-1 at an endpoint
     AWS_CA_BUNDLE or SSL_CERT_FILE                                  certificates to trust
@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from infra.store.s3_keys import S3Credentials, S3Keys, fixed_keys, keys_of
 from infra.store.store import check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
 
@@ -52,23 +53,19 @@ T = TypeVar("T")
 
 
 def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
-    """The store of a bucket (below `prefix`) with settings from the environment. Raises ConfigError."""
+    """The store of a bucket (below `prefix`) with settings from the environment, keys by `infra.store.s3_keys`. Raises
+    ConfigError.
+    """
     endpoint = environment.get("HEADRACE_S3_ENDPOINT") or environment.get("AWS_ENDPOINT_URL") or ""
-    access_key = environment.get("AWS_ACCESS_KEY_ID", "")
-    secret_key = environment.get("AWS_SECRET_ACCESS_KEY", "")
-    if not access_key or not secret_key:
-        raise ConfigError(
-            f"store s3://{bucket}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
-        )
+    try:
+        keys = keys_of(environment, is_amazon=not endpoint)
+    except ConfigError as error:
+        raise ConfigError(f"store s3://{bucket}: {error}") from None
     return S3Store(
         bucket,
         prefix=prefix,
         endpoint=endpoint or "https://s3.amazonaws.com",
-        credentials=S3Credentials(
-            access_key=access_key,
-            secret_key=secret_key,
-            session_token=environment.get("AWS_SESSION_TOKEN") or None,
-        ),
+        credentials=keys,
         region=environment.get("AWS_REGION")
         or environment.get("AWS_DEFAULT_REGION")
         or ("us-east-1" if endpoint else None),
@@ -86,17 +83,6 @@ def closing_response(response: Any) -> Iterator[Any]:
         response.release_conn()
 
 
-class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks. session_token: of temporary credentials."""
-
-    access_key: str
-    secret_key: str
-    session_token: str | None = None
-
-    def __repr__(self) -> str:
-        return "S3Credentials([secret])"
-
-
 class S3Store:
     """Objects of one bucket below one prefix. The bucket must exist."""
 
@@ -105,7 +91,7 @@ class S3Store:
         bucket: str,
         *,
         endpoint: str,
-        credentials: S3Credentials,
+        credentials: S3Credentials | S3Keys,
         prefix: str = "",
         region: str | None = None,
         ca_file: str | None = None,
@@ -125,7 +111,7 @@ class S3Store:
         self._num_retries = num_retries
         self._tidied = False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
-        self._secrets = tuple(one for one in (credentials.secret_key, credentials.session_token) if one)
+        self._keys = fixed_keys(credentials) if isinstance(credentials, S3Credentials) else credentials
         pool = connections(
             most=CONNECTIONS,
             connect_s=CONNECT_TIMEOUT_S,
@@ -136,9 +122,7 @@ class S3Store:
         try:
             self._client: Any = minio.Minio(
                 parts.netloc,
-                access_key=credentials.access_key,
-                secret_key=credentials.secret_key,
-                session_token=credentials.session_token,
+                credentials=self._keys,
                 secure=parts.scheme == "https",
                 region=region,
                 http_client=pool,
@@ -312,7 +296,7 @@ class S3Store:
 
     def _clean(self, error: object) -> str:
         text = str(error)
-        for secret in self._secrets:
+        for secret in self._keys.secrets:
             text = text.replace(secret, "[secret]")
         return text
 

@@ -1,7 +1,6 @@
 """What every object store promises: one suite, every implementation, real S3 servers included."""
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache, digest_of
 from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
-from infra.store.s3 import S3Credentials, S3Store
+from infra.store.s3 import S3Store
+from infra.store.s3_keys import S3Credentials
 from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
 from tests.infra.every_kind import Shelf
@@ -38,38 +38,6 @@ def moto_endpoint() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
-
-
-@pytest.fixture(scope="module")
-def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServer]:
-    """A real one: on PATH or cached, else in Docker, else built with Go (once, minutes)."""
-    data = tmp_path_factory.mktemp("minio")
-    program = minio.find(minio.default_cache())
-    if program is None and docker_answers():
-        from testcontainers.community.minio import MinioContainer
-
-        with MinioContainer("minio/minio:RELEASE.2025-09-07T16-13-09Z") as container:
-            config = container.get_config()
-            yield MinioServer(f"http://{config['endpoint']}", config["access_key"], config["secret_key"])
-        return
-    program = program or minio.find_or_build(minio.default_cache())
-    if program is None:
-        if os.environ.get("HEADRACE_REQUIRE_MINIO") == "1":
-            pytest.fail("HEADRACE_REQUIRE_MINIO=1, and there is no minio on PATH, no Docker daemon and no Go")
-        pytest.skip("no minio on PATH, no Docker daemon, no Go")
-    with minio.running(program, data) as server:
-        yield server
-
-
-def docker_answers() -> bool:
-    import docker
-    from docker.errors import DockerException
-
-    try:
-        docker.from_env(timeout=5).ping()
-    except DockerException:
-        return False
-    return True
 
 
 STORES = ["memory", "plugin", "directory", "measured", "cached", "moto", pytest.param("minio", marks=pytest.mark.slow)]

@@ -16,7 +16,8 @@ import certifi
 import pytest
 
 from infra.store.connections import connections
-from infra.store.s3 import RANGE_BYTES, S3Credentials, S3Store, body_of, open_s3
+from infra.store.s3 import RANGE_BYTES, S3Store, body_of, open_s3
+from infra.store.s3_keys import S3Credentials
 from schemas.errors import ConfigError, StoreError
 
 SECRET = "hunter2hunter2"

@@ -93,6 +93,16 @@ def test_missing_experts_hold_nobody_up() -> None:
     assert taken(decide(run_of(usual(0), usual(1)), now_s=0.0)) == ["u0.0", "u1.0"]
 
 
+def test_what_was_waited_for_is_forgotten_once_the_draws_have_passed_it() -> None:
+    run = run_of(usual(0, 1), usual(2, 1))
+    assert decide(run, now_s=0.0).wait and set(run.supply.given_up) == {1}
+    assert taken(decide(run, now_s=9.0)) == ["u0.0", "u2.0"]
+    arrive(run, usual(1), usual(3))  # it comes after all
+    run.supply.intake.settle([0, 1, 2, 3])
+    decide(run, now_s=10.0)
+    assert not run.supply.given_up
+
+
 def test_a_lane_of_weight_0_is_not_drawn() -> None:
     run = run_of(usual(0), usual(1), expert(0), lanes={"usual": USUAL, "expert": LaneConfig(loss="sft", weight=0.0)})
     assert taken(decide(run, now_s=0.0)) == ["u0.0", "u1.0"]

@@ -155,6 +155,8 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     version = position.version
     fit, unusable = fit_of(supply, PACED, supply.intake.buffer.pool(PACED))
     usable = list(fit)
+    for passed in [number for number in supply.given_up if number < supply.intake.floor]:
+        del supply.given_up[passed]
     given_up = {number: since for number, since in supply.given_up.items() if now_s - since > pacing.straggler_s}
     absent, hold_for = supply.intake.absent(), None
     while (number := worth_waiting_for(

@@ -25,7 +25,8 @@ from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.store.cached import CachedStore
 from infra.store.host_cache import HostCache
-from infra.store.s3 import PART_BYTES, S3Credentials, S3Store
+from infra.store.s3 import PART_BYTES, S3Store
+from infra.store.s3_keys import S3Credentials
 from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
