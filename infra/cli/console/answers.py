@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from infra.cli.console.index import key_of
 from infra.ledger.index import number
 from infra.ledger.trace import AnswerTrace
 from schemas import Experience
@@ -117,16 +118,22 @@ def level_of(logprob: float) -> int:
 
 
 def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
-    """The other members of the answer's group; of a session the other turns."""
+    """The other members of the answer's group; of a session the turns around it, at most MAX_BESIDE."""
     group = group_of(ref)
     session = session_of(group)
     where, value = ("session = ? AND session != ''", session) if session else ("grp = ?", number(group))
-    rows = database.execute(
-        "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, said, sealed, asked, answered FROM answers"
-        f" LEFT JOIN texts ON texts.n = answers.n WHERE {where} ORDER BY answers.n LIMIT {MAX_BESIDE}",
-        (value,),
-    ).fetchall()
-    return [dict(row) for row in rows]
+    (at,) = database.execute("SELECT max(n) FROM answers WHERE key = ?", (key_of(ref),)).fetchone()
+    place = at or 0
+
+    def some(side: str) -> list[sqlite3.Row]:
+        return database.execute(
+            "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, said, sealed, asked, answered FROM answers"
+            f" LEFT JOIN texts ON texts.n = answers.n WHERE {where} AND answers.n {side} LIMIT {MAX_BESIDE // 2}",
+            (value, place),
+        ).fetchall()
+
+    before, after = some("<= ? ORDER BY answers.n DESC"), some("> ? ORDER BY answers.n")
+    return [dict(row) for row in (*reversed(before), *after)]
 
 
 def scores_of(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:

@@ -31,6 +31,24 @@ def keepers() -> dict[int, int]:
     return found
 
 
+def session_nice(pid: int) -> int | None:
+    """How nice the session of a process is to others; None where the kernel does not share among sessions."""
+    path = Path(f"/proc/{pid}/autogroup")
+    return int(path.read_text().split()[-1]) if path.exists() else None
+
+
+def test_a_session_with_another_process_in_it_keeps_its_place(tmp_path: Path) -> None:
+    """As that of a shell, from which roles may have been started too."""
+    program = "from infra.cli.console.keeping import take_idle_time as t; t(); print('done', flush=True); input()"
+    both = f'sleep 60 | {sys.executable} -c "{program}"'
+    with subprocess.Popen(["sh", "-c", both], stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+        try:
+            assert shell.stdout is not None and shell.stdout.readline() == "done\n"
+            assert session_nice(shell.pid) in (0, None)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+
+
 def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_started_again(
     kafka: str, tmp_path: Path
 ) -> None:
@@ -66,7 +84,7 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                     while not await found("where is it"):  # noqa: ASYNC110 (a page tells no one)
                         await asyncio.sleep(0.1)
                 ((pid, policy),) = keepers().items()
-                assert policy == os.SCHED_IDLE
+                assert policy == os.SCHED_IDLE and session_nice(pid) in (19, None)
                 os.kill(pid, signal.SIGKILL)
                 async with asyncio.timeout(60):
                     while "has ended with code -9" not in reading.kept.fault:  # noqa: ASYNC110 (as above)
@@ -92,7 +110,7 @@ def test_every_thread_of_the_pages_takes_only_the_time_that_roles_leave(kafka: s
 
     asyncio.run(publish())
     command = [sys.executable, "-m", "infra.cli.main", "console", "-c", str(config), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as console:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as console:
         try:
             assert console.stderr is not None
             link = next(line.split()[1] for line in console.stderr if line.startswith("console http"))
@@ -101,6 +119,7 @@ def test_every_thread_of_the_pages_takes_only_the_time_that_roles_leave(kafka: s
                 assert client.get(link.partition("/enter")[0] + "/answers?text=where").status_code == 200
             threads = [int(task.name) for task in Path(f"/proc/{console.pid}/task").iterdir()]
             assert len(threads) > 1 and {os.sched_getscheduler(one) for one in threads} == {os.SCHED_IDLE}
+            assert session_nice(console.pid) in (19, None)
         finally:
             console.send_signal(signal.SIGINT)
             console.communicate(timeout=60)

@@ -67,6 +67,24 @@ def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_beside_an_answer_of_a_long_session_are_the_turns_around_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for at in range(200):
+            await log.publish(topics.EXPERIENCES, Block((live(at, f"turn {at}", "so"),)))
+        index = ConsoleIndex(tmp_path / "console.sqlite")
+        await Folder(index, run="t", policy="main").refresh(log)
+        database = reader_of(index.path)
+        ids = [row[0] for row in database.execute("SELECT id FROM answers ORDER BY n")]
+        assert [row["id"] for row in beside(database, ids[150])] == ids[119:183]
+        assert [row["id"] for row in beside(database, ids[2])] == ids[:35]
+        database.close()
+        index.close()
+
+    asyncio.run(main())
+
+
 def test_beside_an_answer_is_its_whole_group(tmp_path: Path) -> None:
     async def main() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())
