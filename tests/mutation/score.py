@@ -180,7 +180,7 @@ class Core:
         return True
 
     def _run_anew(self, code: CodeType, runs: dict[int, "_Run"]) -> bool:
-        own = [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(OWN)]
+        own = [name for name, module in sys.modules.items() if _place(module).startswith(OWN)]
         for name in own:
             if name != "__main__" and not name.startswith("tests.mutation"):
                 del sys.modules[name]
@@ -265,6 +265,12 @@ def _codes(code: CodeType, name: str) -> Iterator[CodeType]:
                 yield const
             elif name.startswith(f"{const.co_qualname}."):
                 yield from _codes(const, name)
+
+
+def _place(module: ModuleType) -> str:
+    """A module's file, or the folder of a package that has none: it holds its modules too."""
+    folders = getattr(module, "__path__", None) or [""]
+    return getattr(module, "__file__", None) or f"{next(iter(folders))}/"
 
 
 def _limit(cost_s: float) -> None:

@@ -134,6 +134,7 @@ def test_the_seed_gives_the_same_order_in_every_release() -> None:
 
 def test_where_a_group_comes_in_an_even_draw_does_not_hang_on_the_others_or_on_its_neighbours() -> None:
     place_N = shuffled(3, np.arange(4000, dtype=np.uint64))
+    assert place_N[:2].tolist() == [15976294287046788795, 13971077478960230293], "a replay draws what the run drew"
     assert np.array_equal(shuffled(3, np.arange(1000, 1010, dtype=np.uint64)), place_N[1000:1010])
     assert len(set(place_N.tolist())) == 4000 and not set(place_N.tolist()) & set(
         shuffled(4, np.arange(4000, dtype=np.uint64)).tolist()

@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,21 +62,24 @@ def test_joins_by_columns_are_those_of_the_list(candidates) -> None:
     assert_same_numbers(whole, expected)
 
 
-def test_a_large_draw_reads_only_what_it_takes_and_is_the_one_over_the_list() -> None:
+@pytest.mark.parametrize("limits", [ShareLimits(), ShareLimits(tenant=0.3), ShareLimits(tenant=0.25, subject=0.02)])
+def test_a_large_draw_is_the_one_over_the_list(limits: ShareLimits) -> None:
     random = np.random.default_rng(4)
+    columns = (
+        random.integers(1, 5, 5000), random.random(5000), random.integers(0, 3, 5000),
+        random.choice(list("abcdef"), 5000, p=[0.3, 0.3, 0.3, 0.04, 0.03, 0.03]), random.choice(list("uvwxyz"), 5000),
+    )  # fmt: skip
     candidates = [
         Candidate(
-            group=f"l.{at}", lane="live", offset=at, num_experiences=size, priority=priority, num_tokens=9, uses=uses
+            group=f"l.{at}", lane="live", offset=at, num_experiences=size, priority=priority, num_tokens=9, uses=uses,
+            tenant=tenant, subject=subject,
         )
-        for at, (size, priority, uses) in enumerate(
-            zip(
-                random.integers(1, 5, 5000).tolist(), random.random(5000).tolist(), random.integers(0, 3, 5000).tolist(),
-                strict=True,
-            )
+        for at, (size, priority, uses, tenant, subject) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
         )
     ]  # fmt: skip
     for seed in range(5):
-        given_ = {"num_experiences": 100, "max_uses": 9, "seed": seed}
+        given_ = {"num_experiences": 100, "max_uses": 9, "seed": seed, "limits": limits}
         assert draw_spread(pool_of(candidates), **given_) == plain_draws.draw_spread(candidates, **given_)
         assert draw_by_priority(pool_of(candidates), **given_) == plain_draws.draw_by_priority(candidates, **given_)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, is_open, strata
+from trainer.buffer.draw_share import AHEAD, NO_LIMITS, Filled, ShareLimits, filled_from, is_open, room_of, strata
 from trainer.buffer.draw_share import fill as fill_pool
 from trainer.buffer.draw_spread import draw_spread
 from trainer.buffer.pool import pool_of
@@ -27,7 +27,8 @@ def pool(**counts: int) -> list[Candidate]:
 
 
 def fill(candidates: list[Candidate], wanted: int, limits: ShareLimits = NO_LIMITS) -> Filled:
-    return fill_pool(pool_of(candidates), wanted, limits)
+    held = pool_of(candidates)
+    return fill_pool(held, room_of(held, wanted, limits))
 
 
 def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Counter[str]:
@@ -74,6 +75,31 @@ def test_users_are_limited_within_their_tenant_too() -> None:
     subjects = Counter(candidates[place].subject for place in filled.taken)
     assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
     assert filled.full == {("a", "heavy")}
+
+
+@pytest.mark.parametrize(
+    ("first", "share", "asked"),
+    [
+        ("", 1.0, {False: [11], True: [11]}),  # a group more than is wanted
+        ("", 0.5, {False: [AHEAD * 11], True: [AHEAD * 11]}),
+        ("aaaaaa", 0.5, {False: [AHEAD * 11], True: [AHEAD * 11, 1000]}),  # a share is full, and so is the batch
+        ("a" * AHEAD * 11, 0.5, {False: [AHEAD * 11, 1000], True: [AHEAD * 11, 1000]}),  # the batch is not full
+    ],
+)
+def test_no_more_is_ordered_than_a_batch_needs(first: str, share: float, asked: dict[bool, list[int]]) -> None:
+    candidates = [one(at, tenant) for at, tenant in enumerate((first + 500 * "ab")[:1000])]
+    held = pool_of(candidates)
+    room = room_of(held, 10, ShareLimits(tenant=share))
+    numbers: list[int] = []
+
+    def ordered(num: int) -> np.ndarray:
+        numbers.append(num)
+        return np.arange(num)
+
+    for whole_where_full, expected in asked.items():
+        numbers.clear()
+        place_F, filled = filled_from(held, ordered, room, whole_where_full=whole_where_full)
+        assert numbers == expected and len(filled.taken) == 10 and filled.taken[-1] < len(place_F) == numbers[-1]
 
 
 PARTIES = st.lists(
@@ -132,15 +158,26 @@ def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
 
 
-def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full() -> None:
-    few = [one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate((1, 3, 2, 1))]
+@pytest.mark.parametrize("sizes", [(1, 3, 2, 1), (1,)])
+def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full(
+    sizes: tuple[int, ...],
+) -> None:
+    few = [one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate(sizes)]
     candidates = pool_of(pool(a=60) + few)
     for seed in range(50):
         drawn = draw_by_priority(
             candidates, num_experiences=20, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
         ).taken
-        assert Counter(member.tenant for member in drawn) == {"a": 7, "b": 4}
+        assert Counter(member.tenant for member in drawn) == {"a": sum(sizes), "b": len(sizes)}
         assert {member.weight for member in drawn if member.tenant == "b"} == {1.0}
+
+
+def test_groups_without_tokens_have_a_weight_where_the_mean_is_over_tokens() -> None:
+    candidates = pool_of(pool(a=60, b=4))
+    drawn = draw_by_priority(
+        candidates, num_experiences=20, max_uses=1, seed=1, limits=ShareLimits(tenant=0.5), by_tokens=True
+    ).taken
+    assert len(drawn) == 8 and {member.weight for member in drawn} == {0.0}, "nothing of them is in the mean"
 
 
 def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:

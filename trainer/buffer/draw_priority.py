@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 
 from trainer.buffer.draw import Draw
-from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, fill, is_open, strata
-from trainer.buffer.pool import Pool, enough, lowest
+from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, filled_from, room_of, strata
+from trainer.buffer.pool import Pool, lowest
 
 FAIR = 0.1
 
@@ -54,11 +54,13 @@ def draw_by_priority(
         return Draw(wait=True)
     priority_N = blended(usable.column("priority"))
     key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
-    first = lowest(-key_N, enough(usable, num_experiences) if is_open(usable, limits) else num)
+    room = room_of(usable, num_experiences, limits)
+    is_weighted = correction > 0
+    # where a share is full, a weight is by all that a group is drawn among
+    first, filled = filled_from(usable, lambda num: lowest(-key_N, num), room, whole_where_full=is_weighted)
     order = usable.chosen(first)
-    filled = fill(order, num_experiences, limits)
     weight_F = np.ones(len(order))
-    if correction > 0:
+    if is_weighted:
         unit = "num_tokens" if by_tokens else "num_experiences"
         share = _Share(order.column(unit), int(usable.column(unit).sum()))
         weight_F = _weights(order, filled, key_N[first], priority_N[first], num_experiences, share) ** correction

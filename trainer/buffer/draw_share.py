@@ -5,12 +5,12 @@ one whole group; what is above it waits. Where a batch of `least` experiences do
 filled up to `least` with what would have waited, so that a deployment with one large customer goes on learning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
-from trainer.buffer.pool import Party, Pool
+from trainer.buffer.pool import Party, Pool, enough
 
 
 class ShareLimits(msgspec.Struct, frozen=True):
@@ -28,6 +28,7 @@ class ShareLimits(msgspec.Struct, frozen=True):
 
 NO_LIMITS = ShareLimits()
 ANY = np.iinfo(np.int64).max
+AHEAD = 4  # times as many are looked at first where some may be passed over
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -40,24 +41,35 @@ class Filled(msgspec.Struct, frozen=True):
     held_back: int = 0
 
 
-def fill(order: Pool, num_experiences: int, limits: ShareLimits = NO_LIMITS) -> Filled:
-    """Whole groups in order, worth at least `num_experiences` or all there are, within the shares."""
+class Room(msgspec.Struct, frozen=True):
+    """What a batch from a pool may hold. wanted: experiences asked for. size: those there is room for. allowed_C: of each
+    party, by code; None where no share can be reached. least: experiences that it is filled up to.
+    """
+
+    wanted: int
+    size: int
+    allowed_C: np.ndarray | None
+    least: int = 0
+
+
+def fill(order: Pool, room: Room) -> Filled:
+    """Whole groups in order until the room is full, or all there are, within the shares."""
     size_N = order.column("num_experiences")
-    if is_open(order, limits):
-        return Filled(tuple(range(first(size_N, num_experiences))))
-    room, allowed_C, least = _room(order, num_experiences, limits)
+    if room.allowed_C is None:
+        return Filled(tuple(range(first(size_N, room.size))))
     sums: dict[int, int] = {}
     taken: list[int] = []
     passed: list[int] = []
     full: set[int] = set()
     total = 0
-    for place, (size, *parties) in enumerate(_sizes_and_parties(order)):
-        if total >= room:
+    rows = zip(*(order.column(name).tolist() for name in ("num_experiences", "tenant", "user")), strict=True)
+    for place, (size, *parties) in enumerate(rows):
+        if total >= room.size:
             break
         over = [
             party
             for party in parties
-            if party in sums and sums[party] + size > allowed_C[party]  # a first group is always let in
+            if party in sums and sums[party] + size > room.allowed_C[party]  # a first group is always let in
         ]
         if over:
             full.add(over[-1])
@@ -67,12 +79,31 @@ def fill(order: Pool, num_experiences: int, limits: ShareLimits = NO_LIMITS) -> 
             sums[party] = sums.get(party, 0) + size
         taken.append(place)
         total += size
-    if total < least:
-        more = first(size_N[passed], least - total)
+    if total < room.least:
+        more = first(size_N[passed], room.least - total)
         taken = sorted([*taken, *passed[:more]])
         passed = passed[more:]
     names = {code: party for party, code in order.codes.items() if code in full} if full else {}
     return Filled(tuple(taken), frozenset(names.values()), int(size_N[passed].sum()) if passed else 0)
+
+
+def filled_from(
+    pool: Pool, ordered: Callable[[int], np.ndarray], room: Room, *, whole_where_full: bool
+) -> tuple[np.ndarray, Filled]:
+    """Places of the pool in order, as far as a batch reaches, and which of these are taken.
+
+    ordered: at least so many places in order. whole_where_full: order the whole pool where a party reached its share.
+    """
+    num = enough(pool, room.wanted)
+    place_F = ordered(num if room.allowed_C is None else AHEAD * num)
+    filled = fill(pool.chosen(place_F), room)
+    if len(place_F) == len(pool):
+        return place_F, filled
+    reached = int(pool.column("num_experiences")[place_F[list(filled.taken)]].sum()) >= room.size
+    if reached and not (whole_where_full and filled.full):
+        return place_F, filled
+    place_F = ordered(len(pool))
+    return place_F, fill(pool.chosen(place_F), room)
 
 
 def strata(pool: Pool, full: frozenset[Party]) -> np.ndarray:
@@ -94,30 +125,14 @@ def is_open(pool: Pool, limits: ShareLimits) -> bool:
     )
 
 
-def first(size_N: np.ndarray, num_experiences: int) -> int:
-    """How many whole groups in order are worth at least `num_experiences`, or all there are."""
-    if num_experiences <= 0:
-        return 0
-    return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
-
-
-def _differ(code_N: np.ndarray) -> bool:
-    return bool((code_N != code_N[:1]).any())
-
-
-def _sizes_and_parties(order: Pool, at_once: int = 4096) -> Iterator[tuple[int, int, int]]:
-    """Experiences, tenant and user of each in order. Few are read ahead: a batch is full long before a buffer's end."""
-    for start in range(0, len(order), at_once):
-        some = order.chosen(slice(start, start + at_once))
-        yield from zip(*(some.column(name).tolist() for name in ("num_experiences", "tenant", "user")), strict=True)
-
-
-def _room(order: Pool, wanted: int, limits: ShareLimits) -> tuple[int, np.ndarray, int]:
-    """Size of the largest batch within the shares, what each party may have of it, by code, and the least that is drawn.
+def room_of(pool: Pool, wanted: int, limits: ShareLimits = NO_LIMITS) -> Room:
+    """The largest batch of at most `wanted` experiences within the shares.
 
     A share below an even split among those present is that even split. What has no name may have any number.
     """
-    have = _have(order)
+    if is_open(pool, limits):
+        return Room(wanted, wanted, None)
+    have = _have(pool)
     tenant = max(limits.tenant, 1 / len(have.tenant_T))
     subject = max(limits.subject, 1 / len(have.user_U))
     size = min(wanted, int(have.count_U.sum()))
@@ -125,12 +140,21 @@ def _room(order: Pool, wanted: int, limits: ShareLimits) -> tuple[int, np.ndarra
     while size > (possible := _possible(have, _of(size, tenant), _of(size, subject))):
         size = possible
     size = max(size, least)
-    allowed_C = np.full(len(order.codes), ANY)
+    allowed_C = np.full(len(pool.codes), ANY)
     if tenant < 1.0:
         allowed_C[have.tenant_T[have.is_named_T]] = _of(size, tenant)
     if subject < 1.0:
         allowed_C[have.user_U[have.is_named_U]] = _of(size, subject)
-    return size, allowed_C, least
+    return Room(wanted, size, allowed_C, least)
+
+
+def first(size_N: np.ndarray, num_experiences: int) -> int:
+    """How many whole groups in order are worth at least `num_experiences`, or all there are."""
+    return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
+
+
+def _differ(code_N: np.ndarray) -> bool:
+    return bool((code_N != code_N[:1]).any())
 
 
 class _Have(msgspec.Struct, frozen=True):
@@ -148,13 +172,13 @@ def _have(order: Pool) -> _Have:
     """Counts by code: linear in what waits, without a sort."""
     tenant_N, user_N = order.column("tenant"), order.column("user")
     num_codes = len(order.codes)
-    count_C = np.bincount(user_N, weights=order.column("num_experiences"), minlength=num_codes).astype(np.int64)
+    count_C = np.bincount(user_N, weights=order.column("num_experiences")).astype(np.int64)
     is_named_C, owner_C = np.zeros(num_codes, bool), np.zeros(num_codes, np.int64)
     is_named_C[tenant_N] = order.column("has_tenant")
     is_named_C[user_N] = order.column("has_subject")
     owner_C[user_N] = tenant_N
-    tenant_T = np.flatnonzero(np.bincount(tenant_N, minlength=num_codes))
-    user_U = np.flatnonzero(np.bincount(user_N, minlength=num_codes))
+    tenant_T = np.flatnonzero(np.bincount(tenant_N))
+    user_U = np.flatnonzero(np.bincount(user_N))
     return _Have(tenant_T, is_named_C[tenant_T], user_U, is_named_C[user_U], owner_C[user_U], count_C[user_U])
 
 

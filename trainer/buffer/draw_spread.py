@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 
 from trainer.buffer.draw import Draw
-from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, fill, is_open
-from trainer.buffer.pool import Pool, enough, lowest
+from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, filled_from, room_of
+from trainer.buffer.pool import Pool, lowest
 
 
 def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS) -> Draw:
@@ -14,9 +14,9 @@ def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, l
     usable = pool.chosen(pool.column("uses") < max_uses)
     if not len(usable):
         return Draw(wait=True)
-    num = enough(usable, num_experiences) if is_open(usable, limits) else len(usable)
-    order = usable.chosen(_least_used(usable, seed, num))
-    filled = fill(order, num_experiences, limits)
+    room = room_of(usable, num_experiences, limits)
+    first, filled = filled_from(usable, lambda num: _least_used(usable, seed, num), room, whole_where_full=False)
+    order = usable.chosen(first)
     return Draw(taken=tuple(order[place] for place in filled.taken), held_back=filled.held_back)
 
 

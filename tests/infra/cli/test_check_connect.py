@@ -71,6 +71,7 @@ def test_where_keys_lie_apart_both_places_are_tried(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # the machine's role is not asked for
     (tmp_path / "headrace.toml").write_text('app = "t"\n[store]\nurl = "s3://bucket"\n')
     (one,) = store_tried(load_settings(tmp_path / "headrace.toml"))
     assert "AWS_ACCESS_KEY_ID" in one.fault
