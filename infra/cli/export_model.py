@@ -28,7 +28,7 @@ from infra.policies.adapter import Adapter
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
-from infra.policies.publish import SHARD_BYTES, split_runs
+from infra.policies.share import SHARD_BYTES, split_runs
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
 from schemas import Directive, PolicyEvent, topics

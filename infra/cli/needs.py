@@ -29,12 +29,11 @@ DELTA_SHARE = 1 / 120  # of all weights, measured as above
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One need. is_rough: an estimate that kernels and allocators move by tens of percent. is_once: of rank 0 alone."""
+    """One need. is_rough: an estimate that kernels and allocators move by tens of percent."""
 
     what: str
     num_bytes: float
     is_rough: bool = False
-    is_once: bool = False
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
@@ -56,8 +55,7 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
 def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
     """Host bytes of several ranks on one host. with_gpu: what would lie on GPUs lies there too."""
-    rows = (*needs.host, *(needs.gpu if with_gpu else ()))
-    return sum(row.num_bytes * (1 if row.is_once else ranks) for row in rows)
+    return ranks * (needs.host_bytes + (needs.gpu_bytes if with_gpu else 0.0))
 
 
 class LearnerPlan(msgspec.Struct, frozen=True):
@@ -96,7 +94,7 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
         state = [row for row in state if row.what not in ("masters", "moments")]
     saved = MOMENTS_AND_WEIGHT + (plan.reference and 4)
     host.append(Row("snapshot of a checkpoint", saved * size.trained / plan.ranks))
-    host.append(Row("this version and the last, on rank 0", 2 * size.published * WIDTH[plan.dtype], is_once=True))
+    host.append(Row("its part of this version and the last", 2 * size.published * WIDTH[plan.dtype] / plan.ranks))
     return ProcessMemory(gpu=(*state, *most_at_once(size, plan)), host=tuple(host))
 
 

@@ -1,7 +1,8 @@
 """Publishes a version to the store: shards, then the manifest; the caller then sends the event.
 
 A version is visible only complete: nothing names it before its manifest, and its manifest is the last object written.
-Publishing the same (token, version) again returns the same event; with other content it is refused.
+Publishing the same (token, version) again returns the same event; with other content it is refused. Where several processes
+have the tensors, each puts its own (`infra.policies.share`), and the one that leads decides and writes the manifest.
 
 The first version of a lease is an anchor, and each that changes too much for a delta. Every other one is a delta from its
 parent and a slice: a sixteenth of the tensors, whole. So no version costs much more than another, and a late joiner reads the
@@ -10,15 +11,14 @@ slices of sixteen versions and the deltas between them, however old the anchor i
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
-from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import (
     DeltaPart,
     PolicyManifest,
@@ -26,9 +26,7 @@ from infra.policies.manifest import (
     Slice,
     TensorEntry,
     WeightSource,
-    differing,
     encode_manifest,
-    entries_of,
     first_difference,
     folder_of,
     format_of,
@@ -37,26 +35,24 @@ from infra.policies.manifest import (
     sha256_hex,
 )
 from infra.policies.policy import Probe
-from infra.policies.tensors import ITEM_BYTES, Tensor, bits, first_not_finite, save_tensors
-from infra.policies.threads import in_threads
+from infra.policies.share import SHARD_BYTES, DeltaSize, HashedTensors, Share, ShareLook, StoredShare, WantedObjects
+from infra.policies.tensors import ITEM_BYTES, Tensor
 from infra.store.store import Store, check_key
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 128 * 1024 * 1024  # joined or copied while no other thread runs: a few hundredths of a second
 DENSE_SHARE = 0.6  # of 32-bit values changed: such a delta weighs more than half an anchor however it is encoded
 CHANGED_SHARE = 1 / 8  # of the values or the bytes: where a chain of such deltas would cost more than an anchor
 
 
-class Previous(msgspec.Struct, frozen=True):
+class Parent(msgspec.Struct, frozen=True):
     """The parent as published: the delta's base."""
 
     manifest: PolicyManifest
     key: str
     sha256: str
-    tensors: Mapping[str, Tensor]
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +70,40 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None
 
 
+class Shares(Protocol):
+    """All processes that have tensors of a version, asked for the same at once. Each answer is a list, one of each. Raises what
+    the first of them raised.
+    """
+
+    def look(self) -> list[ShareLook]:
+        """See Share."""
+
+    def encode(self, *, delta: bool) -> list[DeltaSize]:
+        """See Share."""
+
+    def put(self, wanted: WantedObjects) -> list[StoredShare]:
+        """See Share."""
+
+
+class OneShare:
+    """Shares of a single process."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def look(self) -> list[ShareLook]:
+        """See Shares."""
+        return [self._share.look()]
+
+    def encode(self, *, delta: bool) -> list[DeltaSize]:
+        """See Shares."""
+        return [self._share.encode(delta=delta)]
+
+    def put(self, wanted: WantedObjects) -> list[StoredShare]:
+        """See Shares."""
+        return [self._share.put(wanted)]
+
+
 def publish(
     store: Store,
     new: NewVersion,
@@ -83,52 +113,57 @@ def publish(
     probe: Probe | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
+    """Store a version that one process has whole: see `publish_shares`.
+
+    previous: the tensors of its parent; None makes an anchor. Those that are HashedTensors are not hashed again.
+    """
+    share = Share(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
+    return publish_shares(store, new, OneShare(share), probe)
+
+
+def publish_shares(store: Store, new: NewVersion, shares: Shares, probe: Probe | None) -> PolicyEvent:
     """Store a version and return the event to send. Blocking: run it in a thread.
 
-    previous: the tensors of its parent; None makes an anchor. Raises PolicyRefused where a tensor is not finite or the
-    version exists with other content, StoreError, and ValueError where `previous` is not what was published.
+    Raises PolicyRefused where a tensor is not finite or the version exists with other content, StoreError, and ValueError
+    where the parent's tensors are not what was published.
     """
-    policy, token, version = new.policy, new.token, new.version
-    check_key(folder_of(policy, token))
-    if "/" in policy or not tensors:
-        raise ValueError(f"publish: got policy {policy!r} with {len(tensors)} tensors, expected a name without '/'")
-    entries = entries_of(tensors)
+    folder = check_key(folder_of(new.policy, new.token))
+    looks = shares.look()
+    entries = _sorted([one.entries for one in looks])
+    if "/" in new.policy or not entries:
+        raise ValueError(f"publish: got policy {new.policy!r} with {len(entries)} tensors, expected a name without '/'")
     if (existing := _existing(store, new, entries)) is not None:
         return existing
-    base = _previous(store, new, previous, entries)
-    target = _Target(store, folder_of(policy, token), version, shard_bytes)
-    sources = _store_sources(target, tensors, entries, base)
-    has_anchor = any(source.kind == "anchor" for source in sources)
-    sliced = None if has_anchor or base is None else _store_slice(target, tensors, next_index(base.manifest.slice))
-    manifest = PolicyManifest(
-        policy=policy,
-        token=token,
-        version=version,
+    parent = _parent(store, new, looks, entries)
+    num_bytes = {one.name: math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in entries}
+    is_dense = sum(one.dense_bytes for one in looks) > DENSE_SHARE * sum(num_bytes.values())
+    sizes = shares.encode(delta=parent is not None and not is_dense)
+    if wrong := next((one.not_finite for one in sizes if one.not_finite), ""):
+        raise PolicyRefused(f"version {new.version}: {wrong} holds values that are not finite")
+    has_delta, has_anchor = (False, True) if parent is None or is_dense else _ways(sizes, entries, num_bytes)
+    wanted = WantedObjects(
+        folder=folder,
+        version=new.version,
         parent=new.parent,
-        step=new.step,
-        anchor=version if has_anchor or base is None else base.manifest.anchor,
-        chain_bytes=0 if has_anchor or base is None else base.manifest.chain_bytes + sources[0].num_bytes,
-        tensors=entries,
-        sources=sources,
-        probe=probe,
-        format=format_of(new.adapter, sliced),
-        adapter=new.adapter,
-        slice=sliced,
+        delta=has_delta,
+        anchor=has_anchor,
+        slice=names_of_slice(num_bytes, next_index(parent.manifest.slice)) if parent and not has_anchor else (),
     )
+    manifest = _manifest(new, entries, parent, wanted, shares.put(wanted), sizes, probe)
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
-    store.put(manifest_key(policy, token, version), data)
+    store.put(manifest_key(new.policy, new.token, new.version), data)
     reach("weights.after_manifest")
     return _event(manifest, sha256_hex(data))
 
 
-class _Target(msgspec.Struct, frozen=True):
-    """Where the objects of one version go."""
+def _hashed(tensors: Mapping[str, Tensor]) -> HashedTensors:
+    return tensors if isinstance(tensors, HashedTensors) else HashedTensors(tensors)
 
-    store: Store
-    folder: str
-    version: int
-    shard_bytes: int
+
+def _sorted(parts: Iterable[Iterable[TensorEntry]]) -> tuple[TensorEntry, ...]:
+    """The manifest's list of tensors, of those of each process."""
+    return tuple(sorted((one for part in parts for one in part), key=lambda one: one.name))
 
 
 def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -> PolicyEvent | None:
@@ -144,11 +179,10 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
     return _event(manifest, digest)
 
 
-def _previous(
-    store: Store, new: NewVersion, tensors: Mapping[str, Tensor] | None, entries: tuple[TensorEntry, ...]
-) -> Previous | None:
+def _parent(store: Store, new: NewVersion, looks: list[ShareLook], entries: tuple[TensorEntry, ...]) -> Parent | None:
     """The base of a delta; None where there is none, as at the first version of a lease."""
-    if tensors is None or new.parent < 0:
+    before = [one.parent for one in looks if one.parent is not None]
+    if len(before) < len(looks) or new.parent < 0:
         return None
     key = manifest_key(new.policy, new.token, new.parent)
     try:
@@ -158,128 +192,80 @@ def _previous(
     except PolicyRefused as error:
         log.warning("parent not readable, publishing an anchor: %s", error)
         return None
-    if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
+    if difference := first_difference(_sorted(before), manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
     if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=False):
         raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
-    return Previous(manifest, key, digest, tensors)
+    return Parent(manifest, key, digest)
 
 
-def _encode(
-    old: Mapping[str, Tensor],
-    published: tuple[TensorEntry, ...],
-    new: Mapping[str, Tensor],
+def _ways(sizes: list[DeltaSize], entries: tuple[TensorEntry, ...], num_bytes: Mapping[str, int]) -> tuple[bool, bool]:
+    """Whether a delta leads to the version, and whether an anchor does."""
+    full_bytes, delta_bytes = sum(num_bytes.values()), sum(one.num_bytes for one in sizes)
+    if delta_bytes > full_bytes // 2:
+        return False, True
+    num_values = sum(math.prod(one.shape) for one in entries)
+    changed = sum(one.num_changed for one in sizes) / max(num_values, 1)
+    return True, max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
+
+
+def _manifest(
+    new: NewVersion,
     entries: tuple[TensorEntry, ...],
-) -> dict[str, Encoded] | None:
-    """What differs between two versions, by name; None where a delta cannot be worth it."""
-    names = differing(entries, published)
-    if _dense(old, new, names):
-        return None
-    return dict(zip(names, in_threads(lambda name: encode_tensor(old[name], new[name]), names), strict=True))
-
-
-def _dense(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: list[str]) -> bool:
-    """Whether most bytes are in wide values that changed, from a sample of each tensor."""
-    changed_bytes = 0.0
-    for name in names:
-        before, after = bits(old[name]), bits(new[name])
-        if before.itemsize < 4:
-            continue
-        changed_bytes += sampled_share(before, after) * new[name].num_bytes
-    return changed_bytes > DENSE_SHARE * sum(tensor.num_bytes for tensor in new.values())
-
-
-def _store_sources(
-    target: _Target,
-    tensors: Mapping[str, Tensor],
-    entries: tuple[TensorEntry, ...],
-    base: Previous | None,
-) -> tuple[WeightSource, ...]:
-    """Put the shards of a version; the ways that lead to it, the delta from its parent first.
-
-    Nothing is written of weights that are not finite. What does not differ from the parent was found so before.
-    """
-    encoded = None if base is None else _encode(base.tensors, base.manifest.tensors, tensors, entries)
-    if encoded is None:
-        wrong = first_not_finite(tensors)
-    else:
-        wrong = next((name for name, one in encoded.items() if not one.finite), "")
-    if wrong:
-        raise PolicyRefused(f"version {target.version}: {wrong} holds values that are not finite")
-    if base is None:
-        return (_store_anchor(target, tensors),)
-    full_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-    delta_bytes = full_bytes if encoded is None else sum(len(one.payload) for one in encoded.values())
-    if encoded is None or delta_bytes > full_bytes // 2:
-        return (_store_anchor(target, tensors),)
-    delta = _store_delta(target, encoded, base)
-    changed = delta.num_changed / max(sum(math.prod(entry.shape) for entry in entries), 1)
-    if max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE:
-        return (delta, _store_anchor(target, tensors))
-    return (delta,)
-
-
-def _store_slice(target: _Target, tensors: Mapping[str, Tensor], index: int) -> Slice:
-    names = names_of_slice({name: tensor.num_bytes for name, tensor in tensors.items()}, index)
-    shards = _store_whole(target, "slices", {name: tensors[name] for name in names})
-    return Slice(index=index, count=NUM_SLICES, names=names, shards=shards)
-
-
-def _store_anchor(target: _Target, tensors: Mapping[str, Tensor]) -> WeightSource:
-    return WeightSource(kind="anchor", shards=_store_whole(target, "anchors", tensors))
-
-
-def _store_whole(target: _Target, folder: str, tensors: Mapping[str, Tensor]) -> tuple[Shard, ...]:
-    shards = []
-    for names in split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, target.shard_bytes):
-        data = save_tensors({name: tensors[name] for name in names})
-        shards.append(_store_shard(target, f"{folder}/{target.version}", "safetensors", data))
-    return tuple(shards)
-
-
-def _store_delta(target: _Target, encoded: Mapping[str, Encoded], base: Previous) -> WeightSource:
-    shards: list[Shard] = []
-    parts: list[DeltaPart] = []
-    for names in split_runs({name: len(one.payload) for name, one in encoded.items()}, target.shard_bytes):
-        offset = 0
-        for name in names:
-            one = encoded[name]
-            parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
-            offset += len(one.payload)
-        data = b"".join(encoded[name].payload for name in names)
-        shards.append(_store_shard(target, f"deltas/{base.manifest.version}-{target.version}", "delta", data))
-    return WeightSource(
-        kind="delta",
-        shards=tuple(shards),
-        base=base.manifest.version,
-        base_manifest=base.key,
-        base_sha256=base.sha256,
-        parts=tuple(parts),
-        num_changed=sum(one.changed for one in encoded.values()),
+    parent: Parent | None,
+    wanted: WantedObjects,
+    puts: list[StoredShare],
+    sizes: list[DeltaSize],
+    probe: Probe | None,
+) -> PolicyManifest:
+    sources = _sources(parent, wanted, puts, sum(one.num_changed for one in sizes))
+    since = None if parent is None or wanted.anchor else parent.manifest
+    sliced = None
+    if since is not None:
+        shards = tuple(one for put in puts for one in put.slice)
+        sliced = Slice(index=next_index(since.slice), count=NUM_SLICES, names=wanted.slice, shards=shards)
+    return PolicyManifest(
+        policy=new.policy,
+        token=new.token,
+        version=new.version,
+        parent=new.parent,
+        step=new.step,
+        anchor=new.version if since is None else since.anchor,
+        chain_bytes=0 if since is None else since.chain_bytes + sources[0].num_bytes,
+        tensors=entries,
+        sources=sources,
+        probe=probe,
+        format=format_of(new.adapter, sliced),
+        adapter=new.adapter,
+        slice=sliced,
     )
 
 
-def _store_shard(target: _Target, folder: str, suffix: Literal["safetensors", "delta"], data: bytes) -> Shard:
-    digest = sha256_hex(data)
-    key = f"{target.folder}/{folder}/{digest[:32]}.{suffix}"
-    reach("weights.before_shard")
-    target.store.put(key, data)
-    reach("weights.after_shard")
-    return Shard(key, digest, len(data))
-
-
-def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Names in order, in runs of at most `limit` bytes (or one name)."""
-    run: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if run and total + size > limit:
-            yield run
-            run, total = [], 0
-        run.append(name)
-        total += size
-    if run:
-        yield run
+def _sources(
+    parent: Parent | None, wanted: WantedObjects, puts: list[StoredShare], num_changed: int
+) -> tuple[WeightSource, ...]:
+    """The ways that lead to a version, the delta from its parent first."""
+    found = []
+    if wanted.delta and parent is not None:
+        parts: list[DeltaPart] = []
+        shards: list[Shard] = []
+        for put in puts:
+            parts += [msgspec.structs.replace(one, shard=len(shards) + one.shard) for one in put.parts]
+            shards += put.delta
+        found.append(
+            WeightSource(
+                kind="delta",
+                shards=tuple(shards),
+                base=parent.manifest.version,
+                base_manifest=parent.key,
+                base_sha256=parent.sha256,
+                parts=tuple(parts),
+                num_changed=num_changed,
+            )
+        )
+    if wanted.anchor:
+        found.append(WeightSource(kind="anchor", shards=tuple(one for put in puts for one in put.anchor)))
+    return tuple(found)
 
 
 def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:

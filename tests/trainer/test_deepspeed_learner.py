@@ -73,6 +73,12 @@ def agree(ranks, model, tmp_path) -> Callable[..., None]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_each_rank_publishes_its_own_weights_and_the_version_is_that_of_one_process(agree, tmp_path, stage):
+    agree(stage, "weights", str(tmp_path))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_of_zero_take_the_steps_of_one_process(agree, stage):
     agree(stage, "steps")

@@ -3,13 +3,11 @@
 import math
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor
 from schemas import Span
 from tests.trainer.trainer_samples import make_item
 from trainer.config import TrainerGuardConfig
@@ -96,15 +94,13 @@ def test_a_collapse_is_a_fall_below_a_share_of_what_was_usual() -> None:
 
 
 def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
-    fine = {"w": Tensor("F32", (2,), np.asarray([1, 2], "<f4").tobytes())}
-    bad = {"w": Tensor("F32", (2,), np.asarray([1, np.nan], "<f4").tobytes())}
     before = Probe(sequences=((1, 2, 3),), logprobs=((-1.0, -2.0),))
     near = Probe(sequences=((1, 2, 3),), logprobs=((-2.0, -4.0),))  # 1.5 nats on average
     far = Probe(sequences=((1, 2, 3),), logprobs=((-9.0, -2.0),))  # 4
-    assert unhealthy(bad, None, None, CONFIG) == "w holds values that are not finite"
-    assert unhealthy(fine, before, near, CONFIG) == ""
-    assert unhealthy(fine, before, far, CONFIG).startswith("the probe moved by 4 nats per token")
-    assert unhealthy(fine, None, far, CONFIG) == unhealthy(fine, before, far, TrainerGuardConfig()) == ""
+    assert unhealthy("w", None, None, CONFIG) == "w holds values that are not finite"
+    assert unhealthy("", before, near, CONFIG) == ""
+    assert unhealthy("", before, far, CONFIG).startswith("the probe moved by 4 nats per token")
+    assert unhealthy("", None, far, CONFIG) == unhealthy("", before, far, TrainerGuardConfig()) == ""
 
 
 def test_the_guard_hears_of_the_rewards_of_this_step_alone_so_that_a_restart_judges_alike() -> None:

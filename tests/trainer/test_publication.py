@@ -12,6 +12,7 @@ from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease, take_lease
+from trainer.learners.learner import WholeWeights
 from trainer.loop.publication import WeightPublisher, probe_sequences
 
 
@@ -43,7 +44,9 @@ class Rig:
 
 
 async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
-    return await publisher.publish(version, tensors(value), None, parent=version - 1, step=version, stats={"loss": 0.5})
+    return await publisher.publish(
+        version, WholeWeights(tensors(value)), None, parent=version - 1, step=version, stats={"loss": 0.5}
+    )
 
 
 def run(body) -> None:

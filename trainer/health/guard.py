@@ -11,13 +11,11 @@ what an uninterrupted one would have.
 import math
 import statistics
 import sys
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, first_not_finite
 from trainer.config import TrainerGuardConfig
 from trainer.health.diagnostics import Alarm
 
@@ -110,15 +108,14 @@ def judge(
     return "skip", reason
 
 
-def unhealthy(
-    tensors: Mapping[str, Tensor], before: Probe | None, now: Probe | None, config: TrainerGuardConfig
-) -> str:
-    """Why these weights must not be published; "" where nothing speaks against it.
+def unhealthy(not_finite: str, before: Probe | None, now: Probe | None, config: TrainerGuardConfig) -> str:
+    """Why weights must not be published; "" where nothing speaks against it.
 
-    before, now: of the same sequences, under the version published last and under these weights.
+    not_finite: name of a tensor that holds NaN or infinity, "" where none does. before, now: of the same sequences, under
+    the version published last and under these weights.
     """
-    if wrong := first_not_finite(tensors):
-        return f"{wrong} holds values that are not finite"
+    if not_finite:
+        return f"{not_finite} holds values that are not finite"
     if not config.probe_shift or before is None or now is None:
         return ""
     moved = [

@@ -7,28 +7,25 @@ own pieces of the state; they are those of `TorchLearner`, for any number of ran
 """
 
 import logging
-import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import torch.distributed as distributed
 
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor
-from infra.roles.memory import give_back_large_blocks
 from infra.settings.config import duration_s
 from infra.store.store import Store
 from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
+from trainer.learners.beginning import begin_ranks
 from trainer.learners.engines import Engines
 from trainer.learners.lanes import check_step, of_phase
 from trainer.learners.learner import Phase, Snapshot, StepStats
@@ -42,6 +39,7 @@ from trainer.learners.orders import (
 )
 from trainer.learners.rank_step import RankStep
 from trainer.learners.rank_values import RankCritic
+from trainer.learners.rank_weights import RankWeights, TakenWeights
 from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
@@ -95,10 +93,11 @@ class DeepSpeedLearner:
             where = f"trainer.learner.options.sequence_parallel: got {sequence_parallel}"
             raise ConfigError(f"{where} with [trainer.critic], expected 1: a critic reads whole rows")
         timeout_s = duration_s(config.ranks_timeout)
-        deepspeed, device = _begin_ranks(config, timeout_s)
+        deepspeed, device = begin_ranks(config, timeout_s)
         self.rank: int = distributed.get_rank()
         self._world = distributed.get_world_size()
         self._channel, self._beside = Channel(timeout_s), Channel(WRITE_S)
+        self._weights = TakenWeights(Channel(WRITE_S))
         self._writing: threading.Thread | None = None
         self._store: Store | None = None
         group = open_group(sequence_parallel, timeout_s)
@@ -145,6 +144,7 @@ class DeepSpeedLearner:
 
     def close(self) -> None:
         """Let the other ranks end. Rank 0 only; nothing can be called afterwards."""
+        self._weights.let_go()
         self._orders.close()
         with self._orders.lock:
             self._orders.give(Order(name="close"))
@@ -153,6 +153,7 @@ class DeepSpeedLearner:
     def _end(self) -> None:
         if self._writing is not None:
             self._writing.join()
+        self._weights.wait()
         distributed.destroy_process_group()  # its threads must not be running when the interpreter ends
 
     def begin_phase(self, phase: Phase) -> None:
@@ -182,6 +183,12 @@ class DeepSpeedLearner:
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder."""
         found: dict[str, Tensor] = self._call(Order(name="tensors"))
+        return found
+
+    def weights(self) -> RankWeights:
+        """A copy of the policy in its published dtype, of which each rank has a part."""
+        self._weights.let_go()
+        found: RankWeights = self._call(Order(name="weights"))
         return found
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
@@ -274,6 +281,8 @@ class DeepSpeedLearner:
                 return self._ranks.step(order, self._phase, given)
             case "tensors":
                 return self._ranks.tensors()
+            case "weights":
+                return self._weights.take(self._ranks.tensors(shared=True), self._store)
             case "probe":
                 return self._ranks.probe(order.sequences)
             case "greedy":
@@ -374,25 +383,3 @@ class DeepSpeedLearner:
 
 def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
     return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)
-
-
-def _begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
-    """Find the other ranks. The library, and this rank's device."""
-    give_back_large_blocks()
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    import deepspeed
-
-    _alone_unless_told(os.environ)
-    deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-
-
-def _alone_unless_told(environment: MutableMapping[str, str]) -> None:
-    """One rank, where no launcher said otherwise."""
-    if "WORLD_SIZE" not in environment:
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -13,10 +13,14 @@ import numpy as np
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
+from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor
+from infra.policies.publish import NewVersion, publish
+from infra.policies.share import HashedTensors
+from infra.policies.tensors import Tensor, first_not_finite
 from infra.settings.plugin import load
 from infra.store.store import Store
+from schemas.records import PolicyEvent
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.state.pieces import Layout
@@ -100,6 +104,22 @@ class Snapshot(Protocol):
         """Put it into the store, in a thread beside the learner's. Nothing names it before a manifest does. Blocking."""
 
 
+class Weights(Protocol):
+    """Weights as they were, in the memory of whoever computes with them; later steps do not reach them. Calls block."""
+
+    def not_finite(self) -> str:
+        """Name of a tensor that holds NaN or infinity, "" where none does."""
+
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """What a manifest says of them."""
+
+    def publish(self, store: Store, new: NewVersion, *, previous: "Weights | None", probe: Probe | None) -> PolicyEvent:
+        """See `infra.policies.publish.publish_shares`. previous: of the same learner, its parent, which was published last."""
+
+    def let_go(self) -> None:
+        """Nothing more is asked of them but to be `previous`."""
+
+
 @runtime_checkable
 class Ranks(Protocol):
     """A learner of several processes. Rank 0 is called; the others follow it. Each holds, saves and reads its own pieces."""
@@ -111,6 +131,9 @@ class Ranks(Protocol):
 
     def snapshot(self, store: Store, folder: str) -> Snapshot:
         """Copy the state to host memory, each rank its own pieces. folder: where the snapshot will be written."""
+
+    def weights(self) -> Weights:
+        """Copy the policy in its published dtype to host memory, each rank its own part. Those taken before are let go."""
 
     def verify(self, state: StoredState) -> None:
         """Read a stored state, each rank a share, and compare its hashes. ValueError names rank and object."""
@@ -145,6 +168,34 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     if isinstance(learner, Ranks):
         return learner.snapshot(store, folder)
     return WholeSnapshot(learner.save(), store, folder)
+
+
+class WholeWeights:
+    """See Weights; of a learner of one process."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = HashedTensors(tensors)
+
+    def not_finite(self) -> str:
+        """See Weights."""
+        return first_not_finite(self.tensors)
+
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """See Weights."""
+        return self.tensors.entries
+
+    def publish(self, store: Store, new: NewVersion, *, previous: Weights | None, probe: Probe | None) -> PolicyEvent:
+        """See Weights."""
+        before = previous.tensors if isinstance(previous, WholeWeights) else None
+        return publish(store, new, self.tensors, previous=before, probe=probe)
+
+    def let_go(self) -> None:
+        """See Weights."""
+
+
+def take_weights(learner: Learner) -> Weights:
+    """The policy of any learner, in host memory."""
+    return learner.weights() if isinstance(learner, Ranks) else WholeWeights(learner.tensors())
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:

@@ -44,9 +44,10 @@ from trainer.learners.orders import (
     encode_observed,
 )
 from trainer.learners.rank_values import RankCritic
+from trainer.learners.rank_weights import owners
 from trainer.learners.rows import Rows, deal, receive_rows, send_rows
 from trainer.learners.sequence_parallel import SequenceGroup
-from trainer.learners.shards import Shards
+from trainer.learners.shards import Shards, num_bytes
 from trainer.losses.loss import Objective
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
@@ -237,15 +238,22 @@ class RankStep:
         return math.isfinite(norm), norm
 
     @torch.no_grad()
-    def tensors(self) -> dict[str, Tensor]:
-        """On rank 0 a copy of the policy; one weight at a time is whole on a rank that does not hold it."""
+    def tensors(self, *, shared: bool = False) -> dict[str, Tensor]:
+        """On rank 0 a copy of the policy; shared: on each rank a copy of its part of it, by bytes as large as another's. One
+        weight at a time is whole on a rank that does not hold it.
+        """
+        module = self._model.module
+        values = {
+            name: value
+            for name, value in module.state_dict(keep_vars=True).items()
+            if self._model.adapter is None or published(module, {name: value})  # the base is not gathered for nothing
+        }
+        ranks = owners((num_bytes(value) for value in values.values()), self._channel.world if shared else 1)
         found: dict[str, Tensor] = {}
-        for name, value in self._model.module.state_dict(keep_vars=True).items():
-            if self._model.adapter is not None and not published(self._model.module, {name: value}):
-                continue  # of the base, which is not gathered for nothing
+        for (name, value), rank in zip(values.items(), ranks, strict=True):
             with self._shards.gathered(value):
-                if not self._channel.rank:
-                    views = published(self._model.module, {name: value.detach()})
+                if rank == self._channel.rank:
+                    views = published(module, {name: value.detach()})
                     found |= {one: from_torch(view) for one, view in views.items()}
         return found
 

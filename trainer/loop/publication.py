@@ -12,16 +12,15 @@ import msgspec
 
 from infra.log.log import Log
 from infra.policies.adapter import Adapter
-from infra.policies.manifest import decode_manifest, entries_of, first_difference
+from infra.policies.manifest import decode_manifest, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion
-from infra.policies.publish import publish as publish_weights
-from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease
+from trainer.learners.learner import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class WeightPublisher:
         self._events = dict(events)
         self._times_ms = dict(times_ms or {})
         self._adapter = adapter
-        self._previous: Mapping[str, Tensor] | None = None
+        self._previous: Weights | None = None
         self._tidied = False
 
     def has(self, version: int) -> bool:
@@ -60,18 +59,19 @@ class WeightPublisher:
     async def publish(
         self,
         version: int,
-        tensors: Mapping[str, Tensor],
+        weights: Weights,
         probe: Probe | None,
         *,
         parent: int,
         step: int,
         stats: Mapping[str, float],
     ) -> int:
-        """Make `tensors` version `version`, or the next free one; returns the number it got."""
+        """Make `weights` version `version`, or the next free one; returns the number it got."""
         old = self._events.get(version)
         if old is not None:
             if old.event == "published":
-                if await asyncio.to_thread(same_content, self._store, old, tensors, self._adapter):
+                if await asyncio.to_thread(same_content, self._store, old, weights, self._adapter):
+                    weights.let_go()
                     self._previous = None
                     return version
                 await self._orphan(version)
@@ -85,16 +85,15 @@ class WeightPublisher:
             adapter=self._adapter,
         )
         event = await asyncio.to_thread(
-            publish_weights,
+            weights.publish,
             self._store,
             new,
-            tensors,
             previous=self._previous,
             probe=probe,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event)
-        self._previous = tensors
+        self._previous = weights
         self._events[version] = event
         self._times_ms[version] = position.timestamp_ms
         return version
@@ -123,12 +122,10 @@ class WeightPublisher:
         return unfinished + (prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0)
 
 
-def same_content(
-    store: Store, event: PolicyEvent, tensors: Mapping[str, Tensor], adapter: Adapter | None = None
-) -> bool:
-    """Whether the published version holds exactly these tensors, by the hashes of its manifest, of the same adapter."""
+def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Adapter | None = None) -> bool:
+    """Whether the published version holds exactly these weights, by the hashes of its manifest, of the same adapter."""
     manifest = decode_manifest(store.get(event.manifest))
-    return manifest.adapter == adapter and first_difference(entries_of(tensors), manifest.tensors, values=True) is None
+    return manifest.adapter == adapter and first_difference(weights.entries(), manifest.tensors, values=True) is None
 
 
 def probe_sequences(

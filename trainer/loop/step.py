@@ -12,7 +12,6 @@ import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
 from trainer.batch.age import masked_below
 from trainer.batch.assemble import Stamp, assemble, step_seed
@@ -34,7 +33,7 @@ from trainer.health.guard import (
 )
 from trainer.journal import checkpoint
 from trainer.journal.origin import config_hash
-from trainer.learners.learner import StepStats, take_from
+from trainer.learners.learner import StepStats, Weights, take_from, take_weights
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
 from trainer.loop.report import Stopwatch
@@ -149,11 +148,11 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
         await run.saving.finished()  # the version before is out, and its probe is what this one is compared with
-        tensors = await run.in_thread(run.learner.tensors)
-        if reason := await fault(run, tensors):
+        weights = await run.in_thread(take_weights, run.learner)
+        if reason := await fault(run, weights):
             await roll_back(run, batch, reason, newest=batch.step)
         else:
-            await write_and_publish_due(run, tensors)
+            await write_and_publish_due(run, weights)
 
 
 def condition(stats: StepStats) -> tuple[float | None, float | None]:
@@ -176,27 +175,27 @@ def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
     return passed(before, config, grad_norm=stats.grad_norm, entropy=entropy, reward=reward)
 
 
-async def fault(run: Run, tensors: Mapping[str, Tensor]) -> str:
+async def fault(run: Run, weights: Weights) -> str:
     """Why the weights must not be published, "" for nothing: looked at before the checkpoint that would keep them."""
     before = run.published_probe if run.config.guard.probe_shift else None
     now = await run.in_thread(run.learner.probe, before.sequences) if before is not None else None
-    return unhealthy(tensors, before, now, run.config.guard)
+    return unhealthy(await run.in_thread(weights.not_finite), before, now, run.config.guard)
 
 
-async def write_and_publish_due(run: Run, tensors: Mapping[str, Tensor] | None = None) -> None:
+async def write_and_publish_due(run: Run, weights: Weights | None = None) -> None:
     """Checkpoint before publication where both fall due, so that a version is never ahead of what a restart can reach; both
     are stored beside the next steps.
 
-    tensors: see `publish_now`.
+    weights: see `publish_now`.
     """
     if not run.publication_due():
         return
     await run.saving.finished()  # so that versions come out in order
     version = run.position.version + 1
     if not run.checkpoint_due():
-        await publish_now(run, version, tensors)
+        await publish_now(run, version, weights)
         return
-    unwritten, unpublished = await snapshot(run, version), await ready(run, version, tensors)
+    unwritten, unpublished = await snapshot(run, version), await ready(run, version, weights)
     run.advance(version=version)
 
     async def write_and_publish() -> None:
@@ -212,30 +211,30 @@ class Unpublished(msgspec.Struct, frozen=True):
     version: int
     parent: int
     step: int
-    tensors: Mapping[str, Tensor]
+    weights: Weights
     probe: Probe | None
     stats: Mapping[str, float]
 
 
-async def publish_now(run: Run, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Publish the learner's weights as `version` (or the next free number). tensors: a copy of them, where one is made."""
-    await publish(run, await ready(run, version, tensors))
+async def publish_now(run: Run, version: int, weights: Weights | None = None) -> None:
+    """Publish the learner's weights as `version` (or the next free number). weights: a copy of them, where one is made."""
+    await publish(run, await ready(run, version, weights))
 
 
-async def ready(run: Run, version: int, tensors: Mapping[str, Tensor] | None) -> Unpublished:
+async def ready(run: Run, version: int, weights: Weights | None) -> Unpublished:
     """The learner's weights as a version; no later step reaches it."""
-    if tensors is None:
-        tensors = await run.in_thread(run.learner.tensors)
+    if weights is None:
+        weights = await run.in_thread(take_weights, run.learner)
     probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
     parent = run.position.version if version else -1
-    return Unpublished(version, parent, run.position.step, tensors, probe, dict(run.report.worth_showing))
+    return Unpublished(version, parent, run.position.step, weights, probe, dict(run.report.worth_showing))
 
 
 async def publish(run: Run, one: Unpublished) -> None:
     """Publish a version (or under the next free number)."""
     with Stopwatch(run.report, "publish_seconds"):
         got = await run.publisher.publish(
-            one.version, one.tensors, one.probe, parent=one.parent, step=one.step, stats=one.stats
+            one.version, one.weights, one.probe, parent=one.parent, step=one.step, stats=one.stats
         )
     run.advance(version=got)
     run.supply.published_s = run.supply.intake.clock()

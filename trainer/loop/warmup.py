@@ -12,6 +12,7 @@ from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.draw_spread import draw_spread
 from trainer.config import WarmupConfig
 from trainer.health.guard import unhealthy
+from trainer.learners.learner import take_weights
 from trainer.loop.admit import readable
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
@@ -60,15 +61,15 @@ async def finish_warm_up(run: Run) -> None:
     version = run.position.version + (run.config.warmup is not None)
     await run.begin_training()
     run.report.state = "learning"
-    tensors = await run.in_thread(run.learner.tensors)
-    if reason := unhealthy(tensors, None, None, run.config.guard):
+    weights = await run.in_thread(take_weights, run.learner)
+    if reason := unhealthy(await run.in_thread(weights.not_finite), None, None, run.config.guard):
         raise RuntimeError(
             f"the warm-up ended at step {run.position.step} with weights that cannot be published: {reason}; "
             "expected finite ones: lower trainer.warmup.learning_rate and begin another run"
         )
     await write_checkpoint(run, version)
     if version > run.position.version:
-        await publish_now(run, version, tensors)
+        await publish_now(run, version, weights)
 
 
 async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Event) -> None:

@@ -156,7 +156,9 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
         watching.calm_s += time.monotonic() - began_s
         command = [sys.executable, "-m", "infra.cli.bench.looking", url, LINK, str(plan.people), str(plan.piece_s)]
         began_ms, cpu_s, began_s = _now_ms(), cpu_of(pid), time.monotonic()
-        done = subprocess.run(command, check=True, capture_output=True)
+        done = subprocess.run(
+            command, check=True, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True
+        )
         ended_ms = _now_ms()
         watching.busy_cpu_s += cpu_of(pid) - cpu_s
         watching.busy_s += time.monotonic() - began_s
@@ -206,7 +208,12 @@ def _process(
     """A module's process, ended as Ctrl-C ends it; the end of its log is printed where something failed."""
     with log.open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdout=output, stderr=output, env=os.environ | (env or {})
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | (env or {}),
+            start_new_session=True,  # as `up` starts it: a console takes idle time only where its session is its own
         )
     try:
         yield child

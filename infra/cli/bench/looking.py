@@ -7,7 +7,6 @@ again every LIVE_S, as its script does.
 """
 
 import http.client
-import os
 import random
 import re
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import msgspec
+
+from infra.local.idle_time import take_idle_time
 
 PAUSE_S = (2.0, 5.0)  # between two pages
 LIVE_S = 3.0  # data-every of the flow
@@ -111,6 +112,6 @@ def look(url: str, link: str, people: int, seconds: float, *, hurry: float = 1.0
 
 
 if __name__ == "__main__":
-    os.nice(19)
+    take_idle_time()
     URL, KEY, PEOPLE, SECONDS = sys.argv[1:]
     print(msgspec.json.encode(look(URL, KEY, int(PEOPLE), float(SECONDS))).decode())

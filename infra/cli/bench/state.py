@@ -1,7 +1,8 @@
-"""A large learner's state on several ranks: saved, all ranks killed, read again by one, two and three of them.
+"""A large learner's state on several ranks: published, saved, all ranks killed, read again by one, two and three of them.
 
 Each rank is a process of this machine with gloo between them. Memory is what a process holds itself (RssAnon, every 20 ms),
-above what it held when the phase began; a rank's shards are its part of the state's bytes.
+above what it held when the phase began; a rank's shards are its part of the state's bytes, its part of a version is what it
+publishes of one.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from infra.policies.publish import NewVersion
 from infra.store.store import Store
 from trainer.state.stored import Index, encode_index, index_hash, open_state
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 Said = dict[str, Any]  # what a rank told, and its memory over time
 T = TypeVar("T")
 FOLDER = "checkpoints/bench/000000000001-0"
+VERSION = NewVersion(policy="bench", token=0, version=1, parent=-1, step=1)
 SAMPLE_S = 0.02
 LIMIT_S = 1200.0
 GIB = 2**30
@@ -85,7 +88,8 @@ def _saved(ranks: list[Said]) -> dict[str, float]:
         "upload_s": write_s,
         "orders_done_beside_the_upload": told["orders_beside"],
         "save_peak_gib_above_shards": _peak(ranks, (told["snapshot"][0], told["write"][1]), shard_bytes),
-        "publish_peak_gib_of_the_others": _peak(ranks[1:], told["tensors"]),
+        "publish_s": told["publish"][1] - told["publish"][0],
+        "publish_peak_gib_above_parts": _peak(ranks, told["publish"], told["version_bytes"] / len(ranks)),
         "peak_gib_of_all_ranks": sum(max(size for _, size in one["memory"]) for one in ranks) / GIB,
     }
 
@@ -209,7 +213,8 @@ def _save(learner: "DeepSpeedLearner", store: Store, told: dict[str, object]) ->
         raise RuntimeError("the step was refused")
     told["parameters"] = sum(one.num_bytes // 4 for name, one in learner.layout().items() if name.startswith("model/"))
     told["state_bytes"] = sum(one.num_bytes for _, one in learner.layout().items())
-    _timed(told, "tensors", learner.tensors)
+    event = _timed(told, "publish", lambda: learner.weights().publish(store, VERSION, previous=None, probe=None))
+    told["version_bytes"] = event.stats["full_bytes"]
     snapshot = _timed(told, "snapshot", lambda: learner.snapshot(store, FOLDER))
     written: list[Index] = []
     thread = threading.Thread(target=lambda: _timed(told, "write", lambda: written.append(snapshot.write())))

@@ -29,6 +29,7 @@ from infra.policies.manifest import hash_tensor
 from infra.policies.policy import Policy
 from infra.policies.prune import prune
 from infra.policies.publish import NewVersion, publish
+from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor, bits, first_not_finite, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
 from infra.store.cached import CachedStore
@@ -68,7 +69,7 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
     """The figures: CPU seconds a GB of both sides at each version, of those who come late, of the peers, and what follows."""
     say(f"making up {plan.gb:g} GB of weights and {plan.versions[-1]} versions of them")
     generator = np.random.default_rng(0)
-    versions = [made_up(plan.gb, generator)]
+    versions = [HashedTensors(made_up(plan.gb, generator))]
     full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
     costs: dict[str, Cost] = {}
     store = MemoryStore()
@@ -81,7 +82,7 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
         _from_cache(costs, store, Path(folder), event)
     near = {version + more: version for version in reversed(plan.versions) for more in range(NEAR)}
     for version in range(1, plan.versions[-1] + NEAR):
-        versions = [versions[-1], moved(versions[-1], plan.share, generator)]
+        versions = [versions[-1], HashedTensors(moved(versions[-1], plan.share, generator))]
         prune(store, "main", oldest=version - 1 - KEPT)
         if version not in near:
             steady.fetch(_publish(store, version, versions[1], versions[0]))

@@ -10,7 +10,6 @@ for. On a machine without an idle moment the index falls behind, and the pages s
 import asyncio
 import contextlib
 import logging
-import os
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -24,6 +23,7 @@ from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import INDEXED, LogIndex
+from infra.local.idle_time import take_idle_time
 from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.settings.config import duration_s
@@ -33,7 +33,6 @@ LOOKED_S = 2.0
 CALM_S = 5.0
 MAX_WAIT_S = 15.0
 END_S = 10.0  # for the process to end by itself
-SESSION, TERMINAL = 3, 4  # of /proc/PID/stat, counted behind the name (proc(5)); no terminal is 0
 FILE = "console.sqlite"
 TRACE_FILE = "trace.sqlite"
 
@@ -194,41 +193,6 @@ async def _listen(looked: asyncio.Event) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async for _ in reader:
         looked.set()
-
-
-def take_idle_time() -> None:
-    """From here on this thread, and what it starts, runs while the roles leave a core idle: SCHED_IDLE, else nice 19.
-
-    Linux shares processors among sessions first (sched(7), "The autogroup feature"), and a SCHED_IDLE process gives way to
-    none of another session. So the session is set to nice 19 too, where it is this process's alone.
-    """
-    with contextlib.suppress(OSError):
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        else:
-            os.nice(19)
-    with contextlib.suppress(OSError):
-        if has_session_alone():
-            Path("/proc/self/autogroup").write_text("19", encoding="ascii")
-
-
-def has_session_alone() -> bool:
-    """Whether this process, with the one that waits for it, has a session without a terminal for itself. False where /proc does
-    not say. Raises OSError.
-    """
-    mine, with_me = Path("/proc/self/stat"), {os.getpid(), os.getppid()}
-    if not mine.exists() or int(_after_name(mine)[TERMINAL]):
-        return False
-    session = os.getsid(0)
-    for process in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if int(_after_name(process)[SESSION]) == session and int(process.parent.name) not in with_me:
-                return False
-    return True
-
-
-def _after_name(stat: Path) -> list[str]:
-    return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,12 +21,13 @@ from infra.cli.console.access import Access
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
-from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart, take_idle_time
+from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import Reading
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.cli.source import opened
+from infra.local.idle_time import take_idle_time
 from infra.log.log import Log
 from infra.settings.config import split_address
 from infra.store.store import Store

@@ -39,7 +39,7 @@ def session_nice(pid: int) -> int | None:
 
 def test_a_session_with_another_process_in_it_keeps_its_place(tmp_path: Path) -> None:
     """As that of a shell, from which roles may have been started too."""
-    program = "from infra.cli.console.keeping import take_idle_time as t; t(); print('done', flush=True); input()"
+    program = "from infra.local.idle_time import take_idle_time as t; t(); print('done', flush=True); input()"
     both = f'sleep 60 | {sys.executable} -c "{program}"'
     with subprocess.Popen(["sh", "-c", both], stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
         try:
