@@ -21,7 +21,7 @@ DOORS = {
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
     "deepspeed": (
-        "trainer/learners/deepspeed.py",
+        "trainer/learners/beginning.py",
         "trainer/learners/engines.py",
         "trainer/learners/sequence_parallel.py",
         "infra/cli/bench/",

@@ -3,8 +3,8 @@
     log ─> Keeper ─> console.sqlite ─> search, curves          see `infra.cli.console.keeping`
     log ─> status, decisions, one answer                       when asked, and then held for HELD_S
 
-It only reads: no role waits for it, and its process takes the time that they leave (`infra.local.idle_time`). While the log is away
-the pages show what was known, and say so.
+It only reads: no role waits for it, and its process takes the time that they leave (`infra.local.idle_time`). While the log
+is away the pages show what was known, and say so.
 """
 
 import asyncio
