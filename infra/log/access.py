@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.conn import create_conn
-from aiokafka.errors import AuthenticationFailedError, KafkaError, SaslAuthenticationFailed
+from aiokafka.errors import (
+    AuthenticationFailedError,
+    IllegalSaslStateError,
+    KafkaError,
+    SaslAuthenticationFailed,
+    for_code,
+)
+from aiokafka.protocol.admin import ApiVersionRequest
 
 from infra.settings.config import Floor, Kafka
 from infra.settings.plugin import load
@@ -105,21 +112,42 @@ class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
 
 async def refusal(bootstrap_servers: str, access: Access, timeout_ms: int) -> ConfigError | None:
     """Why none of these brokers lets this client in, where that is no outage: aiokafka only says that it is not connected."""
-    for server in bootstrap_servers.split(","):
+    for server in bootstrap_servers.split(",") if access is not PLAINTEXT else ():
         host, _, port = server.strip().rpartition(":")
         try:
             connection = await create_conn(
                 host.strip("[]"), int(port), request_timeout_ms=timeout_ms, **client_options(access)
             )
-            connection.close()
         except (AuthenticationFailedError, SaslAuthenticationFailed):
-            who = "the token" if access.token is not None else f'"{access.username}" with this password'
-            return ConfigError(f"kafka.sasl_*: {server} does not let {who} in ({access.mechanism})")
+            return _shut_out(server, access)
         except ssl.SSLCertVerificationError as error:
             return ConfigError(f"kafka.ssl_ca_file: the certificate of {server} is not trusted: {error.verify_message}")
         except (KafkaError, OSError, ValueError):
             continue
+        try:
+            # A broker answers a token that it refuses with words that aiokafka takes for success (RFC 7628, section 3.2.2),
+            # and refuses the next request.
+            answer = await connection.send(ApiVersionRequest())
+            if access.token is not None and for_code(answer.error_code) is IllegalSaslStateError:
+                return _shut_out(server, access)
+        except (KafkaError, OSError):
+            continue
+        finally:
+            connection.close()
     return None
+
+
+def _shut_out(server: str, access: Access) -> ConfigError:
+    if access.token is None:
+        who = f'"{access.username}" with this password'
+        return ConfigError(f"kafka.sasl_*: {server} does not let {who} in ({access.mechanism})")
+    who = f"the token of {_name_of(access.token)}"
+    return ConfigError(f"kafka.sasl_token: {server} does not let {who} in ({access.mechanism}): has it expired?")
+
+
+def _name_of(plugin: object) -> str:
+    kind = plugin if hasattr(plugin, "__qualname__") else type(plugin)
+    return f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
 
 
 def _password(kafka: Kafka, folder: Path) -> str:

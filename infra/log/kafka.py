@@ -66,7 +66,7 @@ async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = 
             return bool(client.cluster.brokers())
     except (KafkaError, OSError) as error:
         logger.debug("kafka.no_answer address=%s error=%r", bootstrap_servers, error)
-        if access is not PLAINTEXT and (refused := await refusal(bootstrap_servers, access, timeout_ms)):
+        if refused := await refusal(bootstrap_servers, access, timeout_ms):
             raise refused from error
         return False
     finally:
@@ -299,13 +299,18 @@ class KafkaBus:
     async def _admitted(self, client: AIOKafkaAdminClient) -> AIOKafkaAdminClient:
         """The first client, started. Raises ConfigError where the brokers are there and do not let it in."""
         try:
-            return await begin(client)
+            admitted = await begin(client)
         except (KafkaError, OSError) as error:
-            if self._access is not PLAINTEXT and (
-                refused := await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
-            ):
+            if refused := await self._refusal():
                 raise refused from error
             raise
+        if self._access.token is not None and (refused := await self._refusal()):  # found at the first request
+            await stop(admitted)
+            raise refused
+        return admitted
+
+    async def _refusal(self) -> ConfigError | None:
+        return await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
 
     def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
@@ -377,7 +382,7 @@ class KafkaBus:
             self._denied.discard(what)
             return found
         except TimeoutError:
-            last = passed[-1] if passed else None
+            last = await self._refusal() or (passed[-1] if passed else None)
             raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
         except DENIED as error:
             denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)

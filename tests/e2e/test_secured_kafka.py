@@ -38,10 +38,14 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 
 
-def unsigned_token() -> str:
-    """What Kafka's own test module takes: a JSON web token that nobody signed."""
-    parts = ({"alg": "none"}, {"sub": USER, "iat": 1_700_000_000, "exp": 4_000_000_000})
+def unsigned_token(expires: int = 4_000_000_000) -> str:
+    """What Kafka's own test module takes: a JSON web token that nobody signed. expires: seconds since 1970."""
+    parts = ({"alg": "none"}, {"sub": USER, "iat": 1_700_000_000, "exp": expires})
     return ".".join(urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts) + "."
+
+
+def expired_token() -> str:
+    return unsigned_token(1_700_000_100)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,16 @@ def test_a_wrong_password_is_one_line_at_once_without_the_password(
     assert done.exit_code == 2
     assert f'{secured.bootstrap} does not let "{USER}" with this password in ({mechanism})' in done.output
     assert "not-the-password" not in done.output
+
+
+def test_a_token_that_has_expired_is_one_line_that_names_what_gave_it(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    plugin = "tests.e2e.test_secured_kafka:expired_token"
+    way = {"sasl_mechanism": "OAUTHBEARER", "sasl_token": plugin, "sasl_username": "", "sasl_password_file": ""}
+    done = call(settings_file(secured, tmp_path, app_name, **way), "check", "--create")
+    assert done.exit_code == 2 and f"{secured.bootstrap} does not let" in done.output and plugin in done.output
+    assert expired_token() not in done.output
 
 
 def test_a_broker_nobody_vouches_for_is_one_line(secured: Secured, app_name: str, tmp_path: Path) -> None:
