@@ -70,6 +70,11 @@ def key_of(experience: str) -> int:
     return xxhash.xxh3_64_intdigest(experience.encode()) >> 1
 
 
+def lists(database: sqlite3.Connection, experience: str) -> bool:
+    """Whether the index has this experience."""
+    return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (key_of(experience),)).fetchone())
+
+
 def reader_of(path: Path) -> sqlite3.Connection:
     """A connection that only reads. Raises sqlite3.Error where there is no index."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from infra.cli.channel import ChannelDecision, PolicyWords, decisions
-from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.index import ConsoleIndex, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
 from infra.cli.newest import HeldNewest
@@ -40,6 +40,7 @@ HELD_S = 3.0
 MANY = 5000  # records of a topic that are said on every page
 PULSE = 120  # values held of each line of the flow
 TRACE_WAIT_S = 0.5  # for a process that reads the log into the index of `trace` meanwhile
+TRACE_WAITS = 8  # for an answer that the pages list
 
 Found = TypeVar("Found")
 
@@ -110,12 +111,20 @@ class Reading:
         return await self.held("history", read)
 
     async def answer(self, ref: str) -> AnswerTrace:
-        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog."""
-        self._looked.set()
+        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog.
+
+        What the pages list may not be in the index of `trace` yet: then it is waited for.
+        """
         async with self._turn("trace"):
             if self.kept.is_traced:
                 with contextlib.suppress(NotInLog):
                     return await trace_answer(self.log, self._trace, ref)
+            is_listed = await self.ask(lambda database: lists(database, ref))
+            for _ in range(TRACE_WAITS - 1 if is_listed else 0):
+                await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
+                with contextlib.suppress(NotInLog):
+                    return await trace_answer(self.log, self._trace, ref)
+                await asyncio.sleep(TRACE_WAIT_S)
             await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
             return await trace_answer(self.log, self._trace, ref)
 
