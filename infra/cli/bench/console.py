@@ -162,8 +162,10 @@ async def serve(folder: Path) -> None:
     await log.create_topics(partitions=1, keep_ms=-1)
     sock = serving.bound("127.0.0.1:0")
     port = sock.getsockname()[1]
+    address = f"127.0.0.1:{port}"
     settings = Settings(app="bench", folder=folder)
-    async with serving.made(settings, log, store, folder / "state", link=LINK, command=(), port=port) as (app, _):
+    run = serving.made(settings, log, store, folder / "state", link=LINK, command=(), address=address)
+    async with run as (app, _):
         sock.listen()
         print(port, flush=True)
         await serving.serve(app, sock)

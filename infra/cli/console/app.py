@@ -29,6 +29,7 @@ from schemas.errors import HeadraceError, NotInLog
 
 HERE = Path(__file__).parent
 MAX_BODY = 16 * 1024
+MAX_FIELDS = 64
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -50,10 +51,10 @@ Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Respo
 _log = logging.getLogger(__name__)
 
 
-def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: str) -> Starlette:
+def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: str) -> ASGIApp:
     """The console over one run. hosts: names a request may be for. cookie: its name, one for each port."""
     doors = Doors(pages, access, cookie)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/enter", doors.enter, methods=["GET", "POST"]),
             Route("/leave", doors.leave, methods=["POST"]),
@@ -61,12 +62,12 @@ def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: st
             Mount("/assets", StaticFiles(directory=HERE / "assets")),
             *[Route(path, doors.looking(look), methods=["GET"]) for path, look in LOOKS.items()],
         ],
-        middleware=[
-            Middleware(Headed),
-            Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False),
-        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False)],
         exception_handlers={404: doors.missing, 500: doors.broken},
     )
+    return Headed(
+        app
+    )  # around all of it: what answers for a page that broke stands outside an application's middleware
 
 
 class Doors:
@@ -186,10 +187,13 @@ class Headed:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form. Raises Forbidden for one that is too long."""
+    """The fields of a form. Raises Forbidden for one that is too long or has too many of them."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY:
             raise Forbidden(f"the form is longer than {MAX_BODY:,} bytes")
-    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=64))
+    try:
+        return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS))
+    except ValueError as error:
+        raise Forbidden(f"the form has more than {MAX_FIELDS} fields") from error

@@ -11,6 +11,8 @@ from itertools import pairwise
 import msgspec
 from markupsafe import Markup, escape
 
+from infra.cli.terminal import printable
+
 WIDTH, HEIGHT = 360, 132
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 20
 MAX_POINTS = 240
@@ -48,6 +50,11 @@ class Scale(msgspec.Struct, frozen=True):
         span = self.high - self.low
         share = (value - self.low) / span if span else 0.5
         return round(self.start + share * (self.stop - self.start), 1)
+
+
+def safe(text: str) -> Markup:
+    """Foreign text as a page may hold it: nothing in it is markup, nothing turns or hides what is around it."""
+    return escape(printable(text))
 
 
 def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
@@ -146,7 +153,7 @@ def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
         marks = "".join(
             f'<circle class="mark s{line.colour % 8}" cx="{at}" cy="{ys(one.y)}" r="3"/>' for line, one in mine
         )
-        found.append(f"<g>{_hit(left, wide)}{marks}<title>{escape(told)}</title></g>")
+        found.append(f"<g>{_hit(left, wide)}{marks}<title>{safe(told)}</title></g>")
     return found
 
 
@@ -175,7 +182,7 @@ def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence
         lower = [f"{xs(x)},{ys(y)}" for x, y in zip(reversed(xs_at), reversed(floor), strict=True)]
         told = f"{name}: {sum(values):,.0f}"
         parts.append(
-            f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{escape(told)}</title></polygon>'
+            f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{safe(told)}</title></polygon>'
         )
         floor = roof
     # Over the areas, so that the pointer names every layer at once.
@@ -184,7 +191,7 @@ def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence
         index = place_of[at]
         counts = [f"{name} {values[index]:,.0f}" for name, values in layers.items() if values[index]]
         where = "\n".join([_x_label(xs_at[index], x_name), *counts])
-        parts.append(f"<g>{_hit(left, wide)}<title>{escape(where)}</title></g>")
+        parts.append(f"<g>{_hit(left, wide)}<title>{safe(where)}</title></g>")
     return _svg(title, parts)
 
 
@@ -196,7 +203,7 @@ def spark(values: Sequence[float], title: str) -> Markup:
     xs, ys = Scale(0, len(kept) - 1, 1, 79), Scale(min(0.0, *kept), max(kept) or 1.0, 17, 2)
     points = " ".join(f"{xs(at)},{ys(value)}" for at, value in enumerate(kept))
     return Markup(
-        f'<svg class="spark" viewBox="0 0 80 18" role="img" aria-label="{escape(title)}"><polyline class="line s0" '
+        f'<svg class="spark" viewBox="0 0 80 18" role="img" aria-label="{safe(title)}"><polyline class="line s0" '
         f'points="{points}"/></svg>'
     )
 
@@ -232,5 +239,5 @@ def _x_label(value: float, x_name: str) -> str:
 
 def _svg(title: str, parts: Sequence[str]) -> Markup:
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}">{"".join(parts)}</svg>'
     )

@@ -54,13 +54,14 @@ def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
 
 def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
     """How much is sealed, who was forgotten, and what was opened by whom."""
-    orders = database.execute(
-        "SELECT * FROM orders WHERE word IN ('open', 'forget') ORDER BY offset DESC LIMIT ?", (SHOWN,)
-    ).fetchall()
+    counts = dict(database.execute("SELECT word, count(*) FROM orders WHERE word IN ('open', 'forget') GROUP BY word"))
+    newest = "SELECT * FROM orders WHERE word = ? ORDER BY offset DESC LIMIT ?"
     return {
+        "times_opened": counts.get("open", 0),
+        "times_forgotten": counts.get("forget", 0),
         "sealed": database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()[0],
-        "opened": [row for row in orders if row["word"] == "open"],
-        "forgotten": [row for row in orders if row["word"] == "forget"],
+        "opened": database.execute(newest, ("open", SHOWN)).fetchall(),
+        "forgotten": database.execute(newest, ("forget", SHOWN)).fetchall(),
         "newest": database.execute(
             "SELECT id, time_ms, tenant FROM answers WHERE sealed > 0 ORDER BY n DESC LIMIT 20"
         ).fetchall(),

@@ -165,12 +165,12 @@ async def compare(pages: Pages, request: Request, viewer: Viewer) -> Response:
 async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """Dead letters, tasks, and what was made."""
     asked = request.query_params
-    before = asked.get("before", "")
+    before = query_of({"before": asked.get("before", "")})[0].before
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     ask = pages.reading.ask
     return pages.show(
         request, viewer, "data.html", reason=reason, order=order, named=named,
-        letters=await ask(lambda one: data.letters(one, reason, int(before) if before.isdigit() else None)),
+        letters=await ask(lambda one: data.letters(one, reason, before)),
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
         tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
     )  # fmt: skip
@@ -211,7 +211,7 @@ LOOKS: Mapping[str, Callable[[Pages, Request, Viewer], Awaitable[Response]]] = {
     "/": flow,
     "/learning": learn,
     "/answers": answers,
-    "/answers/{ref}": answer,
+    "/answers/{ref:path}": answer,  # an id may hold "/", as those of some benchmarks do
     "/versions": all_versions,
     "/versions/compare": compare,
     "/versions/{version}": version,

@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +95,7 @@ class Reading:
             state = await read_status(
                 self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted, look=self._newest.newest
             )
-            self._beat(state)
+            beat(self.pulse, state["roles"])
             return state
 
         return await self.held("status", read)
@@ -177,11 +177,17 @@ class Reading:
             database = self._threads.database = reader_of(self._path)
         return database
 
-    def _beat(self, state: State) -> None:
-        for role in state["roles"]:
-            for name, rate in role["per_s"].items():
-                if "seconds" not in name and not role["silent"] and role["state"] not in OVER:
-                    self.pulse.setdefault(f"{role['role']}/{name}", deque(maxlen=PULSE)).append(rate)
+
+def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
+    """Add what is counted a second now, of all that run of one kind together."""
+    sums: dict[str, float] = {}
+    for role in roles:
+        for name, rate in role["per_s"].items():
+            if "seconds" not in name and not role["silent"] and role["state"] not in OVER:
+                key = f"{role['role']}/{name}"
+                sums[key] = sums.get(key, 0.0) + rate
+    for key, rate in sums.items():
+        pulse.setdefault(key, deque(maxlen=PULSE)).append(rate)
 
 
 def _in_words(left: Mapping[str, int]) -> str:

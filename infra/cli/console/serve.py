@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from infra.cli.connect import log_to_stderr, reading, store_of
 from infra.cli.console.access import Access
@@ -46,16 +46,13 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         given = os.environ.get(LINK_VARIABLE, "")  # then who gave it has told it, and a log is no place for it
         link = given or secrets.token_urlsafe(24)
         command = command_of(config, sets)
-        address = f"http://{shown_host(sock)}:{sock.getsockname()[1]}"
-        print(f"console {address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
+        address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
+        print(f"console http://{address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
-        port = sock.getsockname()[1]
         # An archive lies in this process alone, and no role is at work beside it.
         is_apart = bool(command)
-        async with made(settings, log, store, state, link=link, command=command, port=port, is_apart=is_apart) as (
-            app,
-            _,
-        ):
+        run = made(settings, log, store, state, link=link, command=command, address=address, is_apart=is_apart)
+        async with run as (app, _):
             await serve(app, sock)
     return 0
 
@@ -95,10 +92,13 @@ async def made(
     *,
     link: str,
     command: Sequence[str],
-    port: int,
+    address: str,
     is_apart: bool = False,
-) -> AsyncIterator[tuple[Starlette, Reading]]:
-    """The application and what it reads, kept up inside the `with`. is_apart: by a process of its own, see `keep_apart`."""
+) -> AsyncIterator[tuple[ASGIApp, Reading]]:
+    """The application and what it reads, kept up inside the `with`. address: host:port that it is asked for. is_apart: it is
+    kept up by a process of its own, see `keep_apart`.
+    """
+    host, port = address.lower().rpartition(":")[::2]
     access = Access(store, link)
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
@@ -110,7 +110,6 @@ async def made(
             keeping = asyncio.create_task(Keeper(settings, log, folder, kept, looked).run())
         pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
-        host = split_address(settings.console.listen)[0]
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
         app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
         try:
@@ -124,7 +123,7 @@ async def made(
                 database.close()
 
 
-async def serve(app: Starlette, sock: socket.socket) -> None:
+async def serve(app: ASGIApp, sock: socket.socket) -> None:
     """Answer until SIGINT or SIGTERM."""
     server = Server(server_options(app))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -132,7 +131,7 @@ async def serve(app: Starlette, sock: socket.socket) -> None:
     await server.serve(sockets=[sock])
 
 
-def server_options(app: Starlette) -> uvicorn.Config:
+def server_options(app: ASGIApp) -> uvicorn.Config:
     """How the pages are served: bounded in how many ask at once, and silent of who asks. A connection outlives a pause."""
     return uvicorn.Config(
         app, access_log=False, log_config=None, lifespan="off", ws="none", server_header=False, proxy_headers=False,

@@ -3,20 +3,23 @@
 import difflib
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from infra.cli.channel import ChannelDecision
-from infra.cli.console.charts import Scale, interval
+from infra.cli.console.charts import Scale, interval, safe
 from infra.cli.console.reading import History
 from infra.cli.console.search import score_names
 
 SHOWN = 60
 MAX_TASKS = 200
-MAX_COMPARED = 4000  # characters of two answers whose differences are marked
+MAX_PAIRED = (
+    20_000  # pairs of equal pieces of two answers that are weighed against each other; a page may take ten times that
+)
 _PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.UNICODE)
 WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back"}
 
@@ -138,7 +141,7 @@ def _tick(x: float, told: str) -> str:
 
 def _dot(one: ChannelDecision, x: float, y: int) -> str:
     kind = {"held": "bad", "rolled_back": "bad", "promoted": "good"}.get(one.event, "s0")
-    told = escape(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
+    told = safe(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
     circle = f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="5"><title>{told}</title></circle>'
     return f'<a href="/versions/{one.version}" aria-label="{told}">{circle}</a>'
 
@@ -186,7 +189,8 @@ def pairs_of(
         if differs or all_of_them:
             pairs.append((low == high, task, a, b))
     pairs.sort(key=lambda pair: (pair[0], pair[1]))
-    return [_pair(task, a, b) for _, task, a, b in pairs[:MAX_TASKS]], counts
+    budget = Budget(10 * MAX_PAIRED)
+    return [_pair(task, a, b, budget) for _, task, a, b in pairs[:MAX_TASKS]], counts
 
 
 def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
@@ -209,24 +213,59 @@ def _answers(database: sqlite3.Connection, suite: str, version: int) -> dict[str
     return {row["task"]: dict(row) for row in rows}
 
 
-def _pair(task: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Pair:
-    left, right = marked(a["answered"] or "", b["answered"] or "")
+def _pair(task: str, a: Mapping[str, Any], b: Mapping[str, Any], budget: "Budget") -> Pair:
+    left, right = marked(a["answered"] or "", b["answered"] or "", budget)
     return Pair(task, a["asked"] or "", left, right, a["id"], b["id"], a["score"], b["score"])
 
 
-def marked(left: str, right: str) -> tuple[Markup, Markup]:
-    """Two texts with what only one of them says marked.
+class Budget:
+    """How many pairs of pieces may still be weighed for one page."""
 
-    >>> marked("a b", "a c")
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def take(self, cost: int) -> bool:
+        """Whether `cost` was left, and is now spent."""
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+
+def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
+    """Two texts with what only one of them says marked; piece by piece where that is cheap, else all between what they begin
+    and end with. Cheap: few pairs of equal pieces, of which a text that repeats itself has as many as its length squared.
+
+    >>> marked("a b", "a c", Budget(100))
     (Markup('a <del>b</del>'), Markup('a <ins>c</ins>'))
     """
-    from infra.cli.terminal import printable
-
-    one, other = (_PIECE.findall(printable(text[:MAX_COMPARED])) for text in (left, right))
+    one, other = (_PIECE.findall(text) for text in (left, right))
+    head = _num_equal(one, other)
+    tail = _num_equal(one[head:][::-1], other[head:][::-1])
+    inner = one[head : len(one) - tail], other[head : len(other) - tail]
     found: tuple[list[str], list[str]] = ([], [])
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        same = kind == "equal"
-        for side, text, tag in ((found[0], "".join(one[a:b]), "del"), (found[1], "".join(other[c:d]), "ins")):
+    for kind, a, b in (
+        ("equal", one[:head], other[:head]),
+        *_runs(*inner, budget),
+        ("equal", one[len(one) - tail :], []),
+    ):
+        texts = ("".join(a), "".join(a if kind == "equal" else b))
+        for side, text, tag in zip(found, texts, ("del", "ins"), strict=True):
             if text:
-                side.append(str(escape(text)) if same else f"<{tag}>{escape(text)}</{tag}>")
+                side.append(str(safe(text)) if kind == "equal" else f"<{tag}>{safe(text)}</{tag}>")
     return Markup("".join(found[0])), Markup("".join(found[1]))
+
+
+def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many pieces two texts begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _runs(one: list[str], other: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
+    """Runs of pieces of both: equal or not."""
+    counts = Counter(piece for piece in other if not piece.isspace())
+    cost = sum(counts[piece] for piece in one) + len(one) + len(other)
+    if cost > MAX_PAIRED or not budget.take(cost):
+        return [("replace", one, other)]
+    found = difflib.SequenceMatcher(str.isspace, one, other, autojunk=False).get_opcodes()
+    return [(kind, one[a:b], other[c:d]) for kind, a, b, c, d in found]

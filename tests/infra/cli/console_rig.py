@@ -237,11 +237,11 @@ class Console:
             self.store, tenant="acme", scopes=("operate",), train="no", rpm=0, tpm=0, lives_s=-1.0
         )
         sock = bound("127.0.0.1:0")
-        port = sock.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        self.url = f"http://{address}"
         state = settings.folder / "state"
         async with made(
-            settings, self.log, self.store, state, link=LINK, command=command_of(config, []), port=port
+            settings, self.log, self.store, state, link=LINK, command=command_of(config, []), address=address
         ) as (app, reading):
             self.reading = reading
             self._server = Server(server_options(app))
@@ -274,11 +274,14 @@ async def looking(
 
 
 @asynccontextmanager
-async def looking_at(settings: Settings, log: Log, state: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
-    """Somebody who looks at a console with these settings, once it has read what there is."""
-    async with made(settings, log, MemoryStore(), state, link=LINK, command=(), port=1) as (app, reading):
+async def looking_at(
+    settings: Settings, log: Log, state: Path, address: str = "127.0.0.1:1"
+) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
+    """Somebody who looks at a console with these settings at an address, once it has read what there is."""
+    async with made(settings, log, MemoryStore(), state, link=LINK, command=(), address=address) as (app, reading):
         await until(lambda: reading.kept.is_caught_up)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{address}") as client:
             await client.get("/enter", params={"link": LINK})
             yield client, reading
 

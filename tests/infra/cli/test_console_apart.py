@@ -68,7 +68,7 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                     tmp_path,
                     link=LINK,
                     command=command_of(config, []),
-                    port=1,
+                    address="127.0.0.1:1",
                     is_apart=True,
                 ) as (app, reading),
                 httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,

@@ -2,6 +2,7 @@
 
 import math
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from markupsafe import Markup
 from infra.cli.console.answers import level_of
 from infra.cli.console.charts import Line, Point, area_chart, bounds, line_chart, short, spark, thin, ticks
 from infra.cli.console.flow import boxes_of, sentence
-from infra.cli.console.versions import marked
+from infra.cli.console.versions import MAX_PAIRED, Budget, marked
 from infra.cli.settings import load_settings
 from infra.cli.status import State
+from infra.cli.terminal import printable
 from infra.cli.up import console_child
 from infra.policies.channel import Stable
 
@@ -101,9 +103,25 @@ def test_areas_lie_upon_each_other_and_name_themselves() -> None:
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-def test_marks_of_a_comparison_are_the_only_markup(left: str, right: str) -> None:
-    for text, tag in zip(marked(left, right), ("del", "ins"), strict=True):
+def test_marks_of_a_comparison_are_the_only_markup_and_nothing_is_left_out(left: str, right: str) -> None:
+    for text, tag, whole in zip(marked(left, right, Budget(MAX_PAIRED)), ("del", "ins"), (left, right), strict=True):
         assert set(re.findall(r"</?(\w+)", text)) <= {tag}
+        assert unescape(re.sub(r"</?(?:del|ins)>", "", text)) == printable(whole)
+
+
+def test_texts_that_repeat_themselves_are_marked_as_a_whole() -> None:
+    """Ten thousand equal words on both sides: a hundred million pairs, of which none is weighed."""
+    budget = Budget(10 * MAX_PAIRED)
+    left, right = marked("so " + "b a " * 5_000 + "end", "so " + "a b " * 5_001 + "end", budget)
+    assert left.startswith("so <del>") and left.endswith("</del> end") and left.count("<del>") == 1
+    assert right.count("<ins>") == 1 and budget.left == 10 * MAX_PAIRED
+
+
+def test_what_is_left_for_a_page_bounds_all_of_its_comparisons() -> None:
+    budget = Budget(20)
+    assert marked("a b c", "a x c", budget)[0].count("<del>") == 1
+    spent = budget.left
+    assert marked("p q r s t u v w", "w v u t s r q p", budget)[0].count("<del>") == 1 and budget.left == spent
 
 
 def test_a_token_is_as_dark_as_it_was_unlikely() -> None:
