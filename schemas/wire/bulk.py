@@ -19,12 +19,16 @@ from schemas.records import Message
 from schemas.wire.sections import LOGPROBS, MAX_READ_BYTES, TEXT, TOKENS, WIDTHS, Ranges, Sections
 
 MAX_MESSAGES = 16_384
+MANY = 1024  # logprobs in a list; fewer are packed one by one
+_TAGGED = np.dtype([("tag", "u1"), ("value", ">f8")])  # a float as msgpack has it
+_FLOAT = 0xCB
 
 Tokens = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 TokenValues = Sequence[int] | npt.NDArray[np.integer[Any]]
 LogprobValues = Sequence[float] | npt.NDArray[np.floating[Any]]
 
+_encoder = msgspec.msgpack.Encoder()
 _messages_decoder = msgspec.msgpack.Decoder(Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)])
 
 
@@ -57,8 +61,9 @@ class Bulk:
     def made(cls, tokens: Tokens, logprobs: Logprobs, messages: tuple[Message, ...], owner: str) -> "Bulk":
         """Bulk of values that the caller has checked; the arrays become read-only."""
         bulk = cls(None, (), (len(tokens), len(logprobs)), owner)
-        tokens.flags.writeable = False
-        logprobs.flags.writeable = False
+        for values in (tokens, logprobs):
+            if values.flags.writeable:  # to set it costs more than to ask
+                values.flags.writeable = False
         bulk._tokens, bulk._logprobs, bulk._messages = tokens, logprobs, messages
         return bulk
 
@@ -189,7 +194,7 @@ def token_array(tokens: TokenValues) -> Tokens:
         ids: Tokens = tokens.astype(np.uint32)
     else:
         try:
-            ids = np.frombuffer(struct.pack(f"={len(tokens)}I", *tokens), np.uint32)  # three times faster than numpy
+            ids = np.frombuffer(struct.pack(f"{len(tokens)}I", *tokens), np.uint32)  # three times faster than numpy
         except struct.error as error:
             raise ValueError(f"tokens: {error}") from error
     return ids
@@ -199,9 +204,29 @@ def logprob_array(logprobs: LogprobValues) -> Logprobs:
     """A copy as float32."""
     if not isinstance(logprobs, np.ndarray):
         try:
-            return np.frombuffer(struct.pack(f"={len(logprobs)}f", *logprobs), np.float32)
+            found = _floats_of(logprobs) if len(logprobs) >= MANY and isinstance(logprobs, list) else None
+            return np.frombuffer(struct.pack(f"{len(logprobs)}f", *logprobs), np.float32) if found is None else found
         except (struct.error, OverflowError) as error:
             raise ValueError(f"logprobs: {error}") from error
     if logprobs.ndim != 1 or logprobs.dtype.kind != "f":
         raise ValueError(f"logprobs: got {logprobs.dtype} {logprobs.shape}, expected floats of one dimension")
     return logprobs.astype(np.float32)
+
+
+def _floats_of(values: list[float]) -> Logprobs | None:
+    """A list as float32 by way of msgpack, for thousands of values in half the time; None where not all are floats.
+
+    >>> _floats_of([-0.5, -1.0])
+    array([-0.5, -1. ], dtype=float32)
+    >>> _floats_of([-0.5, -1]) is None
+    True
+    """
+    try:
+        raw = _encoder.encode(values)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    tagged = np.frombuffer(raw[len(raw) % _TAGGED.itemsize :], _TAGGED)
+    if len(tagged) != len(values) or (tagged["tag"] != _FLOAT).any():
+        return None
+    with np.errstate(over="ignore"):  # what no float32 holds becomes infinite, and is refused as such
+        return tagged["value"].astype(np.float32)
