@@ -2,7 +2,9 @@
 
     masters/<app>/<lease>-<number>      sum, head, and what `actors.master.kept` packs, in zstd
 
-Guarantee: a master that begins with a snapshot and reads the log from its place on decides as one that read all of it. So
+Guarantee: a master that begins with a snapshot and reads the log from its place on decides as one that read all of it in the
+order in which this one did. The log has no order between topics: whether an eval whose task was issued again is missed, where
+an explorer was past the version when it met the second attempt, depends on whether the first one's answer was read before. So
 none is used that is not whole, that other settings or another log made, or whose place the log has not any more: a line says
 which, and the log is read from its beginning. Two masters at once do no harm: each writes under its own lease, what was taken
 while a later one may have issued is thrown away, and none removes what a later one wrote.

@@ -28,7 +28,8 @@ class Fate(enum.Enum):
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     """How likely each fault is. The first eight are per request; events are the number of each in the whole run.
 
-    skew_ms: of the workers' wall clock. focus: most stalls and crashes hit roles whose name begins so.
+    skew_ms: of the workers' wall clock. focus: most stalls and crashes hit roles whose name begins so. behind: a topic whose
+    readers lag by seconds at every read.
     """
 
     lost: float = 0.0
@@ -39,6 +40,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
     altered: float = 0.0
     slow: float = 0.0
     lag: float = 0.0
+    behind: str = ""
     stalls: int = 0
     cuts: int = 0
     crashes: int = 0
@@ -147,6 +149,8 @@ class Faults:
 
     def lag_s(self, process: Process, topics: Sequence[str]) -> float:
         """How much longer a reader waits for what is there."""
+        if self.mixture.behind and any(topic.endswith(f".{self.mixture.behind}") for topic in topics):
+            return self._random.random() * 8.0
         if self.mixture.lag and self._random.random() < self.mixture.lag:
             return self._random.random() * 2.0
         return 0.0

@@ -1,14 +1,17 @@
 """After the drain: every snapshot that a master made, read on from its place, against a reading of the whole log."""
 
 import hashlib
+from collections.abc import Container
 from typing import Any
 
+from actors.master.evaluation import parse_eval_group
 from actors.master.master import take_in
 from actors.master.plan import Plan
 from actors.master.snapshot import Unfit, opened
 from infra.log.log import LogMessage
 from infra.observe.metrics import Metrics
-from schemas import Task, topics
+from schemas import Block, Closure, Task, topics
+from schemas.fields import VERSION_PASSED
 from schemas.topics import topic_name
 from tests.simulator.scenario import APP
 from tests.simulator.world import World
@@ -23,7 +26,8 @@ def settle_snapshots(world: World, log: Logged) -> None:
     if not world.watch.snapshots:
         return
     begun = _begun(world)
-    told = facts(_read(_plan(world), log, {}))
+    raced = raced_evals(log)
+    told = facts(_read(_plan(world), log, {}), raced)
     for key, data in world.watch.snapshots.items():
         plan = _plan(world)
         try:
@@ -31,7 +35,7 @@ def settle_snapshots(world: World, log: Logged) -> None:
         except Unfit as error:
             world.watch.complain("a snapshot is whole", f"{key}: {error}")
             continue
-        found = facts(_read(plan, log, head.places))
+        found = facts(_read(plan, log, head.places), raced)
         for name, value in found.items():
             if value != told[name]:
                 world.watch.complain(
@@ -40,8 +44,21 @@ def settle_snapshots(world: World, log: Logged) -> None:
                 )
 
 
-def facts(plan: Plan) -> dict[str, object]:
-    """What its decisions rest on."""
+def raced_evals(log: Logged) -> set[tuple[str, int]]:
+    """Evals of which a task has an answer and was refused as well, the one in one topic and the other in another: whichever a
+    master reads first decides.
+    """
+    refused = {
+        value.group
+        for _, value in log[topics.PROGRESS.name]
+        if isinstance(value, Closure) and value.reason == VERSION_PASSED
+    }
+    answered = {value.group for _, value in log[topics.EVALS.name] if isinstance(value, Block)}
+    return {(found[0], found[1]) for group in refused & answered if (found := parse_eval_group(group)) is not None}
+
+
+def facts(plan: Plan, raced: Container[tuple[str, int]] = ()) -> dict[str, object]:
+    """What its decisions rest on. raced: evals that are left out."""
     requests = plan.evals.requests
     return {
         "outstanding": {name: (one.attempt, one.buffered) for name, one in sorted(plan.admission.outstanding.items())},
@@ -51,7 +68,7 @@ def facts(plan: Plan) -> dict[str, object]:
         "evals": {
             key: (one.missed, one.result, one.answers)
             for key, one in sorted(requests.items())
-            if one.attempts or not one.open
+            if key not in raced and (one.attempts or not one.open)
         },
         "channel": plan.gate.stable,
         "newest": plan.feed.newest,

@@ -124,6 +124,7 @@ class VllmEngine:
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         label = self._attempts.begin(0, proved=True)
         await self._llm.update_weight_version(label)
+        await self._llm.collective_rpc("headrace_leave_out_amx")
         if self._adapter is None:
             await self._llm.collective_rpc("headrace_begin")
         else:

@@ -25,6 +25,16 @@ class WeightsExtension:
     headrace_held: Held
     headrace_arriving: Arriving
 
+    def headrace_leave_out_amx(self) -> None:
+        """Where a CPU has AMX, vLLM's attention in bfloat16 uses it, and a step of several sequences may end the process: it
+        clears a tile that it gave no rows (`tilezero`, SIGILL; release 0.32). Use the kernel without AMX, before the first step.
+        """
+        for group in (one for several in self.model_runner.attn_groups for one in several):
+            for builder in group.metadata_builders:
+                if getattr(builder, "isa", "") == "amx":
+                    builder.isa = "vec"
+                    builder._set_isa_to_layers(group.layer_names)
+
     def headrace_begin(self) -> None:
         """Note what the model holds; once, before the first load."""
         self.headrace_held = Held(self.model_runner.get_model())
