@@ -84,7 +84,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
 
 
 async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
-    metrics = Metrics(role)
+    metrics = Metrics(role, settings.app)
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)

@@ -1,9 +1,12 @@
 """Grafana's dashboards as tables: one for each role, and one for who waits for whom. Written by `python -m infra.cli.docs`.
 
+Each shows the app that is chosen at its top.
+
 infra/deploy/dashboards/<name>.json      to be imported, or provisioned as infra/deploy/compose does
 """
 
 import json
+import re
 from typing import NamedTuple
 
 FOLDER = "../deploy/dashboards"  # from the documentation's
@@ -177,7 +180,13 @@ def dashboards() -> dict[str, str]:
 
 def _dashboard(name: str, title: str, panels: tuple[Panel, ...]) -> dict[str, object]:
     source = {"type": "prometheus", "uid": "${source}"}
-    variable = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    variables = [
+        {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+        {
+            "name": "app", "type": "query", "label": "App", "datasource": source, "refresh": 2,
+            "query": "label_values(headrace_build_info, app)",
+        },
+    ]  # fmt: skip
     return {
         "uid": f"headrace-{name}",
         "title": f"headrace: {title}",
@@ -185,15 +194,28 @@ def _dashboard(name: str, title: str, panels: tuple[Panel, ...]) -> dict[str, ob
         "schemaVersion": 39,
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [variable]},
+        "templating": {"list": variables},
         "panels": [_panel(number, panel, source) for number, panel in enumerate(panels)],
     }
+
+
+def of_app(query: str) -> str:
+    """A query of one app's samples alone.
+
+    >>> of_app('max(headrace_loss) + sum by (topic) (headrace_lag{topic="verified"})')
+    'max(headrace_loss{app="$app"}) + sum by (topic) (headrace_lag{app="$app",topic="verified"})'
+    """
+    return re.sub(
+        r"\b((?:headrace|process)_\w+)(\{)?",
+        lambda found: f'{found[1]}{{app="$app"' + ("," if found[2] else "}"),
+        query,
+    )
 
 
 def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, object]:
     row, column = divmod(number, PER_ROW)
     targets = [
-        {"refId": chr(ord("A") + at), "datasource": source, "expr": query, "legendFormat": legend}
+        {"refId": chr(ord("A") + at), "datasource": source, "expr": of_app(query), "legendFormat": legend}
         for at, (query, legend) in enumerate(panel.queries)
     ]
     return {
