@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from infra.observe.alarms import ALARMS
@@ -14,6 +15,7 @@ from infra.observe.dashboards import DASHBOARDS, of_app
 from infra.observe.measures import MEASURES
 from tests.e2e.light_system import REPOSITORY, Fleet, LightSystem, opened, prepare
 from tests.e2e.prometheus import Prometheus, program, scraping
+from tests.e2e.users import BODY
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +34,8 @@ NAMED = {
 NOT_YET = {
     "headrace_accuracy", "headrace_alarms_total", "headrace_canary_missing_seconds", "headrace_dead_letters_total",
     "headrace_episodes_cancelled_total", "headrace_episodes_failed_total", "headrace_evals_missed",
-    "headrace_feedback_polls_failed_total", "headrace_gate_verdicts_total", "headrace_not_recorded_total",
+    "headrace_feedback_polls_failed_total", "headrace_gate_verdicts_total", "headrace_gpu_memory_bytes",
+    "headrace_gpu_memory_capacity_bytes", "headrace_mfu", "headrace_not_recorded_total",
     "headrace_policies_refused_total", "headrace_policy_fetch_failed_total", "headrace_policy_fetch_slow_total",
     "headrace_refused_total", "headrace_requests_failed_total", "headrace_rollbacks_total", "headrace_scores_absent_total",
     "headrace_shed_total", "headrace_spans_dropped_total", "headrace_step_failed_total", "headrace_steps_skipped_total",
@@ -66,6 +69,13 @@ async def looked_at(prometheus: Prometheus, app: str) -> None:
     ours = {name.removesuffix("_created") for name in names if name.startswith("headrace_")}
     assert ours - known - {name.removesuffix("_total") for name in known} == {"headrace_build_info"}
     assert await prometheus.query(f'count({{job="{JOB}",app!="{app}",__name__=~"(headrace|process)_.*"}})') == []
+
+
+async def streamed(gateway: str, key: str) -> None:
+    """One answer in pieces: its first token is timed."""
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, trust_env=False, timeout=60) as http:
+        answer = await http.post(f"{gateway}/v1/chat/completions", json={**BODY, "stream": True})
+        assert answer.status_code == 200 and "[DONE]" in answer.text, answer.text
 
 
 async def killed(system: LightSystem, prometheus: Prometheus, role: str) -> None:
@@ -110,6 +120,7 @@ def test_prometheus_finds_every_metric_that_is_shown_and_raises_an_alert_where_a
             ):
                 group.create_task(system.users.come(PER_S))
                 await settled(prometheus.up, dict.fromkeys(targets, "up"))
+                await streamed(system.users.gateways[0], key)
                 await system.learned(2)
                 await looked_at(prometheus, app_name)
                 alerts = await prometheus.alerts()

@@ -31,7 +31,8 @@ NO_HELM = "helm is not on PATH: go install helm.sh/helm/v3/cmd/helm@v3.22.0"
 KUBERNETES = "1.30.0"  # what a helm without one built in renders for
 QUERIES = [(query, panel.title) for _, panels in DASHBOARDS.values() for panel in panels for query, _ in panel.queries]
 KNOWN = {
-    *(one.shown for one in MEASURES), "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
+    *(one.shown for one in MEASURES), *(f"{one.shown}_bucket" for one in MEASURES if one.kind == "histogram"),
+     "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
     "process_open_fds",
 }  # fmt: skip
 
