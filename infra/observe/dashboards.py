@@ -154,6 +154,7 @@ TRAIN = (
     Panel("Staleness, versions", (_now("headrace_step_staleness_mean", "lane"), _now("headrace_step_staleness_max", "lane"))),
     Panel("Sampled tokens too old to be trained, a second", (_rate("headrace_tokens_masked_total"),)),
     Panel("Experiences trained a second", (_rate("headrace_experiences_trained_total"),)),
+    Panel("Where a step's time goes", (_rate("headrace_phase_seconds_total", "phase"),), "percentunit"),
     Panel("Model FLOPs utilization", (_now("headrace_mfu"),), "percentunit"),
     Panel("Operations that the model needed, a second", (_rate("headrace_flops_total"),), "flops"),
     Panel(

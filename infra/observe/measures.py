@@ -149,6 +149,9 @@ MEASURES = (
     _counter("alarms", "train", "values of a step outside their healthy range", "alarm"),
     _counter("step_seconds", "train", "time in optimizer steps"),
     _counter("learner_seconds", "train", "time in the learner"),
+    _counter(
+        "phase_seconds", "train", "time in parts of the learner's steps: gradients (forward, backward), update", "phase"
+    ),
     _counter("idle_seconds", "train", "time without enough to train on"),
     _counter("journal_seconds", "train", "time in writing the journal"),
     _counter("publish_seconds", "train", "time in publishing versions"),

@@ -52,3 +52,14 @@ def test_the_share_of_the_cards_is_told_where_their_peak_is_known_and_no_memory_
         assert "gpu_memory_bytes" not in found[2]
     else:
         assert 0 < found[2]["gpu_memory_bytes"] <= found[2]["gpu_memory_capacity_bytes"]
+
+
+def test_the_parts_of_a_step_that_a_learner_tells_apart_are_counted() -> None:
+    metrics = Metrics("train")
+    report = TrainerReport(metrics)
+    for update in (0.25, 0.5):
+        seconds = {"gradients": 1.0, "update": update}
+        stats = StepStats(finite=True, loss=1.0, grad_norm=1.0, values={}, seconds=seconds)
+        report.step(0, [item(0, 5)], stats, 0, 1.5)
+    counted = metrics.counters()
+    assert counted["phase_seconds{phase=gradients}"] == 2.0 and counted["phase_seconds{phase=update}"] == 0.75

@@ -54,6 +54,8 @@ class TrainerReport:
         self.add("steps")
         self.add("step_seconds", step_s)
         self.add("experiences_trained", len(items))
+        for phase, passed_s in stats.seconds.items():
+            self.add("phase_seconds", passed_s, phase=phase)
         if self.arithmetic is not None:
             self._count_arithmetic(self.arithmetic, items, step_s)
         for name, value in stats.values.items():
