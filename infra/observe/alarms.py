@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 RUNBOOK = "infra/docs/howto/runbook.md"
 MAX_LAG = 10_000  # records waiting for a stage
+NO_VERSION_S = 3600.0  # while groups wait for the trainer
 RUNS = "headrace_build_info"
 SERVES = '{role="serve"}'
 
@@ -124,6 +125,12 @@ ALARMS = (
     ),
     _still("policy_fetch_failed", "A version cannot be fetched"),
     _still("policy_fetch_slow", "A version comes slowly"),
+    Alarm(
+        "no-version", "No version comes", r"^no version for",
+        f"time() - max by (app) (max_over_time(headrace_last_version_timestamp_seconds[1d])) > {NO_VERSION_S:.0f} "
+        "and on (app) max by (app) (headrace_outstanding_groups) > 0",
+        "No version of {{ $labels.app }} for an hour, and groups wait", wait="5m", severity="ticket",
+    ),
     _still("rollbacks", "The trainer went back", "page"),
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),
