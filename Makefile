@@ -8,6 +8,8 @@ AGENTS := infra/requirements/agents.lock
 BENCH  := infra/requirements/bench.lock
 LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
+# What a container runs: the roles, the console, and what plugins may ask for; no tests, and no embedded broker.
+IMAGE  := $(foreach extra,streams actors gateway trainer console environments mcp tasks traces,--extra $(extra))
 
 # Every role is a process that imports torch: without bytecode files each would compile it anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -91,6 +93,10 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 	  --overrides infra/requirements/overrides.txt --output-file $(LOCK)
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(EXTRAS) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
 	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --output-file $(CUDA)
+	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(IMAGE) --python-version 3.11 --generate-hashes --no-header --quiet \
+	  --overrides infra/requirements/overrides.txt --constraint $(LOCK) --no-annotate --output-file infra/requirements/image.lock
+	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(IMAGE) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
+	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --constraint $(CUDA) --no-annotate --output-file infra/requirements/image-cuda.lock
 	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
 	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(BENCH)
 

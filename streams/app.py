@@ -8,6 +8,7 @@ END_S of a signal, or of an error, whatever its broker does.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,8 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
     for host in hosts:
         if host.stage == "collect":
             metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
+            came = [came_ms for driver in host.drivers.values() if (came_ms := driver.oldest_ms())]
+            metrics.gauge("oldest_waiting_s").set(max(0.0, time.time() - min(came) / 1000) if came else 0.0)
             metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)

@@ -26,7 +26,7 @@ from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
 from trainer.buffer.intake import Intake, follow_buffer, follow_progress, follow_reports, hear_directives
 from trainer.config import TrainerConfig
-from trainer.health.board import Board, follow_results
+from trainer.health.board import follow_results
 from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import Learner
 from trainer.loop.admit import admitted
@@ -47,7 +47,7 @@ async def run_trainer(
     learner: Learner,
     *,
     seed: int = 0,
-    board: Board | None = None,
+    report: TrainerReport | None = None,
     chain: tuple[Step, ...] = (),
     image_inputs: ImageInputs | None = None,
     max_tokens: int = 0,
@@ -55,8 +55,8 @@ async def run_trainer(
     """Train until the role is stopped or `max_steps` are done. Raises FencedOut when a newer trainer takes the run,
     ConfigError where log and store do not belong together.
 
-    chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes pictures.
-    max_tokens: of a sequence that the model takes, 0 for any.
+    report: what it tells of itself. chain: what every drawn batch passes before it is journaled. image_inputs: of a model that
+    takes pictures. max_tokens: of a sequence that the model takes, 0 for any.
     """
     log, floor = role.log, role.floor
     name = floor.run or floor.app
@@ -64,7 +64,7 @@ async def run_trainer(
     lease = await take_lease(log, policy=floor.policy.name, run=name, owner=role.instance)
     await claim(log, role.store, floor)
     logger.info("lease taken run=%s token=%d", name, lease.token)
-    report = TrainerReport(role.metrics, role.instance, board)
+    report = report or TrainerReport(role.metrics, role.instance)
     run = await resume(
         role, config, lease, learner, seed=seed, report=report, image_inputs=image_inputs, max_tokens=max_tokens
     )
@@ -80,8 +80,8 @@ async def run_trainer(
                 tasks.create_task(report_progress(log, report, lambda: run.position.version)),
             ]
             run.saving.tasks = tasks
-            if board is not None:
-                background.append(tasks.create_task(follow_results(log, board)))
+            if report.board is not None:
+                background.append(tasks.create_task(follow_results(log, report.board)))
             await learn(run, role.stop)
             for task in background:
                 task.cancel()

@@ -67,9 +67,10 @@ METRICS = f"""\
 
 For whoever draws or watches them: what every role serves at `/metrics`, with its labels.
 
-{BY}Every role also has `headrace_build_info` (role, release) and the metrics of its process (`process_*`). What a report in the
-log carries has the same values under shorter names: `tokens_per_s` for `headrace_tokens_per_second`, `usual/ess` for
-`headrace_step_ess{{lane="usual"}}`. A metric is there from the first time that it is counted or set on.
+{BY}Every role also has `headrace_build_info` (role, release) and the metrics of its process (`process_*`). Every sample bears
+the label `app`, as in the settings. What a report in the log carries has the same values under shorter names: `tokens_per_s`
+for `headrace_tokens_per_second`, `usual/ess` for `headrace_step_ess{{lane="usual"}}`. A metric is there from the first time
+that it is counted or set on.
 
 | metric | kind | labels | role | meaning |
 |---|---|---|---|---|

@@ -26,7 +26,8 @@ app = typer.Typer(
     "own write a headrace.toml, see what it resolves to with [bold]headrace check[/], load tasks, and start everything "
     "with [bold]headrace up[/] or one role per machine. Then [bold]status[/], [bold]peek[/] and [bold]audit[/] tell what "
     "happens.",
-    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 130 stopped with Ctrl-C.\n\n"
+    epilog="Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command line, 3 another"
+    " process has taken this role over, 130 stopped with Ctrl-C.\n\n"
     f"Documentation: {DOCS}",
 )
 

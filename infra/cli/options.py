@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
+
 ConfigOption = Annotated[
     Path,
     typer.Option(
@@ -38,7 +40,7 @@ def exit_with(
     body: Callable[[], Coroutine[Any, Any, int] | int],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Run a command body; its mistakes become one line and an exit code: 2 for settings, 1 for the rest."""
+    """Run a command body; its mistakes become one line and an exit code of `infra.cli.exit_codes`."""
     try:
         result = body()
         if isinstance(result, int):
@@ -59,7 +61,7 @@ def exit_with(
 def _tell(error: Exception) -> int:
     """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
     from infra.cli.terminal import printable
-    from schemas.errors import ConfigError, HeadraceError
+    from schemas.errors import ConfigError, FencedOut, HeadraceError
 
     errors = _leaves(error)
     if not all(isinstance(one, HeadraceError) for one in errors):
@@ -67,7 +69,9 @@ def _tell(error: Exception) -> int:
         return 1
     for line in dict.fromkeys(f"headrace: {one}" for one in errors):
         print(printable(line), file=sys.stderr)
-    return 2 if all(isinstance(one, ConfigError) for one in errors) else 1
+    if any(isinstance(one, FencedOut) for one in errors):
+        return FENCED_OUT
+    return CONFIG_ERROR if all(isinstance(one, ConfigError) for one in errors) else 1
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
 from infra.cli.settings import Settings
 from infra.local.ranks import RankGroup, rank_of, run_ranks
 from infra.settings.plugin import find
@@ -13,8 +14,6 @@ from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.learners.learner import Learner
-
-CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
 
 async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop: asyncio.Event) -> int:
@@ -27,7 +26,7 @@ async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop
         argv=(sys.executable, "-m", "infra.cli.main", "train", "--config", str(config), *overrides),
         num_ranks=settings.trainer.ranks,
         log=settings.folder / "logs",
-        final_codes=(0, CONFIG_ERROR),
+        final_codes=(0, CONFIG_ERROR, FENCED_OUT),
     )
     return await run_ranks(group, stop)
 

@@ -84,7 +84,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
 
 
 async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
-    metrics = Metrics(role)
+    metrics = Metrics(role, settings.app)
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
@@ -194,8 +194,10 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from infra.model.model import context_tokens
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
+    from trainer.health.arithmetic import open_arithmetic
     from trainer.health.board import Board
     from trainer.learners.learner import Ranks
+    from trainer.loop.report import TrainerReport
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:
@@ -208,6 +210,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     async with connected(settings, linger_ms=0) as log:
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         role = role_of("train", settings, log, metrics, stop)
+        arithmetic = await asyncio.to_thread(open_arithmetic, folder, settings.trainer)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
         try:
             await run_trainer(
@@ -215,7 +218,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
                 settings.trainer,
                 learner,
                 seed=settings.master.seed,
-                board=board,
+                report=TrainerReport(metrics, role.instance, board, arithmetic),
                 chain=build_batch(settings.processor),
                 image_inputs=await asyncio.to_thread(open_sight, folder, role.store),
                 max_tokens=context_tokens(folder),

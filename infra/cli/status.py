@@ -20,7 +20,7 @@ from infra.cli.settings import load_settings
 from infra.cli.skip import READS
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import Log, LogMessage
-from infra.observe.alarms import STILL, alarm_of
+from infra.observe.alarms import NO_VERSION_S, STILL, alarm_of
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -30,6 +30,7 @@ RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
+OUTSTANDING = "outstanding_groups"  # gauge of the master
 GONE_S = 15.0  # a role that has not spoken for so long is silent
 
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
@@ -73,7 +74,7 @@ async def read_status(
     state: State = {
         "roles": roles,
         "missing": missing(wanted, instances, GONE_S),
-        "policies": policy_state(policies),
+        "policies": policy_state(policies, now_s),
         "learning": learning_state(policies),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
@@ -183,14 +184,18 @@ def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def policy_state(policies: Sequence[LogMessage]) -> State:
-    """Newest published version, and what was refused lately."""
+def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
+    """Newest published version and its age, and what was refused lately."""
     events = [message.value for message in policies]
+    came_ms = [
+        one.timestamp_ms for one in policies if isinstance(one.value, PolicyEvent) and one.value.event == "published"
+    ]
     published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
     refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
     version = max((event.version for event in published), default=None)
     return {
         "published": version,
+        "age_s": now_s - max(came_ms) / 1000 if came_ms else 0.0,
         "refused": [f"v{event.version} by {event.owner}: {event.reason}" for event in refused[-3:]],
         # One that was refused and replaced since is history; the newest being refused means that no engine serves it.
         "newest_refused": any(event.version == version for event in refused),
@@ -277,7 +282,18 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found.append(f"{name}: {waiting:,} records wait, expected at most {max_lag:,}")
     if state["policies"]["newest_refused"]:
         found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
-    return found
+    return found + no_version(state)
+
+
+def no_version(state: State) -> list[str]:
+    """The line of an app whose groups wait while no version comes; none where learning was stopped by an operator."""
+    age_s, waiting = (
+        state["policies"]["age_s"],
+        max((one["gauges"].get(OUTSTANDING, 0.0) for one in state["roles"]), default=0.0),
+    )
+    if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
+        return []
+    return [f"no version for {age_s / 60:.0f} min, and {waiting:,.0f} groups wait for the trainer"]
 
 
 def canary_alarm(role: State) -> list[str]:

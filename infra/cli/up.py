@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +13,12 @@ import msgspec
 from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
 from infra.cli.roles import metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
 from infra.local.folder_lock import lock_folder
-from infra.local.supervisor import Child, ChildEvent, Supervisor
+from infra.local.supervisor import Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.unless import unless
 from schemas.errors import BrokerUnavailable, ConfigError
@@ -30,7 +31,6 @@ METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # po
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 TAIL_BYTES = 4096
-CONFIG_ERROR = 2  # an exit code that a restart cannot mend
 
 
 class Stopped(Exception):
@@ -68,6 +68,7 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
         ),
         log=settings.folder / "logs" / f"{role}.log",
         env=child_environment(settings) | metrics_environment(settings, role),
+        final_codes=(0, FENCED_OUT),
         mistakes=(CONFIG_ERROR,),
         tier=2 if role == "master" else 1,
     )
@@ -166,6 +167,8 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         if event.kind == "exited" and event.exit_code:
             words = last_words(settings.folder / "logs" / f"{event.name}.log")
             console.print(f"  {words}", style="red")
+        if event.kind == "exited" and event.exit_code == FENCED_OUT:
+            console.print(f"  {event.name} runs elsewhere now, and is not started here again", style="red")
         if event.kind == "gave_up" and event.name in roles_of(settings):
             stop.set()
 
@@ -188,10 +191,15 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         async with Supervisor([*children, *beside], tell) as roles:
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
-        failed = [state.name for state in roles.states.values() if state.given_up and state.name != CONSOLE]
+        failed = failed_of(roles.states.values())
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0
+
+
+def failed_of(states: Iterable[ChildState]) -> list[str]:
+    """Those that were given up, or ended since another process has their role. The console may fail alone."""
+    return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 
 RUNBOOK = "infra/docs/howto/runbook.md"
 MAX_LAG = 10_000  # records waiting for a stage
+NO_VERSION_S = 3600.0  # while groups wait for the trainer
+RUNS = "headrace_build_info"
+SERVES = '{role="serve"}'
 
 
 class Alarm(NamedTuple):
@@ -67,28 +70,52 @@ def _of_master(name: str, title: str, says: str) -> Alarm:
     )  # fmt: skip
 
 
+def _silent() -> str:
+    """PromQL: what served these metrics within a day, under whatever job, and does not answer. One that never did is seen where
+    its job is named after headrace.
+    """
+    seen = f"max by (app, role, job, instance) (last_over_time({RUNS}[1d]))"
+    return f'{seen} and on (job, instance) up == 0 or on (job, instance) (up{{job=~".*headrace.*"}} == 0)'
+
+
 def _roles(names: Iterable[str]) -> str:
-    return " or ".join(f'absent(headrace_build_info{{role="{name}"}})' for name in names)
+    """PromQL: of each app that was seen within a day the roles that do not run. Of gateways, which an app may go without, those
+    of an app that had one. Where no app at all was seen, `role` is "role".
+    """
+
+    def named(rule: str, role: str) -> str:
+        return f'label_replace({rule}, "role", "{role}", "", "")'
+
+    def seen(of: str) -> str:
+        return f"group by (app) (last_over_time({RUNS}{of}[1d]))"
+
+    lacking = [
+        named(f'{seen(SERVES if name == "serve" else "")} unless on (app) {RUNS}{{role="{name}"}}', name)
+        for name in names
+    ]
+    return " or ".join((*lacking, named(f"absent_over_time({RUNS}[1d])", "role")))
 
 
 ALARMS = (
     Alarm(
         "role-missing", "A role does not run", r"^no \w+ runs:|^\d+ of \d+ \w+ run:|^no role has reported",
-        _roles(("master", "train", "process", "explore")), "No {{ $labels.role }} runs", wait="2m",
+        _roles(("master", "train", "process", "explore", "serve")), "No {{ $labels.role }} runs: {{ $labels.app }}",
+        wait="2m",
     ),
     Alarm(
-        "role-silent", "A role is silent", r"has been silent for", 'up{job="headrace"} == 0',
+        "role-silent", "A role is silent", r"has been silent for", _silent(),
         "{{ $labels.instance }} does not answer", wait="1m",
     ),
     Alarm(
         "lag", "A stage falls behind", r"records wait, expected at most",
-        f"sum by (topic) (headrace_lag) > {MAX_LAG}", "{{ $value }} records of {{ $labels.topic }} wait", wait="10m",
+        f"sum by (app, topic) (headrace_lag) > {MAX_LAG}", "{{ $value }} records of {{ $labels.topic }} wait", wait="10m",
     ),
     Alarm(
         "step-failing", "A step of a chain fails", r": step .* failed on",
-        "sum by (stage, step) (rate(headrace_step_failed_total[5m])) > on (stage) group_left () 0.05 * ("
-        "sum by (stage) (rate(headrace_step_failed_total[5m])) + (sum by (stage) (rate(headrace_experiences_out_total[5m])) "
-        "or 0 * sum by (stage) (rate(headrace_step_failed_total[5m]))))",
+        "sum by (app, stage, step) (rate(headrace_step_failed_total[5m])) > on (app, stage) group_left () 0.05 * ("
+        "sum by (app, stage) (rate(headrace_step_failed_total[5m])) + ("
+        "sum by (app, stage) (rate(headrace_experiences_out_total[5m])) "
+        "or 0 * sum by (app, stage) (rate(headrace_step_failed_total[5m]))))",
         "{{ $labels.step }} of {{ $labels.stage }} fails", wait="2m",
     ),
     Alarm(
@@ -98,6 +125,12 @@ ALARMS = (
     ),
     _still("policy_fetch_failed", "A version cannot be fetched"),
     _still("policy_fetch_slow", "A version comes slowly"),
+    Alarm(
+        "no-version", "No version comes", r"^no version for",
+        f"time() - max by (app) (max_over_time(headrace_last_version_timestamp_seconds[1d])) > {NO_VERSION_S:.0f} "
+        "and on (app) max by (app) (headrace_outstanding_groups) > 0",
+        "No version of {{ $labels.app }} for an hour, and groups wait", wait="5m", severity="ticket",
+    ),
     _still("rollbacks", "The trainer went back", "page"),
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),

@@ -1,9 +1,12 @@
 """Grafana's dashboards as tables: one for each role, and one for who waits for whom. Written by `python -m infra.cli.docs`.
 
+Each shows the app that is chosen at its top.
+
 infra/deploy/dashboards/<name>.json      to be imported, or provisioned as infra/deploy/compose does
 """
 
 import json
+import re
 from typing import NamedTuple
 
 FOLDER = "../deploy/dashboards"  # from the documentation's
@@ -28,6 +31,14 @@ def _now(metric: str, by: str = "instance") -> tuple[str, str]:
 
 def _share(metric: str, legend: str) -> tuple[str, str]:
     return f"sum(rate({metric}[5m]))", legend
+
+
+def _quantile(metric: str, share: float, by: str) -> tuple[str, str]:
+    """Of a histogram."""
+    return (
+        f"histogram_quantile({share:g}, sum by (le, {by}) (rate({metric}_bucket[5m])))",
+        f"{{{{{by}}}}} p{100 * share:g}",
+    )
 
 
 def _process(role: str) -> tuple[Panel, ...]:
@@ -66,6 +77,8 @@ WAITS = (
             ("max(headrace_stable_version)", "stable"),
         ),
     ),
+    Panel("Since the newest version", (("time() - max(headrace_last_version_timestamp_seconds)", "age"),), "s"),
+    Panel("How long the oldest group waits", (_now("headrace_oldest_waiting_seconds"),), "s"),
     Panel("Records that wait for the broker", (_now("headrace_outbox_waiting"),)),
     Panel(
         "Where the trainer's time goes",
@@ -126,6 +139,7 @@ STREAMS = (
     Panel("Steps that failed, a second", (_rate("headrace_step_failed_total", "step"),)),
     Panel("Scores with nothing to say, a second", (_rate("headrace_scores_absent_total", "score"),)),
     Panel("Groups that have not ended", (_now("headrace_groups_pending"),)),
+    Panel("How long the oldest of them waits", (_now("headrace_oldest_waiting_seconds"),), "s"),
     Panel("Turns that wait for their session", (_now("headrace_turns_held"),)),
     Panel("Dead letters a second", (_rate("headrace_dead_letters_total", "reason"),)),
 )
@@ -140,11 +154,32 @@ TRAIN = (
     Panel("Staleness, versions", (_now("headrace_step_staleness_mean", "lane"), _now("headrace_step_staleness_max", "lane"))),
     Panel("Sampled tokens too old to be trained, a second", (_rate("headrace_tokens_masked_total"),)),
     Panel("Experiences trained a second", (_rate("headrace_experiences_trained_total"),)),
+    Panel("Where a step's time goes", (_rate("headrace_phase_seconds_total", "phase"),), "percentunit"),
+    Panel("Model FLOPs utilization", (_now("headrace_mfu"),), "percentunit"),
+    Panel("Operations that the model needed, a second", (_rate("headrace_flops_total"),), "flops"),
+    Panel(
+        "Memory of the first rank's card",
+        (("max(headrace_gpu_memory_bytes)", "in use"), ("max(headrace_gpu_memory_capacity_bytes)", "all")),
+        "bytes",
+    ),
     Panel("Steps that changed nothing, an hour", (("sum(increase(headrace_steps_skipped_total[1h]))", "skipped"),)),
     Panel("Values outside their range, an hour", (("sum by (alarm) (increase(headrace_alarms_total[1h]))", "{{alarm}}"),)),
 )  # fmt: skip
 SERVE = (
     Panel("Requests a second", (_rate("headrace_requests_total", "status"),)),
+    Panel(
+        "From a request to the end of its response",
+        (_quantile("headrace_request_seconds", 0.5, "route"), _quantile("headrace_request_seconds", 0.99, "route")),
+        "s",
+    ),
+    Panel(
+        "From a request to its first token, streamed",
+        (
+            _quantile("headrace_first_token_seconds", 0.5, "route"),
+            _quantile("headrace_first_token_seconds", 0.99, "route"),
+        ),
+        "s",
+    ),
     Panel("Requests refused a second", (_rate("headrace_refused_total", "reason"),)),
     Panel("Answers being made", (_now("headrace_answers_running"),)),
     Panel("Answers a second", (_rate("headrace_answers_total", "end"),)),
@@ -177,7 +212,13 @@ def dashboards() -> dict[str, str]:
 
 def _dashboard(name: str, title: str, panels: tuple[Panel, ...]) -> dict[str, object]:
     source = {"type": "prometheus", "uid": "${source}"}
-    variable = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    variables = [
+        {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+        {
+            "name": "app", "type": "query", "label": "App", "datasource": source, "refresh": 2,
+            "query": "label_values(headrace_build_info, app)",
+        },
+    ]  # fmt: skip
     return {
         "uid": f"headrace-{name}",
         "title": f"headrace: {title}",
@@ -185,15 +226,28 @@ def _dashboard(name: str, title: str, panels: tuple[Panel, ...]) -> dict[str, ob
         "schemaVersion": 39,
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [variable]},
+        "templating": {"list": variables},
         "panels": [_panel(number, panel, source) for number, panel in enumerate(panels)],
     }
+
+
+def of_app(query: str) -> str:
+    """A query of one app's samples alone.
+
+    >>> of_app('max(headrace_loss) + sum by (topic) (headrace_lag{topic="verified"})')
+    'max(headrace_loss{app="$app"}) + sum by (topic) (headrace_lag{app="$app",topic="verified"})'
+    """
+    return re.sub(
+        r"\b((?:headrace|process)_\w+)(\{)?",
+        lambda found: f'{found[1]}{{app="$app"' + ("," if found[2] else "}"),
+        query,
+    )
 
 
 def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, object]:
     row, column = divmod(number, PER_ROW)
     targets = [
-        {"refId": chr(ord("A") + at), "datasource": source, "expr": query, "legendFormat": legend}
+        {"refId": chr(ord("A") + at), "datasource": source, "expr": of_app(query), "legendFormat": legend}
         for at, (query, legend) in enumerate(panel.queries)
     ]
     return {

@@ -126,6 +126,7 @@ MEASURES = (
     _gauge("reward_model_version", "process", "version of a reward model that scores", "policy"),
     _gauge("lag", "process", "records that wait in a topic, in the partitions of this worker", "topic"),
     _gauge("groups_pending", "process", "groups that have not ended"),
+    _gauge("oldest_waiting_s", "process", "for how long the oldest group that has not ended waits, 0 where none does"),
     _gauge("turns_held", "process", "turns that wait for the rest of their session"),
     _counter("snapshots_written", "process", "states of a partition stored"),
     _counter("snapshots_failed", "process", "times that one could not be stored; it is tried again"),
@@ -148,6 +149,9 @@ MEASURES = (
     _counter("alarms", "train", "values of a step outside their healthy range", "alarm"),
     _counter("step_seconds", "train", "time in optimizer steps"),
     _counter("learner_seconds", "train", "time in the learner"),
+    _counter(
+        "phase_seconds", "train", "time in parts of the learner's steps: gradients (forward, backward), update", "phase"
+    ),
     _counter("idle_seconds", "train", "time without enough to train on"),
     _counter("journal_seconds", "train", "time in writing the journal"),
     _counter("publish_seconds", "train", "time in publishing versions"),
@@ -155,6 +159,15 @@ MEASURES = (
     _counter("checkpoint_seconds", "train", "time in storing checkpoints, beside the steps"),
     _counter("checkpoints", "train", "checkpoints stored"),
     _counter("policy_versions", "train", "versions published"),
+    _gauge("last_version_timestamp_s", "train", "when this trainer published its newest version, seconds of the epoch"),
+    _counter(
+        "flops", "train", "floating-point operations that the model needed for what was trained, forward and backward"
+    ),
+    _gauge(
+        "mfu", "train", "those of the newest step a second, over what its cards could do; where their peak is known"
+    ),
+    _gauge("gpu_memory_bytes", "train", "in use on the card of the first rank, by every process"),
+    _gauge("gpu_memory_capacity_bytes", "train", "of that card"),
     _counter("experiences_trained", "train", "experiences in steps"),
     _counter("experiences_held_back", "train", "experiences that waited since their tenant or user had its share"),
     _counter("staleness_tokens", "train", "sampled tokens by how many versions old they were trained", "versions"),
@@ -200,6 +213,10 @@ MEASURES = (
     ),
     # serving
     _counter("requests", "serve", "requests by route and status", "route", "status"),
+    Measure("request_s", "histogram", "serve", "from a request's arrival to the end of its response", ("route",)),
+    Measure(
+        "first_token_s", "histogram", "serve", "from its arrival to its first token, of a streamed answer", ("route",)
+    ),
     _counter("refused", "serve", "requests refused", "route", "reason"),
     _counter("answers", "serve", "answers given, whole or broken off", "end"),
     _counter("recorded", "serve", "answers recorded"),

@@ -2,7 +2,8 @@
 
 Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
 200 only while every registered check passes, and names those that do not. What a metric is called in Prometheus is said in
-`infra.observe.exposed`, and what each means in `infra.observe.measures`.
+`infra.observe.exposed`, and what each means in `infra.observe.measures`. Every sample bears the label `app`, so that rules and
+dashboards tell apart the apps that one Prometheus scrapes.
 """
 
 import threading
@@ -14,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from infra.observe.exposed import PREFIX, exposed
+from infra.observe.exposed import PREFIX, Exposed, exposed
 from infra.observe.measures import HELP
 from infra.observe.release import release
 from schemas.errors import ConfigError
@@ -28,11 +29,13 @@ DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0,
 class Metrics:
     """Counters, gauges and histograms of one role.
 
-    A name always takes the same label names. Safe to use from any thread.
+    A name always takes the same label names. Safe to use from any thread. app: label of every sample that is served, ""
+    for none.
     """
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, app: str = "") -> None:
         self.role = role
+        self._app = {"app": app} if app else {}
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, CPU, descriptors, under Prometheus' own names
         build = Gauge(f"{PREFIX}build_info", "1; which headrace runs", ["role", "release"], registry=self.registry)
@@ -93,7 +96,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        told: bytes = generate_latest(_Told(self.registry))
+        told: bytes = generate_latest(_Told(self.registry, self._app))
         return told
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
@@ -143,31 +146,37 @@ class Metrics:
 class _Told(CollectorRegistry):
     """The families of a registry under the names that Prometheus reads; those of one name are one family."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         super().__init__(auto_describe=False)
-        self.register(_Renamed(registry))
+        self.register(_Renamed(registry, labels))
 
 
 class _Renamed(Collector):
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        self._registry, self._labels = registry, labels
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
         found: dict[str, Metric] = {}
         for family in self._registry.collect():
-            if not family.name.startswith(PREFIX):
-                yield family
-                continue
-            told = exposed(family.name.removeprefix(PREFIX))
+            told = _told(family.name)
             help = HELP.get(told.name, family.documentation)
             into = found.setdefault(told.name, Metric(told.name, help, family.type))
             for one in family.samples:
                 name = told.name + one.name.removeprefix(family.name)
                 into.add_sample(
-                    name, {**one.labels, **told.labels}, one.value * told.scale, one.timestamp, one.exemplar
+                    name,
+                    {**self._labels, **one.labels, **told.labels},
+                    one.value * told.scale,
+                    one.timestamp,
+                    one.exemplar,
                 )
         yield from found.values()
+
+
+def _told(family: str) -> Exposed:
+    """What is of headrace is renamed, what is of the process is not."""
+    return exposed(family.removeprefix(PREFIX)) if family.startswith(PREFIX) else Exposed(family, {})
 
 
 def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:

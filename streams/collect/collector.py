@@ -110,6 +110,10 @@ class Collector:
         """Groups that wait."""
         return self._state.num_open()
 
+    def oldest_ms(self) -> int:
+        """When the group came that has waited longest, 0 for none."""
+        return self._state.oldest_ms()
+
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return self._state.num_held()

@@ -157,6 +157,11 @@ class Group(msgspec.Struct, array_like=True):
     def is_closed(self) -> bool:
         return self.closed_ms > 0
 
+    @property
+    def came_ms(self) -> int:
+        """Log-append time of its first record, 0 where only words about it have come."""
+        return min((attempt.first_ms for attempt in self.attempts.values()), default=0)
+
     def offsets(self) -> set[int]:
         """Blocks that hold an experience of an attempt still here."""
         return {place.offset for attempt in self.attempts.values() for place in attempt.places()}

@@ -70,6 +70,10 @@ class Inbox:
         """Groups that wait."""
         return 0 if self._collector is None else self._collector.num_open()
 
+    def oldest_ms(self) -> int:
+        """When the group came that has waited longest, 0 for none."""
+        return 0 if self._collector is None else self._collector.oldest_ms()
+
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return 0 if self._collector is None else self._collector.num_held()
@@ -199,6 +203,10 @@ class CollectDriver:
     def num_open(self) -> int:
         """Groups that wait to be complete."""
         return sum(inbox.num_open() for inbox in self._inboxes.values())
+
+    def oldest_ms(self) -> int:
+        """When the group came that has waited longest, 0 for none."""
+        return min((came_ms for inbox in self._inboxes.values() if (came_ms := inbox.oldest_ms())), default=0)
 
     def num_held(self) -> int:
         """Turns of production that wait for their session."""

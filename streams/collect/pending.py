@@ -81,8 +81,9 @@ class PendingFile:
         state.now_ms = meta.get("now_ms", 0)
         self.progress_offset = meta.get("progress_offset", 0)
         self._number_rows(meta)
-        for (data,) in self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0"):
-            state.restore(_group_decoder.decode(data))
+        rows = self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0")
+        for group in sorted((_group_decoder.decode(data) for (data,) in rows), key=lambda group: group.came_ms):
+            state.restore(group)
         if self.leans:
             there = {offset for (offset,) in self._connection.execute("SELECT offset FROM frames")}
             state.frames.absent = {at for group in state.groups.values() for at in group.offsets()} - there

@@ -201,6 +201,13 @@ class State:
         """Closed groups are kept, and expire, elsewhere."""
         self._closed.clear()
 
+    def oldest_ms(self) -> int:
+        """When the first record came of the group that has waited longest, 0 where none waits. They lie in the order in which
+        they came.
+        """
+        waiting = (group for group in self.groups.values() if group.attempts and not group.is_closed)
+        return next((group.came_ms for group in waiting), 0)
+
     def num_open(self) -> int:
         """Groups that have not ended."""
         return sum(not group.is_closed for group in self.groups.values())

@@ -128,6 +128,10 @@ class WindowDriver:
         """None: each record is handled by itself."""
         return 0
 
+    def oldest_ms(self) -> int:
+        """0: nothing waits."""
+        return 0
+
     def num_held(self) -> int:
         """None: no record waits for another."""
         return 0

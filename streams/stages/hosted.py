@@ -53,6 +53,9 @@ class Driver(Protocol):
     def num_open(self) -> int:
         """Groups that wait to be complete."""
 
+    def oldest_ms(self) -> int:
+        """When the group came that has waited longest, by the log's clock; 0 where none waits."""
+
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
 

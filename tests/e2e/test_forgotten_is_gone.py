@@ -36,6 +36,7 @@ from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import settled, working
 from trainer.health.board import Board
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import TrainerReport
 from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow
@@ -163,10 +164,9 @@ def test_seeded_words_are_nowhere_in_plain_text_and_after_forget_nowhere(
         async with serving(tmp_path, engine(says("It is 82.")), bus=bus, store=store, webhooks=(HOOK,)) as served:
             log, board = served.log, Board(tmp_path / "board")
             floor = msgspec.structs.replace(settings, folder=tmp_path)
+            role = role_of("train", floor, log, store, stop=stop)
             training = asyncio.create_task(
-                run_trainer(
-                    role_of("train", floor, log, store, stop=stop), settings.trainer, ScriptedLearner(), board=board
-                )
+                run_trainer(role, settings.trainer, ScriptedLearner(), report=TrainerReport(role.metrics, board=board))
             )
             sources = build_sources(settings.feedback, settings.folder)
             listening = asyncio.create_task(run_sources(sources, log, Metrics("process"), tmp_path / "state"))

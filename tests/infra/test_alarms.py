@@ -27,6 +27,9 @@ PROMTOOL = shutil.which("promtool")
 DEPLOY = ROOT / "infra" / "deploy"
 
 
+LATE = {"outstanding_groups": 1280.0}
+
+
 def role(**fields: Any) -> dict[str, Any]:
     return {
         "role": "train", "instance": "train/1", "silent": False, "age_s": 1.0, "grown": {}, "alarms": [], "failing": [],
@@ -35,7 +38,10 @@ def role(**fields: Any) -> dict[str, Any]:
 
 
 def lines(*roles: dict[str, Any], **state: Any) -> list[str]:
-    base = {"roles": list(roles), "missing": [], "lags": {}, "policies": {"newest_refused": False}}
+    base = {
+        "roles": list(roles), "missing": [], "lags": {}, "policies": {"newest_refused": False, "age_s": 0.0},
+        "learning": {"state": "on"},
+    }  # fmt: skip
     return alarms({**base, **state}, max_lag=10)
 
 
@@ -53,8 +59,9 @@ def of_status() -> dict[str, list[str]]:
         "step-failing": lines(role(failing=failed)),
         "records-on-disk": lines(role(role="serve", gauges={"spool_records": 1200.0})),
         "canary-missing": [*lines(role(role="master", gauges=canary)), *lines(role(role="serve", gauges=canary))],
+        "no-version": lines(role(role="master", gauges=LATE), policies={"newest_refused": False, "age_s": 4000.0}),
         "policy-refused": lines(
-            role(), policies={"newest_refused": True, "published": 4, "refused": ["v4 by explore/1: sha256"]}
+            role(), policies={"newest_refused": True, "age_s": 0.0, "published": 4, "refused": ["v4 by explore/1: sha256"]}
         ),
     }  # fmt: skip
     for counter in STILL:
@@ -106,6 +113,23 @@ def test_every_alarm_is_said_by_the_code_and_each_of_its_lines_is_of_it_alone(al
     assert SAID[alarm.name]
     for line in SAID[alarm.name]:
         assert [one.name for one in ALARMS if re.search(one.says, line)] == [alarm.name], line
+
+
+@pytest.mark.parametrize(
+    ("age_s", "waiting", "learning", "says"),
+    [
+        (4000.0, 1280.0, "on", ["no version for 67 min, and 1,280 groups wait for the trainer"]),
+        (3000.0, 1280.0, "on", []),
+        (4000.0, 0.0, "on", []),
+        (4000.0, 1280.0, "paused", []),
+    ],
+)
+def test_no_version_is_an_alarm_while_groups_wait_and_nobody_has_paused_learning(
+    age_s: float, waiting: float, learning: str, says: list[str]
+) -> None:
+    policies = {"newest_refused": False, "age_s": age_s}
+    master = role(role="master", gauges={"outstanding_groups": waiting})
+    assert lines(master, policies=policies, learning={"state": learning}) == says
 
 
 def test_every_line_that_status_can_make_is_of_some_alarm() -> None:

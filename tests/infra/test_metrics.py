@@ -86,3 +86,13 @@ def test_a_scrape_tells_the_process_and_the_release_and_progress_records_do_not(
         assert f"\n{name}" in shown
     assert f'headrace_build_info{{release="{release()}",role="train"}} 1.0' in shown
     assert metrics.snapshot() == {}
+
+
+def test_every_sample_of_a_scrape_bears_the_app_and_reports_do_not() -> None:
+    metrics = Metrics("train", "main")
+    metrics.counter("dropped", reason="too short").inc()
+    metrics.gauge("usual/ess").set(0.5)
+    metrics.histogram("reload_pause_s").observe(0.2)
+    samples = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
+    assert len(samples) > 20 and all('app="main"' in line for line in samples)
+    assert metrics.snapshot() == {"dropped{reason=too short}": 1.0, "usual/ess": 0.5}

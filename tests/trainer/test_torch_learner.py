@@ -171,6 +171,14 @@ def test_the_reference_is_the_policy_at_the_start_of_its_phase_and_is_saved(mode
     assert learner.step(batch, learning_rate=1e-9, seed=3).grad_norm < 1e-6
 
 
+def test_a_step_tells_how_long_its_gradients_and_its_update_took_and_a_refused_one_nothing(model):
+    learner = opened(model)
+    batch = pack(random_items(seed=1, groups=2), max_tokens=1000)
+    assert set(learner.step(batch, learning_rate=1e-9, seed=0).seconds) == {"gradients", "update"}
+    assert all(passed_s > 0 for passed_s in learner.step(batch, learning_rate=1e-9, seed=0).seconds.values())
+    assert learner.step(batch, learning_rate=1e-9, seed=0, max_grad_norm=0.0).seconds == {}
+
+
 def test_learning_rate_follows_the_effective_sample_size_when_asked(model):
     batch = pack(near_uniform(0), max_tokens=1000)
     scaled = opened(model, scale_by_ess=True)

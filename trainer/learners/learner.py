@@ -42,6 +42,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
     largest.
     reward: mean of what it trained on, which the loop fills in; None where nothing has one.
+    seconds: by part of the step, of learners that can tell without waiting for a card: "gradients" (forward and backward),
+    "update" (of a card's, what it does after it was told to counts with what is waited for next).
     """
 
     finite: bool
@@ -49,6 +51,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     values: Mapping[str, float]
     reward: float | None = None
+    seconds: Mapping[str, float] = {}
 
 
 class Learner(Protocol):

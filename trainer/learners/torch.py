@@ -7,6 +7,7 @@ gradients are summed over microbatches in float32.
 import functools
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,21 +106,27 @@ class TorchLearner:
         observed: list[Observed] = []
         losses: list[float] = []
         norms: list[float] = []
+        seconds = {"gradients": 0.0, "update": 0.0}
         for index, part in enumerate(parts):
             decay = self._config.staleness_decay
             context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
+            began_s = time.perf_counter()
             self._clear_gradients()
             advantages = values.advantages(index) if values is not None else None
             loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, advantages, observed)
             sound = values is None or values.accumulate(index)
+            ready_s = time.perf_counter()
+            seconds["gradients"] += ready_s - began_s
             if not (math.isfinite(loss) and norm <= max_grad_norm and sound):
                 self._revert(before)
                 return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
             losses.append(loss)
             norms.append(norm)
             self._apply(learning_rate, observed[-len(part.microbatches) :])
+            seconds["update"] += time.perf_counter() - ready_s
         measured = diagnose(join(observed)) | (values.measured() if values is not None else {})
-        return StepStats(finite=True, loss=sum(losses) / len(losses), grad_norm=max(norms), values=measured)
+        loss = sum(losses) / len(losses)
+        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=measured, seconds=seconds)
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""

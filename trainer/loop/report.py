@@ -14,6 +14,7 @@ from infra.observe.metrics import Metrics
 from schemas import Progress, topics
 from schemas.fields import Life
 from trainer.batch.batch import TrainItem
+from trainer.health.arithmetic import Arithmetic, card_memory
 from trainer.health.board import Board
 from trainer.learners.learner import StepStats
 
@@ -21,9 +22,14 @@ PERIOD_S = 1.0
 
 
 class TrainerReport:
-    """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it."""
+    """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it.
 
-    def __init__(self, metrics: Metrics, owner: str = "", board: Board | None = None) -> None:
+    arithmetic: of the model, None where nobody asks how well its cards are used.
+    """
+
+    def __init__(
+        self, metrics: Metrics, owner: str = "", board: Board | None = None, arithmetic: Arithmetic | None = None
+    ) -> None:
         self.metrics = metrics
         self.owner = owner or f"train/{os.getpid()}"
         self.gauges: dict[str, float] = {}
@@ -31,6 +37,7 @@ class TrainerReport:
         self.life: Life = "starting"
         self.worth_showing: dict[str, float] = {}  # of the newest step, for whoever looks at the version that follows
         self.board = board
+        self.arithmetic = arithmetic
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -47,6 +54,10 @@ class TrainerReport:
         self.add("steps")
         self.add("step_seconds", step_s)
         self.add("experiences_trained", len(items))
+        for phase, passed_s in stats.seconds.items():
+            self.add("phase_seconds", passed_s, phase=phase)
+        if self.arithmetic is not None:
+            self._count_arithmetic(self.arithmetic, items, step_s)
         for name, value in stats.values.items():
             self.set(name, value)
         self.set("loss", stats.loss)
@@ -63,6 +74,15 @@ class TrainerReport:
                 self.set(f"{name}_run", max(self.gauges.get(f"{name}_run", 0.0), value))
         if self.board is not None:
             self.board.step(step, self.gauges)
+
+    def _count_arithmetic(self, arithmetic: Arithmetic, items: list[TrainItem], step_s: float) -> None:
+        needed = arithmetic.needed(items)
+        self.add("flops", needed)
+        if arithmetic.peak and step_s:
+            self.set("mfu", needed / step_s / arithmetic.peak)
+        if (memory := card_memory()) is not None:
+            self.set("gpu_memory_bytes", memory[0])
+            self.set("gpu_memory_capacity_bytes", memory[1])
 
 
 def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:

@@ -5,6 +5,7 @@ Order, always: journal (confirmed) → Drawn → optimizer → checkpoint when d
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -240,6 +241,7 @@ async def publish(run: Run, one: Unpublished) -> None:
     run.supply.published_s = run.supply.intake.clock()
     run.published_probe = one.probe
     run.report.add("policy_versions")
+    run.report.set("last_version_timestamp_s", time.time())
 
 
 async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None:

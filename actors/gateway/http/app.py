@@ -7,6 +7,7 @@ for beyond its time; a client that goes away frees the engine.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -59,6 +60,8 @@ APIS: Mapping[str, Api] = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
+REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
+FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -115,6 +118,7 @@ class Site:
         api = MESSAGES if path == COUNT_PATH else APIS.get(path, CHAT)
 
         async def handle(request: Request) -> Response:
+            request.state.began_s = time.monotonic()
             try:
                 if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
                     request.state.key = self._authenticator.enter(path, presented(request.headers))
@@ -130,6 +134,15 @@ class Site:
                 _log.exception("request_failed route=%s", path)  # names what broke, never what was said
                 response = _error(ApiError(500, "the server had an error while answering", kind="server_error"), api)
             self._metrics.counter("requests", route=path, status=str(response.status_code)).inc()
+
+            async def over() -> None:
+                passed_s = time.monotonic() - request.state.began_s
+                self._metrics.histogram("request_s", buckets=REQUEST_BUCKETS, route=path).observe(passed_s)
+
+            if isinstance(response, Lasting):
+                response.then(over)
+            else:
+                await over()
             return response
 
         return handle
@@ -179,7 +192,7 @@ class Site:
             version=self._gateway.engine.version,
         )
         if parsed.stream:
-            return Lasting(self._streamed(reply, api, session), _releases(place))
+            return Lasting(self._streamed(reply, api, session, request), _releases(place))
         try:
             await unless_gone(request, self._gateway.answer(in_flight))
         finally:
@@ -201,8 +214,12 @@ class Site:
         )
         return await unless_gone(request, work)
 
-    async def _streamed(self, reply: Reply, api: Api, session: str) -> AsyncGenerator[bytes, None]:
-        stream = EventStream(self._gateway, reply, api, ended=lambda: self._keep(reply, session))
+    async def _streamed(self, reply: Reply, api: Api, session: str, request: Request) -> AsyncGenerator[bytes, None]:
+        def began() -> None:
+            passed_s = time.monotonic() - request.state.began_s
+            self._metrics.histogram("first_token_s", buckets=FIRST_BUCKETS, route=request.url.path).observe(passed_s)
+
+        stream = EventStream(self._gateway, reply, api, lambda: self._keep(reply, session), began)
         try:
             async with aclosing(stream.events()) as events:
                 async for event in events:

@@ -18,12 +18,22 @@ GATHER_S = 0.02
 
 
 class EventStream:
-    """Events of one streamed response, as its API spells them. ended: called when every choice has, before the last event."""
+    """Events of one streamed response, as its API spells them. ended: called when every choice has, before the last event.
+    began: called at the first token.
+    """
 
-    def __init__(self, answerer: Answerer, reply: Reply, api: Api, ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        answerer: Answerer,
+        reply: Reply,
+        api: Api,
+        ended: Callable[[], None],
+        began: Callable[[], None] | None = None,
+    ) -> None:
         self._answerer = answerer
         self._reply = reply
         self._ended = ended
+        self._began = began
         self._error_event = api.error_event
         self._writer = api.events(reply)
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -81,6 +91,9 @@ class EventStream:
         request = self._reply.request
 
         def tell(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            if self._began is not None and tokens:
+                self._began()
+                self._began = None
             if request.force:
                 return  # the answer is a tool call, sent when it is whole
             thought, said = self._pieces[index].add(piece, tokens)

@@ -15,6 +15,7 @@ from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from schemas.ids import answer_id
 from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
+from tests.actors.rig import until
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -28,6 +29,27 @@ async def opened(served: Served, **key: Any) -> openai.AsyncOpenAI:
     made = served.key(**key)
     await served.keys_read()
     return served.client(made)
+
+
+def test_every_request_is_timed_to_its_end_and_a_streamed_answer_to_its_first_token_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            client = await opened(served)
+            await client.chat.completions.create(model="any", messages=ASK)
+            pieces = await client.chat.completions.create(model="any", messages=ASK, stream=True, n=2)
+            said = [piece.choices[0].delta.content async for piece in pieces if piece.choices]
+            assert "".join(filter(None, said)).count("Hello.") == 2 or len(said) > 2
+            with pytest.raises(openai.AuthenticationError):
+                await served.client("hr-nobody").chat.completions.create(model="any", messages=ASK)
+
+            def timed(name: str) -> float:
+                path = {"route": "/v1/chat/completions"}
+                return served.metrics.registry.get_sample_value(f"headrace_{name}_count", path) or 0.0
+
+            await until(lambda: timed("request_s") == 3)
+            assert timed("first_token_s") == 1
+
+    asyncio.run(check())
 
 
 def test_a_chat_completion_is_answered_and_recorded_token_by_token(tmp_path: Path) -> None:

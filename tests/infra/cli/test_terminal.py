@@ -39,7 +39,7 @@ from schemas import (
     Task,
     topics,
 )
-from schemas.errors import ConfigError
+from schemas.errors import BrokerUnavailable, ConfigError, FencedOut
 from tests.schemas.record_samples import group_block
 
 HOSTILE = "\x1b]52;c;cm0gLXJmIC8=\x07\x1b[2A\x1b[31m\x9b2J\r\x00\u202eevil[/i][bold]x[/]\ud800"
@@ -184,6 +184,25 @@ def test_an_error_is_told_without_obeying_it(error: Exception, capsys: pytest.Ca
         exit_with(body)
     told = capsys.readouterr().err
     assert "\\x1b]52" in told and "evil[/i]" in told and harmless(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a"), 2),
+        (BrokerUnavailable("b"), 1),
+        (FencedOut("c"), 3),
+        (ExceptionGroup("loops", [BrokerUnavailable("d"), ExceptionGroup("of a role", [FencedOut("e")])]), 3),
+        (RuntimeError("f"), 1),
+    ],
+)
+def test_a_role_that_another_process_has_taken_over_ends_with_a_code_of_its_own(error: Exception, code: int) -> None:
+    def body() -> int:
+        raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        exit_with(body)
+    assert ended.value.exit_code == code
 
 
 def test_a_log_record_is_one_line_that_moves_nothing_and_its_traceback_stays_readable() -> None:

@@ -1,14 +1,18 @@
 """`headrace up`: what it starts, and how it gives up."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, index_child, last_words, role_child, roles_of
+from infra.cli.up import ROLES, broker_child, failed_of, index_child, last_words, role_child, roles_of
 from infra.local.folder_lock import lock_folder
+from infra.local.supervisor import Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 
 
@@ -34,7 +38,23 @@ def test_every_role_is_a_process_with_the_same_settings_and_outlives_no_broker(t
         assert child.argv[3:] == (role, "--config", str(file), "--set", "a.b=1", "--set", "c=2")
         assert child.log == tmp_path / "logs" / f"{role}.log" and child.tier > broker.tier
         assert 2 in child.mistakes, "a mistake in the settings is given up at the start, and tried again later"
-        assert child.final_codes == (0,)
+        assert child.final_codes == (0, 3), "a role that runs elsewhere is not taken back from there"
+
+
+def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_failed(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    child = msgspec.structs.replace(
+        role_child(load_settings(file), file, (), "train"), argv=(sys.executable, "-c", "raise SystemExit(3)")
+    )
+
+    async def run() -> Supervisor:
+        async with Supervisor([child]) as supervisor:
+            await supervisor.wait("train")
+        return supervisor
+
+    states = asyncio.run(run()).states
+    assert (states["train"].restarts, states["train"].given_up) == (0, False)
+    assert failed_of(states.values()) == ["train"]
 
 
 def test_the_index_of_trace_is_kept_up_beside_the_roles(tmp_path: Path) -> None:

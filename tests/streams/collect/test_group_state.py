@@ -1,11 +1,15 @@
 """What a group, its attempts and a partition's state know, at their edges."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from infra.chain.processor import Memory
 from schemas import Block, encode
 from schemas.ids import request_group, session_name
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Episode, Group, LaterCredit, fullest
+from streams.collect.pending import PendingFile
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
 from tests.streams.collect.collecting import answer, block, stub
 
@@ -35,6 +39,27 @@ def test_an_episode_is_done_when_all_parts_up_to_its_last_are_there_in_any_order
     assert one.add(answer("a.0", 0, size=1, part=1, last=False), BlockPlace(9, 0)) is False, "redelivered"
     assert one.add(answer("a.0", 0, size=1, part=7, last=False), BlockPlace(9, 0)) is True
     assert one.num_done == 1, "what comes after its end makes it no second one"
+
+
+def test_the_oldest_that_waits_is_the_first_that_came_and_has_not_ended_also_after_a_start(tmp_path: Path) -> None:
+    state = State()
+    assert state.oldest_ms() == 0
+    for name, came_ms in (("words only", 0), ("ended", 1_000), ("waits", 2_000), ("again", 3_000)):
+        attempts = {0: Attempt(0, 2, "usual", 412, came_ms)} if came_ms else {}
+        state.add(Group(name, attempts=attempts))
+        state.touched.add(name)
+    assert state.oldest_ms() == 1_000
+    state.now_ms = 4_000
+    state.close(state.groups["ended"])
+    assert state.oldest_ms() == 2_000
+    pending = PendingFile(tmp_path / "collect-0.sqlite")
+    asyncio.run(pending.save(state, keep_ms=1_000_000))
+    state.touched.add("waits")  # its row is the last of the file now
+    asyncio.run(pending.save(state, keep_ms=1_000_000))
+    pending.close()
+    again = PendingFile(tmp_path / "collect-0.sqlite")
+    assert again.load({}).oldest_ms() == 2_000
+    again.close()
 
 
 def test_what_lies_outside_a_group_is_no_member() -> None:

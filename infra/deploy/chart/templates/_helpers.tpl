@@ -2,6 +2,11 @@
 {{- .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
+{{- define "headrace.app" -}}
+{{- $line := regexFind `(?m)^app\s*=\s*["'][A-Za-z0-9_-]+["']` .Values.settings -}}
+{{- regexFind `[A-Za-z0-9_-]+` (regexReplaceAll `^app\s*=\s*` $line "") | required `settings: got none with a line such as app = "main", expected the text of headrace.toml: --set-file settings=headrace.toml` -}}
+{{- end }}
+
 {{- define "headrace.account" -}}
 {{- .Values.serviceAccount.name | default (include "headrace.name" .) -}}
 {{- end }}
@@ -71,6 +76,12 @@ containers:
     resources: {{- toYaml .config.resources | nindent 6 }}
     volumeMounts:
       - {name: kept, mountPath: /var/lib/headrace}
+      {{- if .config.cache }}
+      - {name: cache, mountPath: /var/lib/headrace/.cache}
+      {{- end }}
+      {{- if .config.shm }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
       - {name: settings, mountPath: /var/lib/headrace/headrace.toml, subPath: headrace.toml, readOnly: true}
       {{- if $values.modelClaim }}
       - {name: model, mountPath: /var/lib/headrace/model, readOnly: true}
@@ -84,6 +95,14 @@ volumes:
   {{- if not .config.disk }}
   - name: kept
     emptyDir: {}
+  {{- end }}
+  {{- with .config.cache }}
+  - name: cache
+    emptyDir: {sizeLimit: {{ . }}}
+  {{- end }}
+  {{- with .config.shm }}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: {{ . }}}
   {{- end }}
   {{- with $values.modelClaim }}
   - name: model

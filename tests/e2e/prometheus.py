@@ -1,0 +1,100 @@
+"""A real Prometheus for tests, from PATH; HEADRACE_REQUIRE_PROMETHEUS=1 turns its absence into a failure."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from infra.local.address import HOST, choose_address
+from infra.local.process import start_watched
+
+STARTS_S = 60.0
+SCRAPE_S = 1
+
+
+def program() -> str:
+    """Where `prometheus` lies; the test is skipped, or fails, where it is not."""
+    found = shutil.which("prometheus")
+    if found is None:
+        if os.environ.get("HEADRACE_REQUIRE_PROMETHEUS") == "1":
+            pytest.fail("HEADRACE_REQUIRE_PROMETHEUS=1, and there is none on PATH: apt-get install prometheus")
+        pytest.skip("prometheus is not on PATH: apt-get install prometheus")
+    return found
+
+
+class Prometheus:
+    """One that runs, by its HTTP API."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def get(self, path: str, **arguments: str) -> Any:
+        """What it says under /api/v1; an error of its own is an assertion."""
+        answer = (await self._http.get(f"/api/v1/{path}", params=arguments)).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    async def query(self, expression: str) -> list[dict[str, Any]]:
+        """The samples of an expression now: `metric` has the labels, `value` time and value."""
+        found: list[dict[str, Any]] = (await self.get("query", query=expression))["result"]
+        return found
+
+    async def up(self) -> dict[str, str]:
+        """Health of every target, by its address."""
+        return {one["labels"]["instance"]: one["health"] for one in (await self.get("targets"))["activeTargets"]}
+
+    async def alerts(self) -> dict[tuple[str, str], str]:
+        """State of every alert that is not inactive, by its name and its label `role`."""
+        found = (await self.get("alerts"))["alerts"]
+        return {(one["labels"]["alertname"], one["labels"].get("role", "")): one["state"] for one in found}
+
+
+@asynccontextmanager
+async def scraping(folder: Path, rules: Path, job: str, targets: Sequence[str]) -> AsyncIterator[Prometheus]:
+    """A Prometheus that scrapes these addresses every second; its files lie in the folder."""
+    binary = program()
+    _written(folder, rules, job, targets)
+    port = choose_address().port
+    watched = start_watched(
+        (
+            binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={HOST}:{port}",
+        ),
+        log=folder / "log",
+    )  # fmt: skip
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as http:
+            async with asyncio.timeout(STARTS_S):
+                while not await _is_ready(http):
+                    assert watched.process.poll() is None, (folder / "log").read_text()[-3000:]
+                    await asyncio.sleep(0.2)
+            yield Prometheus(http)
+    finally:
+        watched.kill_group()
+        watched.process.wait()
+        watched.release()
+
+
+def _written(folder: Path, rules: Path, job: str, targets: Sequence[str]) -> None:
+    folder.mkdir()
+    shutil.copy(rules, folder)
+    config = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "rule_files": [rules.name],
+        "scrape_configs": [{"job_name": job, "static_configs": [{"targets": list(targets)}]}],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/-/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
