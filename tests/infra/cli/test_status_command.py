@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from infra.cli.status import accuracy_text, alarms, read_status, show
+from infra.cli.status import alarms, read_status
+from infra.cli.status_screen import accuracy_text, show
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
