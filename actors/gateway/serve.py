@@ -38,6 +38,7 @@ from infra.chain.processor import mark_of
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.role import Role, run_until
 from infra.settings.plugin import load
@@ -180,6 +181,7 @@ class _Loops(msgspec.Struct, frozen=True):
             answered=gateway.tallies.report(),
             life=life,
             is_canary=gateway.config.channel == "canary",
+            release=full_release(),
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(gateway.config.report_s):

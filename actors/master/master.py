@@ -31,6 +31,7 @@ from infra.log.reading import follow, readable
 from infra.log.reports import lately
 from infra.observe.alarms import raised
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from infra.roles.role import Role, run_until
 from infra.settings.config import duration_s
 from schemas import Block, Closure, Directive, Drawn, EvalResult, Issued, MasterState, PolicyEvent, Progress, Task
@@ -239,5 +240,6 @@ async def _tell(role: Role, plan: Plan, state: str) -> None:
         life="ended" if state in ("stopped", "done") else "working",
         master=phase,
         alarms=alarms,
+        release=full_release(),
     )
     await role.log.publish(REPORTS, progress)

@@ -122,6 +122,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "reason": new.reason,
         "alarms": new.alarms,
         "version": new.version,
+        "release": new.release,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
         "per_s": {

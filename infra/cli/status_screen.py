@@ -1,6 +1,7 @@
 """What `headrace status` prints: its state as tables and lines."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,9 @@ def show(console: Console, state: State) -> None:
         style = "red" if role["silent"] else None
         roles.add_row(role["instance"], role["state"], version, age, rates, style=style)
     console.print(roles)
+    for release, instances in releases_of(state["roles"]).items():
+        where = "all roles" if len(instances) == len(state["roles"]) else ", ".join(instances)
+        console.print(f"release    {release} at {where}", markup=False)
     if line := clock_line(state["clock_off_s"]):
         console.print(f"clock      {line}", style="yellow")
     policies = state["policies"]
@@ -67,6 +71,15 @@ def show(console: Console, state: State) -> None:
         console.print(f"alarm      {alarm}", style="red", markup=False)
     for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
         console.print(f"runbook    {section}", markup=False)
+
+
+def releases_of(roles: Sequence[State]) -> dict[str, list[str]]:
+    """Which headrace runs where: release → instances; of those that told."""
+    found: dict[str, list[str]] = {}
+    for role in roles:
+        if role["release"]:
+            found.setdefault(role["release"], []).append(role["instance"])
+    return found
 
 
 def _show_waiting(console: Console, state: State) -> None:

@@ -11,6 +11,7 @@ from actors.engines.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
 from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.log.memory import MemoryBus
+from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
 from schemas.topics import REPORTS
 from tests.actors.gateway.gateway_rig import engine, serving
@@ -132,5 +133,6 @@ def test_a_gateway_that_is_told_to_stop_says_so_last_of_all(tmp_path: Path) -> N
         states = [(one.state, one.life) for one in said if isinstance(one, Progress)]
         assert len(states) > 1 and set(states[:-1]) == {("serving", "working")}
         assert states[-1] == ("stopped", "ended")
+        assert {one.release for one in said if isinstance(one, Progress)} == {full_release()}
 
     asyncio.run(main())
