@@ -75,7 +75,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     explorer those of `tasks` that it reads, from which the master decides what it gets.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
     most MAX_HELD of them. answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
-    alarms: what an operator should look at, a sentence each.
+    alarms: what an operator should look at, a sentence each. release: which headrace it is, "" of one that did not tell yet.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """
@@ -95,3 +95,4 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     master: MasterState | None = None
     alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()
     holds: Annotated[dict[Id, Count], Bounds(max_length=MAX_HELD)] | None = None
+    release: str = ""

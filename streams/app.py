@@ -17,6 +17,7 @@ from infra.chain.chain import Step
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import ends_within
 from infra.roles.role import Role
@@ -161,6 +162,7 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
         life="ended" if state == STOPPED else "working" if state == RUNNING else "starting",
         chains={host.stage: host.chain for host in hosts},
         partitions={} if state == STOPPED else {host.stage: host.partitions() for host in hosts},
+        release=full_release(),
     )
 
 

@@ -38,6 +38,7 @@ from infra.chain.processor import mark_of
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.role import Role, run_until
 from infra.settings.plugin import load
@@ -45,6 +46,7 @@ from infra.store.images import ImageReader
 from infra.store.store import Store
 from schemas import PolicyEvent, Progress
 from schemas.errors import BrokerUnavailable, ConfigError, PolicyRefused, StoreError
+from schemas.fields import Life
 from schemas.topics import REPORTS
 
 _log = logging.getLogger(__name__)
@@ -126,11 +128,11 @@ class _Loops(msgspec.Struct, frozen=True):
     async def run(self, server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
         """Until the role is stopped, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
-        halt, connected = asyncio.Event(), asyncio.Event()
+        halt, connected, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         await run_until(
             halt,
             serve_on(server, sock, listening),
-            _end(server, gateway, config, self.role.stop, halt, lambda: self._tell(connected)),
+            _end(server, gateway, config, self.role.stop, halt, lambda: self._tell_last(connected, ended)),
             outbox.write(),
             _when(connected, outbox.drain),
             _connect(self.role.log, connected),
@@ -138,21 +140,25 @@ class _Loops(msgspec.Struct, frozen=True):
             _lasting("reload", connected, self.follower.load),
             *(() if self.canary is None else (self.canary.watch(),)),
             _reload_keys(self.book, self.role.store, config, self.role.metrics),
-            self._report(connected),
+            self._report(connected, ended),
         )
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
-    async def _report(self, connected: asyncio.Event) -> None:
-        """Report to the log every few seconds, while it is connected."""
+    async def _report(self, connected: asyncio.Event, ended: asyncio.Event) -> None:
+        """Report to the log every few seconds, while it is connected and not all is said."""
         await connected.wait()
-        while True:
-            await self._tell(connected)
+        while not ended.is_set():
+            await self._tell("serving", "working")
             await asyncio.sleep(self.gateway.config.report_s)
 
-    async def _tell(self, connected: asyncio.Event) -> None:
-        """Report the present state, if the log is connected."""
-        if not connected.is_set():
-            return
+    async def _tell_last(self, connected: asyncio.Event, ended: asyncio.Event) -> None:
+        """Report the end, if the log is connected; nothing is reported after it."""
+        ended.set()
+        if connected.is_set():
+            await self._tell("stopped", "ended")
+
+    async def _tell(self, state: str, life: Life) -> None:
+        """Report the present state."""
         gateway, metrics = self.gateway, self.role.metrics
         metrics.gauge("answers_running").set(gateway.places.num_taken)
         metrics.gauge("sessions").set(len(gateway.sessions))
@@ -171,10 +177,11 @@ class _Loops(msgspec.Struct, frozen=True):
             version=gateway.engine.version,
             counters=metrics.counters(),
             gauges=metrics.gauges(),
-            state="serving",
+            state=state,
             answered=gateway.tallies.report(),
-            life="working",
+            life=life,
             is_canary=gateway.config.channel == "canary",
+            release=full_release(),
         )
         with suppress(BrokerUnavailable, TimeoutError):  # a report is of now: a late one is of no use
             async with asyncio.timeout(gateway.config.report_s):

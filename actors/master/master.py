@@ -31,6 +31,7 @@ from infra.log.reading import follow, readable
 from infra.log.reports import lately
 from infra.observe.alarms import raised
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from infra.roles.role import Role, run_until
 from infra.settings.config import duration_s
 from schemas import Block, Closure, Directive, Drawn, EvalResult, Issued, MasterState, PolicyEvent, Progress, Task
@@ -61,6 +62,8 @@ async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event 
     report = _report(role, plan, config.report_s)
     prune = _prune(log, metrics, int(duration_s(floor.keep.replay) * 1000))
     await run_until(role.stop, decide, report, snapshots.write(), prune)
+    if plan.state != "done":
+        await _tell(role, plan, "stopped")
 
 
 def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
@@ -203,36 +206,40 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
     """Tell what is going on; the reports also keep the log's clock moving."""
     metrics = role.metrics
     while True:
-        admission = plan.admission
-        state = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
-        metrics.gauge("outstanding_groups").set(state.outstanding)
-        metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
-        metrics.gauge("issued_groups").set(admission.next_sequence)
-        metrics.gauge("stable_version").set(plan.gate.stable.version)
-        metrics.gauge("trial_version").set(plan.gate.stable.trial)
         if plan.look_for_canary():
             _log.warning("canary_missing trial=%d", plan.gate.stable.trial)
         metrics.gauge(CANARY_MISSING).set(plan.canary.missing_s)
         if plan.placing.look(plan.clock_ms):
             _log.warning("explorers_without_partition explorers=%s", ",".join(plan.placing.idle(plan.clock_ms)))
-        metrics.gauge("explorers_without_partition").set(len(plan.placing.idle(plan.clock_ms)))
-        alarms = (*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms))
-        for name, is_raised in raised(alarms).items():
-            metrics.gauge("alarm_raised", alarm=name).set(is_raised)
-        metrics.gauge("tasks").set(len(plan.book.tasks))
-        metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
-        await role.log.publish(
-            REPORTS,
-            Progress(
-                role="master",
-                instance=role.instance,
-                version=plan.feed.newest,
-                counters=metrics.counters(),
-                gauges=metrics.gauges(),
-                state=state.state,
-                life="ended" if state.state == "done" else "working",
-                master=state,
-                alarms=alarms,
-            ),
-        )
+        await _tell(role, plan, plan.state)
         await asyncio.sleep(every_s)
+
+
+async def _tell(role: Role, plan: Plan, state: str) -> None:
+    """One report. state: the plan's own, or "stopped" as the last of a master that is told to stop before all is over."""
+    metrics, admission = role.metrics, plan.admission
+    phase = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
+    metrics.gauge("outstanding_groups").set(phase.outstanding)
+    metrics.gauge("max_outstanding_groups").set(admission.limits.max_outstanding)
+    metrics.gauge("issued_groups").set(admission.next_sequence)
+    metrics.gauge("stable_version").set(plan.gate.stable.version)
+    metrics.gauge("trial_version").set(plan.gate.stable.trial)
+    metrics.gauge("explorers_without_partition").set(len(plan.placing.idle(plan.clock_ms)))
+    alarms = (*plan.gate.alarms(), *plan.placing.alarms(plan.clock_ms))
+    for name, is_raised in raised(alarms).items():
+        metrics.gauge("alarm_raised", alarm=name).set(is_raised)
+    metrics.gauge("tasks").set(len(plan.book.tasks))
+    metrics.gauge("evals_missed").set(sum(request.missed for request in plan.evals.requests.values()))
+    progress = Progress(
+        role="master",
+        instance=role.instance,
+        version=plan.feed.newest,
+        counters=metrics.counters(),
+        gauges=metrics.gauges(),
+        state=state,
+        life="ended" if state in ("stopped", "done") else "working",
+        master=phase,
+        alarms=alarms,
+        release=full_release(),
+    )
+    await role.log.publish(REPORTS, progress)

@@ -29,6 +29,7 @@ from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import LogMessage
 from infra.observe.failpoint import reach
+from infra.observe.release import full_release
 from infra.roles.role import Role, run_until
 from infra.store.images import ImageReader
 from schemas import Progress, Task
@@ -67,7 +68,7 @@ async def run_explorer(
         images=ImageReader(role.store),
     )
     scheduler = Scheduler(max_episodes=config.episodes_in_flight)
-    await log.publish(REPORTS, Progress(role="explore", instance=role.instance, state="loading", life="starting"))
+    await log.publish(REPORTS, _loading(role))
     await engine.start()
     if started is not None:
         started()
@@ -213,6 +214,10 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         await asyncio.sleep(runtime.config.report_s)
 
 
+def _loading(role: Role) -> Progress:
+    return Progress(role="explore", instance=role.instance, state="loading", life="starting", release=full_release())
+
+
 def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
     """All that was counted so far."""
     return Progress(
@@ -223,4 +228,5 @@ def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
         gauges=runtime.role.metrics.gauges(),
         state=state,
         life=life,
+        release=full_release(),
     )

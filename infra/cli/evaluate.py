@@ -16,7 +16,7 @@ from infra.cli.audit import operator
 from infra.cli.channel import policy_history
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
-from infra.cli.status import accuracy_text
+from infra.cli.status_screen import accuracy_text
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import Log
 from infra.settings.config import duration_s

@@ -1,11 +1,14 @@
 """What should be running, beside what is: roles that are not there, or fewer of them than there should be. Pure.
 
-Expected are the roles the settings ask for, one of each, or as many as [expect] says, or as many as have lately spoken.
+Expected are the roles the settings ask for: as many as [expect] says, or else as many as run, and those that ended within the
+last hour without being told to and whose place nobody took who came after them. So a process that is started again
+misses nobody, on whatever machine, and one that is stopped in order is missed only where it was the last.
 An app whose master has come to its end expects nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
 
 from infra.settings.config import NonNegative, Section
 
@@ -14,8 +17,8 @@ OVER = ("stopped", "done", "failed")  # what a role says last of all
 
 
 class Expect(Section, frozen=True):
-    """[expect]: how many of each role `headrace status` expects to run; 0 is as many as spoke within the last hour, one at
-    least.
+    """[expect]: how many of each role `headrace status` expects to run; 0 is as many as ran within the last hour and were not
+    stopped in order, one at least.
 
     explore: explorers. process: stream workers. serve: gateways, expected only where the file has a [gateway].
 
@@ -27,49 +30,97 @@ class Expect(Section, frozen=True):
     serve: NonNegative = 0
 
 
+class Heard(msgspec.Struct, frozen=True):
+    """A process and what it said last. first_s, last_s: when it was first and last heard of, by the log's clock.
+
+    Example: Heard(role="explore", instance="explore/vm/11", state="running", first_s=1763715600.0, last_s=1763715660.0)
+    """
+
+    role: str
+    instance: str
+    state: str
+    first_s: float
+    last_s: float
+    reason: str = ""
+
+    @property
+    def place(self) -> str:
+        """The machine it ran on."""
+        return self.instance.split("/")[1] if "/" in self.instance else ""
+
+
 def wanted_of(expect: Expect, *, serves: bool) -> dict[str, int]:
     """Role to the number the settings ask for, 0 for "as many as there were"; a role that is not there is not expected."""
     wanted = {"master": 1, "train": 1, "explore": expect.explore, "process": expect.process}
     return wanted | ({"serve": expect.serve} if serves else {})
 
 
-def missing(wanted: Mapping[str, int], newest: Sequence[Mapping[str, Any]], gone_s: float) -> list[str]:
-    """One line for each role of which too few run. newest: the newest report of every instance, as `status` shows them."""
-    alive = [one for one in newest if one["age_s"] < gone_s and one["state"] not in OVER]
-    if not alive and any(one["role"] == "master" and one["state"] == "done" for one in newest):
+def process_of(instance: str) -> str:
+    """Role, machine and process; of a gateway without what tells its starts apart.
+
+    >>> process_of("serve/vm/417/9f00a1b2")
+    'serve/vm/417'
+    """
+    return "/".join(instance.split("/")[:3])
+
+
+def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gone_s: float) -> list[str]:
+    """One line for each role of which too few run. heard: every instance of the last hour. gone_s: who has not spoken for so
+    long does not run.
+    """
+    processes = _processes(heard)
+    running = [one for one in processes if now_s - one.last_s < gone_s and one.state not in OVER]
+    if not running and any(one.role == "master" and one.state == "done" for one in processes):
         return []
     found = []
     for role, number in wanted.items():
-        here = [one for one in alive if one["role"] == role]
-        seen = {place_of(one["instance"]) for one in newest if one["role"] == role and _should_be_there(one)}
-        expected = number or max(1, len(seen))
+        of_role = [one for one in processes if one.role == role]
+        here = [one for one in of_role if one in running]
+        lost = vacant(of_role, here, now_s)
+        expected = number or max(1, len(here) + len(lost))
         if len(here) < expected:
             count = f"no {role} runs" if not here else f"{len(here)} of {expected} {role} run"
-            found.append(f"{count}: {_last_of(role, newest, here)}")
+            gone = lost or [one for one in of_role if one not in here]
+            found.append(f"{count}: {_last_words(gone, now_s)}")
     return found
 
 
-def place_of(instance: str) -> str:
-    """An instance without its process: what is started again in its place has the same.
+def vacant(of_role: Sequence[Heard], here: Sequence[Heard], now_s: float) -> list[Heard]:
+    """The processes of a role that ended within the last hour, not in order, and whom nobody followed.
 
-    >>> place_of("explore-0/4711")
-    'explore-0'
+    Whoever is first heard of after one has ended takes its place, at the same machine before any other.
     """
-    return "/".join(part for part in instance.split("/") if not part.isdigit())
+    lost = [
+        one
+        for one in of_role
+        if one not in here and now_s - one.last_s < SEEN_S and one.state not in ("stopped", "done")
+    ]
+    for new in sorted(of_role, key=lambda one: one.first_s):
+        before = [one for one in lost if one.last_s < new.first_s]
+        if before:
+            lost.remove(max(before, key=lambda one: (one.place == new.place, one.last_s)))
+    return lost
 
 
-def _should_be_there(one: Mapping[str, Any]) -> bool:
-    return bool(one["age_s"] < SEEN_S and one["state"] not in ("stopped", "done"))
+def _processes(heard: Iterable[Heard]) -> list[Heard]:
+    """One for each process, as it spoke last."""
+    found: dict[str, Heard] = {}
+    for one in sorted(heard, key=lambda one: one.last_s):
+        name = process_of(one.instance)
+        before = found.get(name)
+        first_s = one.first_s if before is None else min(before.first_s, one.first_s)
+        found[name] = msgspec.structs.replace(one, first_s=first_s)
+    return list(found.values())
 
 
-def _last_of(role: str, newest: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> str:
+def _last_words(gone: Sequence[Heard], now_s: float) -> str:
     """What was last heard of one that is not there."""
-    gone = [one for one in newest if one["role"] == role and one not in here]
     if not gone:
         return "none has ever spoken; see its log"
-    last = min(gone, key=lambda one: one["age_s"])
-    if last["state"] == "failed":
-        return f"{last['instance']} ended {last['age_s']:.0f} s ago: {last['reason']}"
-    if last["state"] in OVER:
-        return f"{last['instance']} {last['state']} {last['age_s']:.0f} s ago"
-    return f"{last['instance']} was last heard of {last['age_s']:.0f} s ago"
+    last = max(gone, key=lambda one: one.last_s)
+    age_s = max(0.0, now_s - last.last_s)
+    if last.state == "failed":
+        return f"{last.instance} ended {age_s:.0f} s ago: {last.reason}"
+    if last.state in OVER:
+        return f"{last.instance} {last.state} {age_s:.0f} s ago"
+    return f"{last.instance} was last heard of {age_s:.0f} s ago"

@@ -12,7 +12,7 @@ import typer
 
 from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, see, start, weights
 from infra.cli.options import umask_of
-from infra.observe.release import commit, release
+from infra.observe.release import full_release
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
 app = typer.Typer(
@@ -35,7 +35,7 @@ app = typer.Typer(
 def show_version(wanted: bool) -> None:
     """Print it and end."""
     if wanted:
-        print(f"headrace {release()}" + (f" ({commit()})" if commit() else ""))
+        print(f"headrace {full_release()}")
         raise typer.Exit
 
 

@@ -19,6 +19,7 @@ from infra.local.ranks import adopt_slurm, rank_of
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
+from infra.observe.release import full_release
 from infra.roles.deadline import ends_within
 from infra.roles.identity import require_fit
 from infra.roles.role import Role, instance_of
@@ -75,6 +76,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
         state="failed",
         life="ended",
         reason=reason[:MAX_REASON],
+        release=full_release(),
     )
     try:
         async with connected(settings, deadline_s=SAY_S, create=True) as log:
@@ -87,7 +89,7 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     metrics = Metrics(role, settings.app)
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
-    logger.info("started role=%s pid=%d metrics_port=%s", role, os.getpid(), port)
+    logger.info("started role=%s pid=%d metrics_port=%s release=%s", role, os.getpid(), port, full_release())
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
     await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)

@@ -3,24 +3,23 @@
 import asyncio
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from infra.cli.clock import LogClock
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
+from infra.cli.heard import Hour
 from infra.cli.newest import Newest, newest, newest_reports
 from infra.cli.settings import load_settings
 from infra.cli.skip import READS
+from infra.cli.status_screen import State, show
 from infra.cli.terminal import Screen, printable_json
+from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
-from infra.observe.alarms import NO_VERSION_S, STILL, alarm_of
+from infra.observe.alarms import NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
@@ -35,7 +34,6 @@ GONE_S = 15.0  # a role that has not spoken for so long is silent
 
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 
-State = dict[str, Any]
 Reports = list[tuple[Progress, float]]
 
 
@@ -44,7 +42,14 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
     settings = load_settings(config, sets)
     async with reading(settings) as log:
         wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
-        state = await read_status(log, now_s=time.time(), max_lag=max_lag, wanted=wanted)
+        follower = Follower(log, (topics.REPORTS,))
+        try:
+            clock = LogClock(log, follower, silent_s=GONE_S)
+            now_s = await clock.now_s()
+            state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=Hour(log, follower))
+        finally:
+            await follower.close()
+        state["clock_off_s"] = round(clock.off_s, 1)
     if as_json:
         print(printable_json(json.dumps(state)))
     else:
@@ -59,21 +64,24 @@ async def read_status(
     max_lag: int,
     wanted: Mapping[str, int] = MappingProxyType({}),
     look: Newest | None = None,
+    hour: Hour | None = None,
 ) -> State:
-    """Everything `status` shows, as plain data. wanted: see `infra.cli.expected.wanted_of`. look: reads the newest records;
-    `HeldNewest` for a caller that asks again and again.
+    """Everything `status` shows, as plain data. now_s: by the log's clock (see `LogClock`). wanted: see
+    `infra.cli.expected.wanted_of`. look: reads the newest records; `HeldNewest` for a caller that asks again and again, who
+    keeps the hour, too.
     """
     look = look or partial(newest, log)
     reports: dict[str, Reports] = {}
-    for message in await newest_reports(look, RECENT):
+    spoken = await newest_reports(look, RECENT)
+    heard = await (hour or Hour(log)).heard(spoken)
+    for message in spoken:
         if isinstance(message.value, Progress):
             reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
-    instances = [role_state(one, now_s) for one in reports.values()]
-    roles = newest_of_each(instances)
+    roles = newest_of_each([role_state(one, now_s) for one in reports.values()])
     policies = await look(topics.POLICIES, RECENT, "")
     state: State = {
         "roles": roles,
-        "missing": missing(wanted, instances, GONE_S),
+        "missing": missing(wanted, heard, now_s, GONE_S),
         "policies": policy_state(policies, now_s),
         "learning": learning_state(policies),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
@@ -98,7 +106,7 @@ async def read_status(
             if isinstance(message.value, EvalResult)
         },
     }
-    return {**state, "alarms": alarms(state, max_lag)}
+    return {**state, "clock_off_s": 0.0, "alarms": alarms(state, max_lag)}
 
 
 def role_state(reports: Reports, now_s: float) -> State:
@@ -115,6 +123,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         "reason": new.reason,
         "alarms": new.alarms,
         "version": new.version,
+        "release": new.release,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
         "per_s": {
@@ -307,82 +316,3 @@ def canary_alarm(role: State) -> list[str]:
         f"{role['instance']}: {why} and no canary has been heard of for {missing_s:.0f} s: "
         f"start headrace serve --channel canary (or see its log), or end it with {end}"
     ]
-
-
-def show(console: Console, state: State) -> None:
-    """The state as tables."""
-    roles = Table("role", "state", "version", "last heard", "per second")
-    for role in state["roles"]:
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in list(role["per_s"].items())[:6])
-        version = "" if role["version"] < 0 else f"v{role['version']}"
-        age = f"{max(0.0, role['age_s']):.0f} s ago"
-        style = "red" if role["silent"] else None
-        roles.add_row(role["instance"], role["state"], version, age, rates, style=style)
-    console.print(roles)
-    policies = state["policies"]
-    console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
-    for refusal in policies["refused"]:
-        console.print(f"refused    {refusal}", style="red", markup=False)
-    if answers := state["answers"]:
-        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(answers["at_s"]))
-        console.print(f"recorded   {answers['newest']} by v{answers['version']} at {clock}")
-    learning = state["learning"]
-    if learning["state"] != "on":
-        since = time.strftime("%m-%d %H:%M:%S", time.localtime(learning["since_s"]))
-        why = f": {learning['reason']}" if learning["reason"] else ""
-        console.print(
-            f"learning   {learning['state']} by {learning['by']} since {since}{why}", style="yellow", markup=False
-        )
-    for rollback in state["rollbacks"]:
-        console.print(f"rollback   {rollback}", style="red", markup=False)
-    for suite, found in state["accuracy"].items():
-        console.print(f"accuracy   {suite} {accuracy_text(found)} at v{found['version']}")
-    for stage, held in state["chains"].items():
-        for chain in dict.fromkeys(held.values()):
-            where = ", ".join(partition for partition, other in held.items() if other == chain)
-            console.print(f"chain      {stage} {where}: {chain or 'no steps'}", markup=False)
-    lags = ", ".join(f"{name} {value}" for name, value in state["lags"].items() if value is not None)
-    console.print(f"lag        {lags or 'no consumer has committed yet'}")
-    drops = ", ".join(f"{reason} {count:,}" for reason, count in state["dropped"].items())
-    console.print(f"dropped    {drops or 'nothing'}", markup=False)
-    for host, held in state["caches"].items():
-        of = f"{held['bytes'] / 1e9:.1f} of {held['max_bytes'] / 1e9:g} GB"
-        console.print(f"cache      {of} of weights at {host} (store.cache_gb)", markup=False)
-    if state["masked"]:
-        console.print(
-            f"masked     {state['masked']:,} sampled tokens were older than pacing.max_staleness: not trained"
-        )
-    for reason, count in state["cancelled"]["episodes"].items():
-        tokens = state["cancelled"]["tokens"].get(reason, 0)
-        console.print(
-            f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens went no further)", markup=False
-        )
-    _show_waiting(console, state)
-    for alarm in state["alarms"]:
-        console.print(f"alarm      {alarm}", style="red", markup=False)
-    for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
-        console.print(f"runbook    {section}", markup=False)
-
-
-def _show_waiting(console: Console, state: State) -> None:
-    """What waits at the roles, and what of it is stored."""
-    for role in state["roles"]:
-        if held := role["gauges"].get("held_back", 0.0):
-            why = "tenants or users had their share of the last step (tenant_share, subject_share)"
-            console.print(f"held back  {held:,.0f} experiences wait since their {why}", markup=False)
-        if turns := role["gauges"].get("turns_held", 0.0):
-            console.print(
-                f"sessions   {turns:,.0f} turns wait for the rest of theirs at {role['instance']}", markup=False
-            )
-        if stored := role["stored_bytes"]:
-            console.print(
-                f"snapshots  {stored / 1e6:,.1f} MB of waiting answers stored by {role['instance']}", markup=False
-            )
-
-
-def accuracy_text(found: State) -> str:
-    """The share of right answers with its confidence interval and, where there were several samples, pass@k."""
-    interval = found["interval"]
-    within = f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
-    passes = ", ".join(f"pass@{k} {share:.1%}" for k, share in found["pass_at"].items() if k != "1")
-    return f"{found['share']:.1%}{within}{', ' + passes if passes else ''}"

@@ -18,6 +18,14 @@ def release() -> str:
         return UNKNOWN
 
 
+def full_release() -> str:
+    """Release and commit, as `headrace --version` says them; of this process, whatever becomes of the files meanwhile.
+
+    Example: "0.1.0 (9f00a1b2c3d4)"
+    """
+    return release() + (f" ({commit()})" if commit() else "")
+
+
 @cache
 def commit(root: Path = ROOT) -> str:
     """The commit of a checkout, with "+changes" where files that git knows differ from it; "" outside of one."""

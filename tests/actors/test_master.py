@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateGuardConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.master.master import PRUNE_EVERY_S
+from actors.master.master import PRUNE_EVERY_S, run_master
 from actors.rollout.waiting import issued_of
 from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
@@ -20,6 +20,7 @@ from infra.store.store import BLOBS, Store
 from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.rig import (
+    FLOOR,
     MASTER,
     PACING,
     Heard,
@@ -32,6 +33,7 @@ from tests.actors.rig import (
     streams,
     until,
 )
+from tests.role import role_of
 from tests.simulator.virtual_loop import VirtualLoop, run_virtual
 
 SUITE = EvalSuite(suite="dev", every=2, tasks=3)
@@ -195,6 +197,23 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
         return issued_in(tasks)
 
     assert {one.min_version for one in run_virtual(run())} == {1}
+
+
+def test_a_master_that_is_told_to_stop_says_so_last_of_all() -> None:
+    async def run() -> list[tuple[str, str | None]]:
+        log, stop = await memory_log(), asyncio.Event()
+        reports = Heard(log, REPORTS)
+        role = role_of("master", FLOOR, log, MemoryStore(), stop=stop)
+        async with running(*listening(reports)):
+            master_running = asyncio.create_task(run_master(role, MASTER))
+            await until(lambda: len(reports.of(Progress)) > 1)
+            stop.set()
+            await master_running
+            await until(lambda: reports.of(Progress)[-1].state == "stopped")
+        return [(one.state, one.life) for one in reports.of(Progress)]
+
+    said = run_virtual(run())
+    assert said[-1] == ("stopped", "ended") and ("stopped", "ended") not in said[:-1]
 
 
 def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.cli.expected import missing
+from infra.cli.expected import Heard, missing
 from infra.cli.status import alarms, failing
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
@@ -51,8 +51,8 @@ def of_status() -> dict[str, list[str]]:
     canary = {"canary_missing_s": 40.0, "trial_version": 5.0}
     found = {
         "role-missing": [
-            *lines(), *missing({"train": 1}, [], 15.0),
-            *missing({"train": 2}, [role(), role(instance="train-1/2", age_s=40.0)], 15.0),
+            *lines(), *missing({"train": 1}, [], 100.0, 15.0),
+            *missing({"train": 2}, [Heard("train", "train/vm/1", "running", 0.0, 99.0)], 100.0, 15.0),
         ],
         "role-silent": lines(role(silent=True, age_s=40.0)),
         "lag": lines(role(), lags={"verified": 11}),
@@ -166,7 +166,7 @@ def test_every_metric_of_a_rule_is_one_that_a_role_has() -> None:
 
 
 def test_status_names_the_section_of_each_alarm_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from infra.cli.status import show
+    from infra.cli.status_screen import show
     from infra.cli.terminal import Screen
 
     events = [(second, progress("train", steps_skipped=float(second), rollbacks=1.0)) for second in range(3)]

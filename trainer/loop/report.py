@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
+from infra.observe.release import full_release
 from schemas import Progress, topics
 from schemas.fields import Life
 from trainer.batch.batch import TrainItem
@@ -114,6 +115,7 @@ async def publish_progress(log: Log, report: TrainerReport, version: int) -> Non
         gauges=report.metrics.gauges(),
         state=report.state,
         life=report.life,
+        release=full_release(),
     )
     await log.publish(topics.REPORTS, progress)
 

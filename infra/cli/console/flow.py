@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from infra.cli.console.charts import short
-from infra.cli.status import State
+from infra.cli.status_screen import State
 from infra.observe.alarms import alarm_of, anchor
 from infra.policies.channel import Stable
 

@@ -21,12 +21,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from infra.cli.channel import ChannelDecision, PolicyWords, decisions
+from infra.cli.clock import LogClock
 from infra.cli.console.index import ConsoleIndex, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
+from infra.cli.heard import Hour
 from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
-from infra.cli.status import READ, State, read_status
+from infra.cli.status import GONE_S, READ, read_status
+from infra.cli.status_screen import State
 from infra.ledger.index import INDEXED, LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
@@ -69,6 +72,9 @@ class Reading:
         self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
         self._newest_follower = Follower(log, READ)
         self._newest = HeldNewest(log, self._newest_follower)
+        self._reports_follower = Follower(log, (topics.REPORTS,))
+        self._clock = LogClock(log, self._reports_follower, silent_s=GONE_S)
+        self._hour = Hour(log, self._reports_follower)
         self._words_follower = Follower(log, (topics.POLICIES,))
         self._words = PolicyWords(policy)
         self._held: dict[str, tuple[float, Any]] = {}
@@ -77,7 +83,8 @@ class Reading:
 
     async def close(self) -> None:
         """Close the file, and what reads the log."""
-        for follower in (self._trace_follower, self._newest_follower, self._words_follower):
+        followers = (self._trace_follower, self._newest_follower, self._words_follower, self._reports_follower)
+        for follower in followers:
             await follower.close()
         self._trace.close()
 
@@ -92,9 +99,11 @@ class Reading:
         wanted = wanted_of(self.settings.expect, serves=serves)
 
         async def read() -> State:
+            now_s = await self._clock.glance_s(3 * HELD_S)
             state = await read_status(
-                self.log, now_s=time.time(), max_lag=MAX_LAG, wanted=wanted, look=self._newest.newest
+                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._newest.newest, hour=self._hour
             )
+            state["clock_off_s"] = self._clock.off_s
             beat(self.pulse, state["roles"])
             return state
 

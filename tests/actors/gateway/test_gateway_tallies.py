@@ -11,6 +11,7 @@ from actors.engines.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
 from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.log.memory import MemoryBus
+from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
 from schemas.topics import REPORTS
 from tests.actors.gateway.gateway_rig import engine, serving
@@ -122,3 +123,16 @@ def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tm
 def test_a_pattern_that_is_none_is_told() -> None:
     with pytest.raises(ValueError, match=r"refusals: got '\(', expected a regular expression"):
         GatewayConfig(refusals=("(",))
+
+
+def test_a_gateway_that_is_told_to_stop_says_so_last_of_all(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, report_s=0.01) as served:
+            await asyncio.sleep(0.1)
+        said = [one.value async for one in served.log.read_all(REPORTS)]
+        states = [(one.state, one.life) for one in said if isinstance(one, Progress)]
+        assert len(states) > 1 and set(states[:-1]) == {("serving", "working")}
+        assert states[-1] == ("stopped", "ended")
+        assert {one.release for one in said if isinstance(one, Progress)} == {full_release()}
+
+    asyncio.run(main())

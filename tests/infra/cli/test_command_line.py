@@ -10,6 +10,7 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
+from infra.observe.release import full_release
 
 SETTINGS = 'app = "bot"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\ndeadline_s = 0.3\n'
 NEEDS_CONFIG = (
@@ -165,6 +166,8 @@ def test_a_role_without_a_model_says_which_setting_is_missing(role: str, config:
     command = [sys.executable, "-m", "infra.cli.main", role, "-c", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
+    (started,) = [line for line in done.stderr.splitlines() if f"started role={role}" in line]
+    assert started.endswith(f" release={full_release()}")
     assert done.stderr.splitlines()[-1].endswith(
         "policy.model: missing, expected a model folder or a Hugging Face name"
     )

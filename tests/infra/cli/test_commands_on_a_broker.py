@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
+from infra.roles.role import instance_of
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, open_text, seal_text, sealed
 from infra.store.store import Store
@@ -187,6 +188,28 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     state = json.loads(printed(config, "status", "--json", "--check", code=1))
     assert state["alarms"] == ["policy v4 was refused: v4 by explore/1: NaN"]
     assert "refused" in printed(config, "status")
+
+
+def test_status_check_ends_with_1_while_one_of_two_explorers_of_a_machine_is_gone(
+    kafka: str, app_name: str, config: Path
+) -> None:
+    def say(role: str, pid: int, state: str = "running", reason: str = "") -> None:
+        instance = f"{instance_of(role).rpartition('/')[0]}/{pid}"
+        report = Progress(role=role, instance=instance, state=state, reason=reason)
+        publish(kafka, app_name, [(topics.REPORTS, report)])
+
+    for pid, role in enumerate((*ALL_ROLES, "explore")):
+        say(role, pid)
+    assert "alarm" not in printed(config, "status", "--check")
+    say("explore", 4, "failed", "no such model")
+    (line,) = json.loads(printed(config, "status", "--json", "--check", code=1))["alarms"]
+    assert line.startswith("1 of 2 explore run: explore/") and line.endswith(" s ago: no such model")
+    say("explore", 5)
+    printed(config, "status", "--check")
+    say("explore", 5, "stopped")
+    printed(config, "status", "--check")
+    asked = printed(config, "status", "--check", "--set", "expect.explore=2", code=1)
+    assert "1 of 2 explore run" in asked
 
 
 def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken(

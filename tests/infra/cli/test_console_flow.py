@@ -15,7 +15,7 @@ from infra.cli.console.charts import Line, Point, area_chart, bounds, line_chart
 from infra.cli.console.flow import boxes_of, sentence
 from infra.cli.console.versions import MAX_PAIRED, Budget, marked
 from infra.cli.settings import load_settings
-from infra.cli.status import State
+from infra.cli.status_screen import State
 from infra.cli.terminal import printable
 from infra.cli.up import console_child
 from infra.policies.channel import Stable

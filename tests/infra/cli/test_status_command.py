@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from infra.cli.status import accuracy_text, alarms, read_status, show
+from infra.cli.status import alarms, read_status
+from infra.cli.status_screen import accuracy_text, show
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
@@ -264,3 +265,17 @@ def test_it_says_how_much_of_what_waits_is_stored() -> None:
     worker = Progress(role="process", instance="process/1", state="running", gauges=gauges)
     assert "snapshots  2.5 MB of waiting answers stored by process/1" in shown(state_of((0.0, worker), now_s=1.0))
     assert "snapshots" not in shown(state_of((0.0, progress("process")), now_s=1.0))
+
+
+def test_the_release_of_each_role_is_shown_as_the_command_says_its_own() -> None:
+    def told(*releases: str) -> str:
+        reports = (
+            Progress(role="explore", instance=f"explore/vm/{at}", state="exploring", release=one)
+            for at, one in enumerate(releases)
+        )
+        return shown(state_of(*((0.0, report) for report in reports), now_s=1.0))
+
+    assert "release    0.1.0 (9f00a1b2c3d4) at all roles" in told("0.1.0 (9f00a1b2c3d4)", "0.1.0 (9f00a1b2c3d4)")
+    lines = told("0.1.0", "0.2.0", "").splitlines()
+    assert "release    0.1.0 at explore/vm/0" in lines and "release    0.2.0 at explore/vm/1" in lines
+    assert "release" not in told("", "")
