@@ -14,10 +14,13 @@ Result = TypeVar("Result")
 MAX_THREADS = 16  # more share the memory's bandwidth, not the work
 
 
-def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out."""
+def in_threads(work: Callable[[Item], Result], items: Iterable[Item], *, most: int = MAX_THREADS) -> list[Result]:
+    """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out.
+
+    most: threads, where what one item needs is not small.
+    """
     listed = list(items)
-    threads = min(len(listed), MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(len(listed), most, len(os.sched_getaffinity(0)))
     if threads < 2:
         return [work(item) for item in listed]
     pool = ThreadPoolExecutor(threads, thread_name_prefix="tensors")
