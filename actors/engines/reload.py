@@ -241,8 +241,8 @@ class PolicyFollower:
             and isinstance(engine, HasFolder)
         ):
             weights = await asyncio.to_thread(engine.folder_weights)
-            if weights and await asyncio.to_thread(self._follower.adopt, first, weights):
-                _log.info("model folder adopted as version=0")
+            adopted = await asyncio.to_thread(self._follower.adopt, first, weights)
+            _log.info("model folder version=0 adopted=%s", adopted)
         self._may_adopt = False
 
     async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:

@@ -166,7 +166,10 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
 
     if strange := [name for step in parts for name in step if name not in begins]:
         raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
-    return verified(manifest, dict(zip(begins, in_threads(at_the_end, begins), strict=True)))
+    return verified(
+        manifest,
+        dict(zip(begins, in_threads(at_the_end, begins, size=lambda name: begins[name][0].num_bytes), strict=True)),
+    )
 
 
 def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int]]:

@@ -14,10 +14,16 @@ Result = TypeVar("Result")
 MAX_THREADS = 16  # more share the memory's bandwidth, not the work
 
 
-def in_threads(work: Callable[[Item], Result], items: Iterable[Item], *, most: int = MAX_THREADS) -> list[Result]:
+def in_threads(
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    most: int = MAX_THREADS,
+    size: Callable[[Item], int] = lambda item: 0,
+) -> list[Result]:
     """`work` of each item, in order. Raises what the first item that failed raised; what has not begun then is left out.
 
-    most: threads, where what one item needs is not small.
+    most: threads, where what one item needs is not small. size: the largest begin, so that none of them is left for the end.
     """
     listed = list(items)
     threads = min(len(listed), most, len(os.sched_getaffinity(0)))
@@ -25,6 +31,9 @@ def in_threads(work: Callable[[Item], Result], items: Iterable[Item], *, most: i
         return [work(item) for item in listed]
     pool = ThreadPoolExecutor(threads, thread_name_prefix="tensors")
     try:
-        return list(pool.map(work, listed))
+        begun = {
+            at: pool.submit(work, listed[at]) for at in sorted(range(len(listed)), key=lambda at: -size(listed[at]))
+        }
+        return [begun[at].result() for at in range(len(listed))]
     finally:
         pool.shutdown(cancel_futures=True)

@@ -16,6 +16,7 @@ from infra.policies.tensors import (
     from_numpy,
     from_torch,
     is_finite,
+    joined,
     load_tensors,
     save_tensors,
     to_numpy,
@@ -38,7 +39,7 @@ def test_a_file_gives_back_the_same_tensors(tensors: dict[str, Tensor]) -> None:
 
 
 def test_the_safetensors_library_reads_what_is_written_here() -> None:
-    read = dict(safetensors.deserialize(save_tensors(EVERY_DTYPE | ODD)))
+    read = dict(safetensors.deserialize(bytes(save_tensors(EVERY_DTYPE | ODD))))
     assert {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in read.items()} == {
         name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in (EVERY_DTYPE | ODD).items()
     }
@@ -54,6 +55,12 @@ def test_what_the_safetensors_library_writes_is_read_here() -> None:
 
 def test_the_same_tensors_give_the_same_bytes_in_any_order() -> None:
     assert save_tensors(EVERY_DTYPE) == save_tensors(dict(reversed(EVERY_DTYPE.items())))
+
+
+def test_a_file_in_memory_is_read_only_and_holds_empty_tensors_too() -> None:
+    empty = Tensor("F32", (0,), b"")
+    assert save_tensors({"none": empty}).readonly and load_tensors(save_tensors({"none": empty})) == {"none": empty}
+    assert bytes(joined([b"ab", b"", memoryview(b"cde")])) == b"abcde" and joined([]) == b""
 
 
 def test_loading_copies_nothing() -> None:
