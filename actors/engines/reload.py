@@ -139,6 +139,8 @@ class PolicyFollower:
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
         self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
+        if self._files is not None:
+            self._files.metrics = role.metrics
         self._follower = self._new_follower()
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000

@@ -108,6 +108,8 @@ MEASURES = (
     _counter("host_cache_misses", ENGINES, "objects that the host's cache did not have"),
     _counter("host_cache_damaged", ENGINES, "objects of the cache with other bytes; they are fetched again"),
     _counter("host_cache_skipped", ENGINES, "times that the cache could not be used"),
+    _counter("version_files_no_room", ENGINES, "times that a place in memory or on disk had no room for a version"),
+    _counter("version_files_damaged", ENGINES, "versions in shared memory with other bytes; they are made anew"),
     _gauge("host_cache_bytes", ENGINES, "what the host's cache holds"),
     _gauge("host_cache_max_bytes", ENGINES, "what it may hold"),
     # streams

@@ -5,7 +5,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -92,7 +92,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     """Name of the first tensor that holds NaN or infinity, "" where none does."""
-    finite = in_threads(is_finite, tensors.values(), size=num_bytes_of)
+    finite = in_threads(is_finite, tensors.values(), size=num_bytes_of, same=id)
     return next((name for name, fine in zip(tensors, finite, strict=True) if not fine), "")
 
 
@@ -156,8 +156,13 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
 
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
-    """A copy of each, by name, in threads."""
-    return dict(zip(values, in_threads(from_torch, values.values(), size=lambda one: int(one.nbytes)), strict=True))
+    """A copy of each, by name, in threads; of tied ones the same copy under each of their names."""
+
+    def place(one: "torch.Tensor") -> Hashable:
+        return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
+
+    copies = in_threads(from_torch, values.values(), size=lambda one: int(one.nbytes), same=place)
+    return dict(zip(values, copies, strict=True))
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":

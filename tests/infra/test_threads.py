@@ -28,6 +28,17 @@ def test_the_largest_begin_and_results_keep_the_order_of_the_items() -> None:
         assert begun.index(900) < 2 and begun.index(0) >= 4
 
 
+def test_items_that_are_the_same_are_worked_on_once() -> None:
+    worked: list[int] = []
+
+    def work(item: int) -> int:
+        worked.append(item)
+        return item % 3
+
+    assert in_threads(work, range(9), same=lambda item: item % 3) == [0, 1, 2] * 3
+    assert len(worked) == 3
+
+
 def test_no_more_threads_than_most_are_at_work() -> None:
     working, worst, lock = 0, 0, threading.Lock()
 

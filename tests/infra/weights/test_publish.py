@@ -266,6 +266,18 @@ def test_an_anchor_is_hashed_once_and_checked_once_whoever_asks() -> None:
     assert tensors.looks == 2
 
 
+def test_tied_tensors_are_published_under_each_name_as_if_they_were_two() -> None:
+    store, other = MemoryStore(), MemoryStore()
+    first, table = first_weights(), bf16(9)
+    after = small_step({"w": table}, 3, ("w",))["w"]
+    apart = Tensor(table.dtype, table.shape, bytes(table.data)), Tensor(after.dtype, after.shape, bytes(after.data))
+    for at, (two, four) in ((store, (table, after)), (other, apart)):
+        old, new = first | {"in": table, "out": two}, first | {"in": after, "out": four}
+        put(at, 0, old)
+        put(at, 1, new, old)
+    assert {key: store.get(key) for key in store.keys("")} == {key: other.get(key) for key in other.keys("")}
+
+
 def test_large_models_are_split_into_shards() -> None:
     store, weights = MemoryStore(), first_weights()
     put(store, 0, weights, shard_bytes=50_000)

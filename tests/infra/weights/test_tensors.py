@@ -15,6 +15,7 @@ from infra.policies.tensors import (
     bits,
     from_numpy,
     from_torch,
+    from_torch_all,
     is_finite,
     joined,
     load_tensors,
@@ -161,6 +162,23 @@ def test_a_snapshot_of_a_torch_tensor_does_not_follow_it() -> None:
     copy = to_torch(snapshot)
     copy += 1
     assert to_numpy(snapshot).tolist() == [0, 0, 0]
+
+
+def test_tied_tensors_are_copied_once_and_others_of_the_same_memory_for_themselves() -> None:
+    import torch
+
+    table = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    views = {
+        "in": table,
+        "out": table.view(3, 4),
+        "turned": table.T,
+        "first": table[0],
+        "bits": table.view(torch.int32),
+    }
+    found = from_torch_all(views | {"none": table[:0], "none.either": torch.zeros(0, 4)})
+    assert found["in"] is found["out"] and len({id(one) for one in found.values()}) >= 5
+    assert to_numpy(found["turned"]).tolist() == table.T.tolist() and to_numpy(found["first"]).tolist() == [0, 1, 2, 3]
+    assert found["bits"].dtype == "I32" and found["none"].shape == found["none.either"].shape == (0, 4)
 
 
 def test_bfloat16_values_widen_exactly() -> None:
