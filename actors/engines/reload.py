@@ -1,7 +1,7 @@
 """Keeps the engine on the newest policy: reads version events, fetches while the engine generates, swaps.
 
     policies ─> PolicyFeed ─> fetch (thread) ─> gate releases the held version ─> engine.load ─> next
-                                  │ refused: once more from the anchor; then an event, and wait for a newer one
+                                  │ refused: once more, anew; then an event, and wait for a newer one
 
 Guarantees: what fails verification, or what the engine does not reproduce, never serves; the held version serves
 meanwhile; no version that its gate wants is skipped; a reload waits until the gate releases the held version, but at most
@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
@@ -21,10 +21,12 @@ from actors.engines.engine import Engine, LoadReport
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow
 from infra.observe.failpoint import reach
+from infra.policies.chain import NUM_SLICES
 from infra.policies.channel import Stable
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
+from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
 from infra.roles.role import Role
 from schemas import Directive, PolicyEvent
@@ -53,6 +55,14 @@ class ReloadGate(Protocol):
 
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
+
+
+@runtime_checkable
+class HasFolder(Protocol):
+    """An engine that began with a model folder."""
+
+    def folder_weights(self) -> Mapping[str, Tensor]:
+        """The weights as the folder has them, if they are of a whole model; they may be those of version 0. Blocking."""
 
 
 @runtime_checkable
@@ -129,10 +139,14 @@ class PolicyFollower:
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
         self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
-        self._follower = PolicyFetcher(role.store, self._policy, self._files)
+        if self._files is not None:
+            self._files.metrics = role.metrics
+        self._follower = self._new_follower()
         self._published_ms: dict[int, int] = {}
         self._since_ms = time.time() * 1000
         self._refused: set[int] = set()
+        self._unsound: set[int] = set()
+        self._may_adopt = True
         self._store_tries: dict[int, int] = {}
         self._refusals: dict[int, int] = {}
         self._changed = asyncio.Event()
@@ -191,10 +205,16 @@ class PolicyFollower:
         return self._feed.next(held, pinned=self._gate.wanted(), refused=self._refused)
 
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
-        """The verified policy; None when it was refused, or when the store failed and it should be looked at again."""
+        """The verified policy; None when it was refused, or when the store failed and it should be looked at again.
+
+        What was refused is looked at once more as by one who holds nothing; the copy that is held stays until that succeeds.
+        """
+        follower = self._new_follower() if event.version in self._unsound else self._follower
         try:
-            policy = await self._fetched(event)
+            await self._adopt_folder(event)
+            policy = await self._fetched(follower, event)
         except PolicyRefused as error:
+            self._unsound.add(event.version)
             await self._refuse(event, error)
             return None
         except StoreError as error:
@@ -205,11 +225,31 @@ class PolicyFollower:
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             return None
         self._store_tries.pop(event.version, None)
+        self._follower = follower
         return policy
 
-    async def _fetched(self, event: PolicyEvent) -> Policy:
+    def _new_follower(self) -> PolicyFetcher:
+        return PolicyFetcher(self._role.store, self._policy, self._files)
+
+    async def _adopt_folder(self, event: PolicyEvent) -> None:
+        """Before the first version is fetched: begin with the engine's model folder where that is version 0 and near enough."""
+        first, engine = self._feed.events.get(0), self._engine
+        near = 0 < event.version <= NUM_SLICES
+        if (
+            self._may_adopt
+            and first is not None
+            and near
+            and self._follower.version < 0
+            and isinstance(engine, HasFolder)
+        ):
+            weights = await asyncio.to_thread(engine.folder_weights)
+            adopted = await asyncio.to_thread(self._follower.adopt, first, weights)
+            _log.info("model folder version=0 adopted=%s", adopted)
+        self._may_adopt = False
+
+    async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:
         """The verified policy; while it does not come, that is told."""
-        fetching = asyncio.ensure_future(asyncio.to_thread(self._follower.fetch, event))
+        fetching = asyncio.ensure_future(asyncio.to_thread(follower.fetch, event))
         began = time.monotonic()
         try:
             while not (await asyncio.wait([fetching], timeout=self._slow_s))[0]:
@@ -254,8 +294,7 @@ class PolicyFollower:
         _log.info("reloaded version=%d pause_ms=%.1f probe=%.2g", version, report.pause_ms, report.probe_abs_max)
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
-        """Begin again from the anchor; what is refused even then is given up, and told."""
-        self._follower = PolicyFetcher(self._role.store, self._policy, self._files)
+        """Once more; what is refused even then is given up, and told."""
         self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1

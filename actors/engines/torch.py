@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +38,7 @@ from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
 from actors.engines.uncached import UncachedBatch, remembers_otherwise
 from infra.model.adapter import put_adapter, remove_adapter
-from infra.model.model import load_into, load_model, model_tensors, unlike
+from infra.model.model import folder_tensors, load_into, load_model, model_tensors, unlike
 from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.adapter import Adapter
@@ -105,6 +106,11 @@ class TorchEngine:
     def num_running(self) -> int:
         """Requests that have not ended."""
         return len(self._futures)
+
+    def folder_weights(self) -> dict[str, Tensor]:
+        """See HasFolder."""
+        folder = Path(self._folder)  # or a name that is looked up elsewhere
+        return folder_tensors(folder) if folder.is_dir() else {}
 
     async def start(self) -> None:
         """Load the model and start its thread."""

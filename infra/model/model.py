@@ -4,6 +4,7 @@ Guarantees: what computes is chosen here, never by a folder's config.json; the c
 its chat template writes, whatever its messages and tools say (see `infra.model.controls`).
 """
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -330,12 +331,14 @@ def unlike(module: "torch.nn.Module", tensors: Mapping[str, Tensor]) -> str:
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors in a model folder's safetensors files, as they are, without torch. Raises ConfigError.
 
+    The files are mapped: what reads them there shares the same memory. One that is replaced stays as it was.
     Where the folder ties its embeddings, the output matrix appears under its own name too, as in `model_tensors`.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            tensors |= load_tensors(path.read_bytes())
+            with open(path, "rb") as file:
+                tensors |= load_tensors(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         except ValueError as error:
             raise ConfigError(f"model: {path}: {error}") from error
     if not tensors:

@@ -86,7 +86,7 @@ WAITS = (
             _share("headrace_learner_seconds_total", "learner"),
             _share("headrace_idle_seconds_total", "waiting"),
             _share("headrace_journal_seconds_total", "journal"),
-            _share("headrace_publish_seconds_total", "publishing"),
+            _share("headrace_publish_wait_seconds_total", "waiting for the version before"),
             _share("headrace_snapshot_seconds_total", "copying for checkpoints"),
         ),
         "percentunit",

@@ -112,7 +112,7 @@ def reach(name: str) -> None:
         armed.reach(name)
 
 
-def write(name: str, data: bytes, sink: Callable[[bytes], object]) -> None:
+def write(name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
     """Give `data` to `sink`, in a place where half of it may be all that is written."""
     armed = _armed()
     if armed is None:
@@ -152,7 +152,7 @@ class Armed:
         if action is not None:
             _do(name, action)
 
-    def write(self, name: str, data: bytes, sink: Callable[[bytes], object]) -> None:
+    def write(self, name: str, data: bytes | memoryview, sink: Callable[[bytes | memoryview], object]) -> None:
         """Count one more time, and write what is due to be written before the end."""
         action = self.due(name)
         if action in ("tear", "full"):

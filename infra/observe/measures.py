@@ -108,6 +108,8 @@ MEASURES = (
     _counter("host_cache_misses", ENGINES, "objects that the host's cache did not have"),
     _counter("host_cache_damaged", ENGINES, "objects of the cache with other bytes; they are fetched again"),
     _counter("host_cache_skipped", ENGINES, "times that the cache could not be used"),
+    _counter("version_files_no_room", ENGINES, "times that a place in memory or on disk had no room for a version"),
+    _counter("version_files_damaged", ENGINES, "versions in shared memory with other bytes; they are made anew"),
     _gauge("host_cache_bytes", ENGINES, "what the host's cache holds"),
     _gauge("host_cache_max_bytes", ENGINES, "what it may hold"),
     # streams
@@ -154,7 +156,8 @@ MEASURES = (
     ),
     _counter("idle_seconds", "train", "time without enough to train on"),
     _counter("journal_seconds", "train", "time in writing the journal"),
-    _counter("publish_seconds", "train", "time in publishing versions"),
+    _counter("publish_seconds", "train", "time in publishing versions, beside the steps"),
+    _counter("publish_wait_seconds", "train", "time that a version waited for the one before to be out"),
     _counter("snapshot_seconds", "train", "time in copying the state for a checkpoint"),
     _counter("checkpoint_seconds", "train", "time in storing checkpoints, beside the steps"),
     _counter("checkpoints", "train", "checkpoints stored"),

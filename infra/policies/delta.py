@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite, joined
 
 LEVEL = 1
 ESCAPE = 255
@@ -40,7 +40,7 @@ class Encoded(msgspec.Struct, frozen=True):
     """A tensor's new state relative to its old one. changed: how many values differ. finite: whether all that differ are."""
 
     encoder: str
-    payload: bytes
+    payload: bytes | memoryview
     changed: int
     finite: bool = True
 
@@ -51,7 +51,7 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
     size = before.size
-    candidates: list[tuple[str, bytes]] = []
+    candidates: list[tuple[str, bytes | memoryview]] = []
     if before.itemsize == 2 and size <= MAX_VALUES:
         encoder = "k1" if sampled_share(before, after) < BITMAP_SHARE else "bitmap"
         changed, finite, streams = _by_ulps(before, after, encoder, new.dtype)
@@ -65,7 +65,7 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
         candidates.append(("planes", _pack(_planes(after))))
     encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]), default=("raw", b""))
     if encoder == "raw" or len(payload) >= new.num_bytes:
-        return Encoded("raw", bytes(new.data), changed, finite)
+        return Encoded("raw", new.data, changed, finite)
     return Encoded(encoder, payload, changed, finite)
 
 
@@ -76,45 +76,70 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str, dtype: str) -> tuple[int, bool, list[memoryview]]:
-    """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. Piece by piece, so that what is
-    made of one stays in the processor's cache.
+    """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. What differs is found piece by
+    piece, so that what is made of one stays in the processor's cache; what is made of that, once there is enough of it.
     """
-    places: list[np.ndarray] = []  # gaps, or packed bits
-    place_escapes, down, large, rest, rest_escapes = (
-        [np.empty(0, kind)] for kind in ("<u4", bool, bool, np.uint8, "<u2")
-    )
-    last, start, finite = -1, 0, True
+    streams = _UlpStreams(dtype, gaps=encoder == "k1")
+    room = np.empty(min(before.size, CHUNK_VALUES), bool)
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    start = waiting = 0
     for old, new in zip(chunks(before), chunks(after), strict=True):
-        differs = old != new
-        at = np.flatnonzero(differs) if encoder == "bitmap" else _sparse(differs)
+        differs = np.not_equal(old, new, out=room[: old.size])
         if encoder == "bitmap":
-            places.append(np.packbits(differs))
-        elif at.size:
-            gaps = np.diff(at, prepend=last - start) - 1
-            last = start + int(at[-1])
-            places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
-            place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
-        changed = new.take(at)
-        finite = finite and are_finite(changed, dtype)
-        one, other = _ordered(old.take(at)), _ordered(changed)
-        down.append(other < one)
-        ulps = _signed(other - one, down[-1])
-        large.append(ulps > 1)
-        over = ulps[large[-1]] - np.uint16(2)
-        rest.append(np.minimum(over, ESCAPE).astype(np.uint8))
-        rest_escapes.append((over[over >= ESCAPE] - np.uint16(ESCAPE)).astype("<u2"))
-        start += old.size
-    found = [np.concatenate([np.empty(0, np.uint8), *places])]
-    if encoder == "k1":
-        found.append(np.concatenate(place_escapes))
-    signs = np.concatenate(down)
-    found += [
-        np.packbits(signs),
-        np.packbits(np.concatenate(large)),
-        np.concatenate(rest),
-        np.concatenate(rest_escapes),
-    ]
-    return signs.size, finite, [stream.view(np.uint8).data for stream in found]
+            streams.places.append(np.packbits(differs))
+        at = np.flatnonzero(differs) if encoder == "bitmap" else _sparse(differs)
+        found.append((old.take(at), new.take(at), at + start))
+        start, waiting = start + old.size, waiting + at.size
+        if waiting >= MOVES_AT_ONCE or (waiting and start == before.size):
+            streams.add(*map(np.concatenate, zip(*found, strict=True)))
+            found, waiting = [], 0
+    return streams.joined()
+
+
+class _UlpStreams:
+    """Streams of k1 (gaps) or bitmap, as far as they are made. places: gaps, or packed bits."""
+
+    def __init__(self, dtype: str, *, gaps: bool) -> None:
+        self._dtype = dtype
+        self._gaps = gaps
+        self._last = -1
+        self._finite = True
+        self.places: list[np.ndarray] = [np.empty(0, np.uint8)]
+        self._place_escapes, self._down, self._large, self._rest, self._rest_escapes = (
+            [np.empty(0, kind)] for kind in ("<u4", bool, bool, np.uint8, "<u2")
+        )
+
+    def add(self, before: np.ndarray, after: np.ndarray, at: np.ndarray) -> None:
+        """What changed next: values before and after, and their places."""
+        if self._gaps:
+            gaps = np.diff(at, prepend=self._last) - 1
+            self._last = int(at[-1])
+            self.places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
+            self._place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
+        self._finite = self._finite and are_finite(after, self._dtype)
+        one, other = _ordered(before), _ordered(after)
+        down = other < one
+        ulps = _signed(other - one, down)
+        large = ulps > 1
+        over = ulps[large] - np.uint16(2)
+        self._down.append(down)
+        self._large.append(large)
+        self._rest.append(np.minimum(over, ESCAPE).astype(np.uint8))
+        self._rest_escapes.append((over[over >= ESCAPE] - np.uint16(ESCAPE)).astype("<u2"))
+
+    def joined(self) -> tuple[int, bool, list[memoryview]]:
+        """See `_by_ulps`."""
+        signs = np.concatenate(self._down)
+        found = [np.concatenate(self.places)]
+        if self._gaps:
+            found.append(np.concatenate(self._place_escapes))
+        found += [
+            np.packbits(signs),
+            np.packbits(np.concatenate(self._large)),
+            np.concatenate(self._rest),
+            np.concatenate(self._rest_escapes),
+        ]
+        return signs.size, self._finite, [stream.view(np.uint8).data for stream in found]
 
 
 def _sparse(differs: np.ndarray) -> np.ndarray:
@@ -259,7 +284,7 @@ def _from_ordered(ordered: np.ndarray) -> np.ndarray:
     return flipped.view(np.uint16)
 
 
-def _from_ulps(streams: Sequence[bytes], count: int) -> np.ndarray:
+def _from_ulps(streams: Sequence[bytes | memoryview], count: int) -> np.ndarray:
     """By how many ulps each changed value moved: [K] u16, what went down as its complement."""
     signs, large_bits, small, escapes = (np.frombuffer(stream, np.uint8) for stream in streams)
     if signs.size != -(-count // 8) or large_bits.size != signs.size or escapes.size % 2:
@@ -280,7 +305,7 @@ def _from_ulps(streams: Sequence[bytes], count: int) -> np.ndarray:
     return _signed(ulps, np.unpackbits(signs, count=count).view(bool))
 
 
-def _positions(gap_bytes: bytes, escape_bytes: bytes, size: int) -> np.ndarray:
+def _positions(gap_bytes: bytes | memoryview, escape_bytes: bytes | memoryview, size: int) -> np.ndarray:
     """Increasing positions of their gaps: values skipped before each (u8), and what is over ESCAPE (u32)."""
     gaps = np.frombuffer(gap_bytes, np.uint8)
     escaped = np.flatnonzero(gaps == ESCAPE)
@@ -302,7 +327,7 @@ def _planes(patterns: np.ndarray) -> list[memoryview]:
     return [np.ascontiguousarray(by_byte[:, index]).data for index in range(patterns.itemsize)]
 
 
-def _from_planes(streams: Sequence[bytes], size: int, width: int) -> np.ndarray:
+def _from_planes(streams: Sequence[bytes | memoryview], size: int, width: int) -> np.ndarray:
     by_byte = np.empty((size, width), np.uint8)
     for index, stream in enumerate(streams):
         if len(stream) != size:
@@ -311,7 +336,7 @@ def _from_planes(streams: Sequence[bytes], size: int, width: int) -> np.ndarray:
     return by_byte.reshape(-1).view(f"<u{width}")
 
 
-def _pack(streams: Sequence[memoryview]) -> bytes:
+def _pack(streams: Sequence[memoryview]) -> memoryview:
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     sizes: list[bytes] = []
     bodies: list[bytes | memoryview] = []
@@ -322,17 +347,17 @@ def _pack(streams: Sequence[memoryview]) -> bytes:
             body = compressed if len(compressed) < len(stream) else stream
         sizes.append(_STREAM.pack(len(stream), len(body)))
         bodies.append(body)
-    return b"".join([*sizes, *bodies])
+    return joined([*sizes, *bodies])
 
 
-def _unpack(payload: bytes | memoryview, limits: Sequence[int]) -> list[bytes]:
+def _unpack(payload: bytes | memoryview, limits: Sequence[int]) -> list[bytes | memoryview]:
     """The streams, none over its limit in bytes."""
     view = memoryview(payload)
     position = _STREAM.size * len(limits)
     if len(view) < position:
         raise ValueError(f"delta: payload of {len(view)} bytes, expected at least {position}")
     decompressor = zstandard.ZstdDecompressor()
-    streams: list[bytes] = []
+    streams: list[bytes | memoryview] = []
     for index, limit in enumerate(limits):
         size, stored = _STREAM.unpack_from(view, _STREAM.size * index)
         body = view[position : position + stored]
@@ -340,7 +365,7 @@ def _unpack(payload: bytes | memoryview, limits: Sequence[int]) -> list[bytes]:
         if size > limit or len(body) != stored:
             raise ValueError(f"delta: stream {index} of {size} bytes (limit {limit}), {len(body)} of {stored} stored")
         if size == stored:
-            streams.append(bytes(body))
+            streams.append(body)
             continue
         try:
             if zstandard.frame_content_size(body) != size:

@@ -36,6 +36,8 @@ from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
+LOADED_AT_ONCE = 4  # objects of whole tensors, each of which is held until these are where they should lie
+
 
 class HeldWeights(msgspec.Struct, frozen=True):
     """The shadow copy: tensors in host memory, their hashes, and what they are an adapter of."""
@@ -69,6 +71,26 @@ class PolicyFetcher:
             self._serving = _hashes(self._held.entries)
         else:
             self._serving = _hashes(entries_of(policy.tensors))
+
+    def adopt(self, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
+        """Take tensors that are here for the shadow copy, where they are the version of an event by their hashes; whether so.
+        Only its manifest is read. Raises StoreError.
+        """
+        try:
+            manifest, _ = read_manifest(self._store, event.manifest, event.manifest_sha256)
+        except (NotInStore, PolicyRefused) as error:
+            log.info("nothing adopted version=%d: %s", event.version, error)
+            return False
+        listing = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
+        if manifest.adapter is not None or listing != {
+            name: (one.dtype, one.shape) for name, one in tensors.items()
+        }:  # asked before, since to hash a model takes a while
+            return False
+        if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
+            log.info("nothing adopted version=%d: %s", event.version, difference)
+            return False
+        self._held = HeldWeights(manifest.version, dict(tensors), manifest.tensors)
+        return True
 
     def fetch(self, event: PolicyEvent) -> Policy:
         """The version an event names, verified; it becomes the shadow copy.
@@ -144,22 +166,28 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
 
     if strange := [name for step in parts for name in step if name not in begins]:
         raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
-    return verified(manifest, dict(zip(begins, in_threads(at_the_end, begins), strict=True)))
+    return verified(
+        manifest,
+        dict(zip(begins, in_threads(at_the_end, begins, size=lambda name: begins[name][0].num_bytes), strict=True)),
+    )
 
 
 def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int]]:
     """Each tensor where it is whole last, and how many of the newest steps follow."""
     found: dict[str, tuple[Tensor, int]] = {}
+
+    def taken(shard: Shard) -> dict[str, Tensor]:
+        """What an object holds and no newer one did, put at once: then the object can go."""
+        data = memoryview(_read_shard(store, chain.root, shard))
+        try:
+            tensors = load_tensors(data)
+        except ValueError as error:
+            raise PolicyRefused(f"{shard.key}: {error}") from error
+        return {name: put(name, tensor, ()) for name, tensor in tensors.items() if name not in found}
+
     for whole in chain.wholes:
-        tensors: dict[str, Tensor] = {}
-        for shard, data in zip(whole.shards, read_shards(store, chain.root, whole.shards), strict=True):
-            try:
-                tensors |= load_tensors(data)
-            except ValueError as error:
-                raise PolicyRefused(f"{shard.key}: {error}") from error
-        for name, tensor in tensors.items():
-            if name not in found:  # put at once: then its shard can go
-                found[name] = put(name, tensor, ()), whole.num_steps
+        for tensors in in_threads(taken, whole.shards, most=LOADED_AT_ONCE):
+            found |= {name: (tensor, whole.num_steps) for name, tensor in tensors.items()}
     return found
 
 

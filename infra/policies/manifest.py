@@ -18,7 +18,7 @@ import xxhash
 
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor
+from infra.policies.tensors import Tensor, num_bytes_of
 from infra.policies.threads import in_threads
 
 FORMAT = 1
@@ -170,7 +170,7 @@ def hash_tensor(tensor: Tensor) -> str:
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """The manifest's list of tensors, by name."""
     ordered = sorted(tensors.items())
-    hashes = in_threads(hash_tensor, (tensor for _, tensor in ordered))
+    hashes = in_threads(hash_tensor, [tensor for _, tensor in ordered], size=num_bytes_of, same=id)
     return tuple(
         TensorEntry(name, tensor.dtype, tensor.shape, xxh3)
         for (name, tensor), xxh3 in zip(ordered, hashes, strict=True)

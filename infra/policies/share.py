@@ -17,20 +17,28 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import DeltaPart, Shard, TensorEntry, differing, entries_of, sha256_hex
-from infra.policies.tensors import Tensor, bits, first_not_finite, save_tensors
+from infra.policies.tensors import Tensor, bits, first_not_finite, joined, save_tensors
 from infra.policies.threads import in_threads
 from infra.store.store import Store
 
-SHARD_BYTES = 128 * 1024 * 1024  # joined or copied while no other thread runs: a few hundredths of a second
+SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
+PUT_AT_ONCE = 4  # of whole tensors, each of which is copied first
 
 
 class HashedTensors(dict[str, Tensor]):
-    """Tensors that no longer change, hashed at most once: as a version, and again as the parent of the next."""
+    """Tensors that no longer change, looked at once: hashed as a version and as the parent of the next, and checked before
+    what a checkpoint keeps and what is published.
+    """
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
         """What a manifest says of them."""
         return entries_of(self)
+
+    @functools.cached_property
+    def not_finite(self) -> str:
+        """See `first_not_finite`."""
+        return first_not_finite(self)
 
 
 class ShareLook(msgspec.Struct, frozen=True):
@@ -92,9 +100,14 @@ class Share:
     def encode(self, *, delta: bool) -> DeltaSize:
         """Encode what differs from the parent. delta: False only looks for values that are not finite."""
         if not delta or self._previous is None:
-            return DeltaSize(not_finite=first_not_finite(self._tensors))
+            return DeltaSize(not_finite=self._tensors.not_finite)
         names, old = differing(self._tensors.entries, self._previous.entries), self._previous
-        encoded = in_threads(lambda name: encode_tensor(old[name], self._tensors[name]), names)
+        encoded = in_threads(
+            lambda name: encode_tensor(old[name], self._tensors[name]),
+            names,
+            size=lambda name: self._tensors[name].num_bytes,
+            same=lambda name: (id(old[name]), id(self._tensors[name])),
+        )
         self._encoded = dict(zip(names, encoded, strict=True))
         return DeltaSize(
             sum(len(one.payload) for one in encoded),
@@ -125,11 +138,12 @@ class Share:
         return found
 
     def _put_whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> tuple[Shard, ...]:
-        shards = []
-        for run in split_runs({name: self._tensors[name].num_bytes for name in names}, self._shard_bytes):
+        def put(run: list[str]) -> Shard:
             data = save_tensors({name: self._tensors[name] for name in run})
-            shards.append(self._put_shard(f"{wanted.folder}/{folder}/{wanted.version}", "safetensors", data))
-        return tuple(shards)
+            return self._put_shard(f"{wanted.folder}/{folder}/{wanted.version}", "safetensors", data)
+
+        runs = split_runs({name: self._tensors[name].num_bytes for name in names}, self._shard_bytes)
+        return tuple(in_threads(put, runs, most=PUT_AT_ONCE))
 
     def _put_delta(self, wanted: WantedObjects) -> tuple[tuple[Shard, ...], tuple[DeltaPart, ...]]:
         shards: list[Shard] = []
@@ -140,11 +154,11 @@ class Share:
                 one = self._encoded[name]
                 parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
                 offset += len(one.payload)
-            data = b"".join(self._encoded[name].payload for name in names)
+            data = joined([self._encoded[name].payload for name in names])
             shards.append(self._put_shard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", data))
         return tuple(shards), tuple(parts)
 
-    def _put_shard(self, folder: str, suffix: Literal["safetensors", "delta"], data: bytes) -> Shard:
+    def _put_shard(self, folder: str, suffix: Literal["safetensors", "delta"], data: memoryview) -> Shard:
         digest = sha256_hex(data)
         key = f"{folder}/{digest[:32]}.{suffix}"
         reach("weights.before_shard")

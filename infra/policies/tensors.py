@@ -5,7 +5,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -78,12 +78,21 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or NaN; integers always are finite."""
-    return tensor.dtype not in FLOATS or all(are_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
+    if tensor.dtype not in FLOATS:
+        return True
+    patterns = bits(tensor)
+    room = np.empty(min(patterns.size, CHUNK_VALUES), patterns.dtype)
+    return all(are_finite(chunk, tensor.dtype, room) for chunk in chunks(patterns))
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Size of the data, to begin with the largest."""
+    return len(tensor.data)
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     """Name of the first tensor that holds NaN or infinity, "" where none does."""
-    finite = in_threads(is_finite, tensors.values())
+    finite = in_threads(is_finite, tensors.values(), size=num_bytes_of, same=id)
     return next((name for name, fine in zip(tensors, finite, strict=True) if not fine), "")
 
 
@@ -93,15 +102,17 @@ def chunks(patterns: np.ndarray) -> Iterator[np.ndarray]:
         yield patterns[start : start + CHUNK_VALUES]
 
 
-def are_finite(patterns: np.ndarray, dtype: str) -> bool:
-    """Whether no pattern of a dtype stands for infinity or NaN."""
+def are_finite(patterns: np.ndarray, dtype: str, room: np.ndarray | None = None) -> bool:
+    """Whether no pattern of a dtype stands for infinity or NaN. room: as many values of that width, to be written over; without
+    it each call takes memory of its own, which for large ones costs more than the work.
+    """
     if dtype not in FLOATS or not patterns.size:
         return True
-    if dtype == "F8_E4M3":  # has no infinities, and NaN is all ones
-        return int((patterns & 0x7F).max()) != 0x7F
-    # An exponent of ones is the largest there is: the maximum is a tenth of the work of a comparison by value.
-    mask = patterns.dtype.type(_EXPONENT_BITS[dtype])
-    return bool((patterns & mask).max() != mask)
+    # An exponent of ones is the largest there is: the maximum is a tenth of the work of a comparison by value. E4M3 has no
+    # infinities, and NaN is all ones.
+    mask = patterns.dtype.type(0x7F if dtype == "F8_E4M3" else _EXPONENT_BITS[dtype])
+    masked = np.bitwise_and(patterns, mask, out=None if room is None else room[: patterns.size])
+    return bool(masked.max() != mask)
 
 
 def from_numpy(array: np.ndarray) -> Tensor:
@@ -133,17 +144,25 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
     name = str(tensor.dtype)
     if name not in _FROM_TORCH:
         raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
-    # torch copies without holding the interpreter, which `tobytes` does not; numpy asks for large pages, which torch does not.
+    # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
+    # pages, which torch does not.
     copy = np.empty(tensor.nbytes, np.uint8)
-    if copy.size:
+    if copy.size and tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(copy, tensor.detach().view(-1).view(torch.uint8).numpy())
+    elif copy.size:
         torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     copy.flags.writeable = False
     return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
 
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
-    """A copy of each, by name, in threads."""
-    return dict(zip(values, in_threads(from_torch, values.values()), strict=True))
+    """A copy of each, by name, in threads; of tied ones the same copy under each of their names."""
+
+    def place(one: "torch.Tensor") -> Hashable:
+        return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
+
+    copies = in_threads(from_torch, values.values(), size=lambda one: int(one.nbytes), same=place)
+    return dict(zip(values, copies, strict=True))
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":
@@ -156,9 +175,20 @@ def to_torch(tensor: Tensor) -> "torch.Tensor":
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The tensors as one safetensors file; the same tensors always give the same bytes."""
-    return b"".join(_pieces(tensors, metadata))
+def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
+    """The tensors as one safetensors file, read-only; the same tensors always give the same bytes."""
+    return joined(list(_pieces(tensors, metadata)))
+
+
+def joined(pieces: Sequence[bytes | memoryview]) -> memoryview:
+    """The bytes of all pieces, one after the other, read-only. Other threads run meanwhile, which `b"".join` keeps waiting."""
+    room, start = np.empty(sum(len(piece) for piece in pieces), np.uint8), 0
+    for piece in pieces:
+        if piece:
+            np.copyto(room[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+        start += len(piece)
+    room.flags.writeable = False
+    return room.data
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infra.observe.metrics import Metrics
 from infra.policies.delta import Part, decode_chain, decode_pieces
 from infra.policies.manifest import TensorEntry
 from infra.policies.tensors import Tensor, layout, load_tensors
@@ -70,6 +71,8 @@ class VersionFiles:
         self._folders = [one / f"headrace-versions-{os.getuid()}" for one in asked if os.access(one, os.W_OK)]
         self._free = free
         self._wait_s = wait_s
+        self.metrics: Metrics | None = None
+        """Where it is counted that a place had no room, or that a file is not what it should be."""
         self._remove_left()
 
     def place(
@@ -90,6 +93,7 @@ class VersionFiles:
                 found = self._found(path, check) or self._made(path, entries, fill, check)
             except OSError as error:
                 log.warning("version_file place=%s cannot be used: %s", folder, error)
+                self._count_no_room()
                 continue
             if found is not None:
                 return found
@@ -107,6 +111,8 @@ class VersionFiles:
             check(tensors)
         except (PolicyRefused, ValueError) as error:
             log.warning("version_file_damaged path=%s: %s: it is made anew", path, str(error))  # `error` holds tensors
+            if self.metrics is not None:
+                self.metrics.counter("version_files_damaged").inc()
             path.unlink(missing_ok=True)
             return None
         return tensors
@@ -142,12 +148,17 @@ class VersionFiles:
         free = self._free(path.parent)
         if free < num_bytes + MARGIN_BYTES or not _reserved(file, num_bytes):
             log.warning("version_file place=%s free=%d needed=%d: no room", path.parent, free, num_bytes)
+            self._count_no_room()
             return None
         _write(file, header, 0)
         mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         begin = len(header)
         fill(_putting(file, mapped, {name: (begin + start, begin + stop) for name, (start, stop) in places.items()}))
         return mapped
+
+    def _count_no_room(self) -> None:
+        if self.metrics is not None:
+            self.metrics.counter("version_files_no_room").inc()
 
     def _remove_left(self) -> None:
         """Remove what nobody holds any more."""

@@ -23,7 +23,7 @@ class CachedStore:
     def __repr__(self) -> str:
         return f"{self._store!r} with {self._cache!r}"
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
         self._store.put(key, data)
 

@@ -37,7 +37,7 @@ class DirectoryStore:
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self._root)!r})"
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
         target = self._path(key)
         temporary = self._incoming / uuid.uuid4().hex

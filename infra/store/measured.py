@@ -22,7 +22,7 @@ class MeasuredStore:
     def __repr__(self) -> str:
         return repr(self._store)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
         with self._counted("put") as count:
             self._store.put(key, data)

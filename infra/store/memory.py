@@ -14,7 +14,7 @@ class MemoryStore:
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other."""
         with self._lock:
             self._objects[check_key(key)] = bytes(data)

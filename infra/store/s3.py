@@ -83,6 +83,23 @@ def closing_response(response: Any) -> Iterator[Any]:
         response.release_conn()
 
 
+class _Reading(io.RawIOBase):
+    """Bytes as a file. BytesIO would first copy all of a memoryview."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._left = memoryview(data)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        found = self._left if size < 0 else self._left[:size]
+        self._left = self._left[len(found) :]
+        return bytes(found)
+
+
 class S3Store:
     """Objects of one bucket below one prefix. The bucket must exist."""
 
@@ -133,7 +150,7 @@ class S3Store:
     def __repr__(self) -> str:
         return f"S3Store(s3://{self._bucket}/{self._prefix} at {self._endpoint})"
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other; a large one in parts over several connections. Raises StoreError.
 
         A part that fails is sent again, not the whole.
@@ -149,7 +166,7 @@ class S3Store:
             self._client.put_object(
                 self._bucket,
                 name,
-                io.BytesIO(data),
+                _Reading(data),
                 len(data),
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,

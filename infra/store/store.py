@@ -16,8 +16,8 @@ BLOBS = "blobs/"  # images, and frames too large for the log
 class Store(Protocol):
     """Objects by key (`policies/main/17/manifests/12.json`). Blocking calls: run them in a thread."""
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store an object, replacing any other. Raises StoreError."""
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Store an object, replacing any other. data: nobody writes to it meanwhile. Raises StoreError."""
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
@@ -45,7 +45,7 @@ class DividedStore:
     def __repr__(self) -> str:
         return f"{self._data!r} with keys in {self._secrets!r}"
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
         self._of(key).put(key, data)
 

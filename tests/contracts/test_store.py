@@ -94,11 +94,21 @@ def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
     assert store.size("policies/main/17/a.safetensors") == size
 
 
+@pytest.mark.parametrize("size", [0, 70_000, 6_000_000])
+def test_a_view_of_memory_is_put_as_bytes_are(store: Store, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    held = np.frombuffer(data, np.uint8)
+    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"):
+        store.put(key, held.data if size else memoryview(b""))
+        assert store.get(key) == data and isinstance(store.get(key), bytes) and store.size(key) == size
+
+
 @pytest.mark.slow
 def test_an_object_larger_than_one_part_comes_back_as_it_was_put(store: Store) -> None:
     data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
-    store.put("large", data)
-    assert store.get("large") == data
+    for one in (data, memoryview(data)):
+        store.put("large", one)
+        assert store.get("large") == data
 
 
 def test_a_second_put_replaces_the_first(store: Store) -> None:

@@ -19,6 +19,7 @@ from infra.model.model import (
     model_tensors,
     own_kernels,
 )
+from infra.policies.manifest import hash_tensor
 from infra.policies.tensors import Tensor, from_numpy, save_tensors, to_numpy
 from schemas import Message
 from schemas.errors import ConfigError
@@ -137,6 +138,20 @@ def test_a_tied_folder_yields_the_output_matrix_too(tmp_path: Path) -> None:
     embeddings = Tensor("F32", (2, 1), bytes(8))
     (tmp_path / "model.safetensors").write_bytes(save_tensors({"model.embed_tokens.weight": embeddings}))
     assert folder_tensors(tmp_path)["lm_head.weight"] == embeddings
+
+
+def test_the_tensors_of_a_folder_are_mapped_and_take_no_memory_of_the_process(tmp_path: Path) -> None:
+    def own_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    size = 64 * 2**20
+    (tmp_path / "model.safetensors").write_bytes(save_tensors({"w": Tensor("U8", (size,), bytes(size))}))
+    before = own_bytes()
+    tensors = folder_tensors(tmp_path)
+    assert hash_tensor(tensors["w"]) and own_bytes() - before < size // 4
+    (tmp_path / "model.safetensors").unlink()
+    assert tensors["w"].num_bytes == size and not np.frombuffer(tensors["w"].data, np.uint8).any()
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])

@@ -1,21 +1,29 @@
-"""A checkpoint is stored beside the next step, and the version that falls due with it comes out after it."""
+"""Checkpoints and versions are stored beside the next step, and a version comes out after the checkpoint that falls due with
+it.
+"""
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from schemas import Batch
 from schemas.errors import StoreError
-from tests.trainer.memory_run import filled_log, journal, published, train
+from tests.role import role_of
+from tests.trainer.memory_run import FLOOR, filled_log, journal, published, train
 from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
+from trainer.train import run_trainer
 
 CONFIG = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=3, max_steps=6)
+NO_CHECKPOINTS = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=100, max_steps=6)
 THIRD = "checkpoints/t/000000000003-"  # the checkpoint after three steps, which three more follow
 
 
@@ -33,21 +41,48 @@ class CountingLearner(ScriptedLearner):
 
 
 class SlowStore(MemoryStore):
-    """Stores the third checkpoint's state only once the step after it is taken. failing: or not at all."""
+    """Stores the third checkpoint's state only once the step after it is taken. failing: or not at all. version: the same of
+    what this version consists of, in place of the checkpoint.
+    """
 
-    def __init__(self, learner: CountingLearner, *, failing: bool = False) -> None:
+    def __init__(self, learner: CountingLearner, *, failing: bool = False, version: int = -1) -> None:
         super().__init__()
         self.puts: list[str] = []
         self._learner = learner
         self._failing = failing
+        self._version = version
 
     def put(self, key: str, data: bytes) -> None:
-        if key.startswith(THIRD) and "/state-" in key:
-            assert self._learner.fourth.wait(60), "the step waits for the upload"
+        is_slow = key.startswith(THIRD) and "/state-" in key
+        if self._version >= 0:
+            is_slow = is_part(key, self._version)
+        if is_slow:
+            assert self._learner.fourth.wait(20), "the step waits for the upload"
             if self._failing:
                 raise StoreError(f"put {key}: no space")
         super().put(key, data)
         self.puts.append(key)
+
+
+class StoppingStore(SlowStore):
+    """Stores the third version only once the step after it is taken, and asks the trainer to stop just before."""
+
+    stop: Callable[[], object]
+
+    def __init__(self, learner: CountingLearner) -> None:
+        super().__init__(learner, version=3)
+
+    def put(self, key: str, data: bytes) -> None:
+        if is_part(key, 3):
+            assert self._learner.fourth.wait(20), "the step waits for the upload"
+            self.stop()
+        super().put(key, data)
+
+
+def is_part(key: str, version: int) -> bool:
+    """Whether an object is weights of a version."""
+    folder = key.split("/")[-2]
+    return ("/anchors/" in key and folder == str(version)) or ("/deltas/" in key and folder.endswith(f"-{version}"))
 
 
 def learner() -> CountingLearner:
@@ -103,5 +138,75 @@ def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_
         await train(await filled_log(alone), alone, whole, CONFIG)
         assert again.tensors() == whole.tensors()
         assert [event.version for event in await published(log)] == [*range(7)]
+
+    asyncio.run(main())
+
+
+def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
+    async def main() -> None:
+        one = learner()
+        store = SlowStore(one, version=3)
+        log = await filled_log(store)
+        await train(log, store, one, NO_CHECKPOINTS)
+        assert any(is_part(key, 3) for key in store.puts), "there was something to wait for"
+        batches = [record for record in await journal(log) if isinstance(record, Batch)]
+        assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
+        assert [event.version for event in await published(log)] == [*range(7)]
+        assert [event.step for event in await published(log)] == [-1, *range(6)]
+
+    asyncio.run(main())
+
+
+def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
+    async def main() -> None:
+        one, alone = learner(), learner()
+        alone.fourth.set()
+        slow, quick = SlowStore(one, version=3), MemoryStore()
+        logs = await filled_log(slow), await filled_log(quick)
+        await train(logs[0], slow, one, NO_CHECKPOINTS)
+        await train(logs[1], quick, alone, NO_CHECKPOINTS)
+        hashes = [[event.manifest_sha256 for event in await published(log)] for log in logs]
+        assert len(hashes[0]) == 7 and len(set(hashes[0])) == 7
+        contents = [[decode_manifest(store.get(event.manifest)).tensors for event in await published(log)]
+                    for log, store in zip(logs, (slow, quick), strict=True)]  # fmt: skip
+        assert contents[0] == contents[1]
+
+    asyncio.run(main())
+
+
+def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes_it() -> None:
+    async def main() -> None:
+        one = learner()
+        store = SlowStore(one, version=3, failing=True)
+        log = await filled_log(store)
+        with pytest.raises(ExceptionGroup) as failed:
+            await train(log, store, one, NO_CHECKPOINTS)
+        assert failed.group_contains(StoreError, match="no space")
+        assert [event.version for event in await published(log)] == [0, 1, 2]
+        again, whole, alone = learner(), learner(), MemoryStore()
+        again.fourth.set()
+        whole.fourth.set()
+        store._failing, store._learner = False, again
+        await train(log, store, again, NO_CHECKPOINTS)
+        await train(await filled_log(alone), alone, whole, NO_CHECKPOINTS)
+        assert again.tensors() == whole.tensors()
+        assert [event.version for event in await published(log)] == [*range(7)]
+        assert [event.step for event in await published(log)] == [-1, *range(6)]
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish() -> None:
+    async def main() -> None:
+        one = learner()
+        store = StoppingStore(one)
+        log = await filled_log(store)
+        role = role_of("train", FLOOR, log, store)
+        store.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, role.stop.set)
+        await run_trainer(role, NO_CHECKPOINTS, one, seed=3)
+        found = checkpoint.load_newest(store, "t")
+        steps = [event.step for event in await published(log)]
+        assert found is not None and steps[-1] == found.position.step >= 2, "nothing that was trained is left unsaid"
+        assert [event.version for event in await published(log)] == [*range(len(steps))]
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors
-from infra.policies.tensors import Tensor, first_not_finite
+from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
 from infra.store.store import Store
 from schemas.records import PolicyEvent
@@ -181,7 +181,7 @@ class WholeWeights:
 
     def not_finite(self) -> str:
         """See Weights."""
-        return first_not_finite(self.tensors)
+        return self.tensors.not_finite
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """See Weights."""

@@ -13,7 +13,7 @@ from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish_shares
 from infra.policies.share import DeltaSize, HashedTensors, Share, ShareLook, StoredShare, WantedObjects
-from infra.policies.tensors import Tensor, first_not_finite
+from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas.errors import PolicyRefused, StoreError
 from schemas.records import PolicyEvent
@@ -152,7 +152,7 @@ class RankWeights:
     def _found(self, request: _Request) -> object:
         match request:
             case _Request(name="finite"):
-                return first_not_finite(self._tensors)
+                return self._tensors.not_finite
             case _Request(name="entries"):
                 return self._tensors.entries
             case _Request(name="look"):

@@ -71,7 +71,7 @@ class Unread(msgspec.Struct, frozen=True):
 @dataclass(kw_only=True)
 class Saving:
     """How far checkpoints are. saved_step: of the newest own one; trimmed: offset of `buffer` below which this process has
-    removed everything. tasks: where a checkpoint is stored beside the next steps; without it steps wait.
+    removed everything. tasks: where checkpoints and versions are stored beside the next steps; without it steps wait.
     """
 
     saved_step: int = -2
@@ -84,7 +84,7 @@ class Saving:
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
 
     async def beside(self, work: Coroutine[None, None, None]) -> None:
-        """Store a checkpoint beside the next steps, one at a time; where there is no task group, now."""
+        """Store a checkpoint or a version, or both, beside the next steps, one at a time; where there is no task group, now."""
         await self.finished()
         if self.tasks is None:
             await work
@@ -92,7 +92,7 @@ class Saving:
             self.running = self.tasks.create_task(work)
 
     async def finished(self) -> None:
-        """Wait for the checkpoint that is being stored, and for the version that follows it; a failure ends the task group."""
+        """Wait for the checkpoint and the version that are being stored; a failure ends the task group."""
         if self.running is not None:
             await asyncio.wait([self.running])
 

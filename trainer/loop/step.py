@@ -148,7 +148,8 @@ async def settle_verdict(run: Run, batch: Batch, stats: StepStats) -> None:
         run.report.add("steps_skipped")
         await run.journal(Skip(run=run.name, token=run.lease.token, step=batch.step, reason=reason))
     if batch.phase == "train" and run.publication_due():
-        await run.saving.finished()  # the version before is out, and its probe is what this one is compared with
+        with Stopwatch(run.report, "publish_wait_seconds"):
+            await run.saving.finished()  # the version before is out, and its probe is what this one is compared with
         weights = await run.in_thread(take_weights, run.learner)
         if reason := await fault(run, weights):
             await roll_back(run, batch, reason, newest=batch.step)
@@ -193,14 +194,13 @@ async def write_and_publish_due(run: Run, weights: Weights | None = None) -> Non
         return
     await run.saving.finished()  # so that versions come out in order
     version = run.position.version + 1
-    if not run.checkpoint_due():
-        await publish_now(run, version, weights)
-        return
-    unwritten, unpublished = await snapshot(run, version), await ready(run, version, weights)
+    unwritten = await snapshot(run, version) if run.checkpoint_due() else None
+    unpublished = await ready(run, version, weights)
     run.advance(version=version)
 
     async def write_and_publish() -> None:
-        await store(run, unwritten)
+        if unwritten is not None:
+            await store(run, unwritten)
         await publish(run, unpublished)
 
     await run.saving.beside(write_and_publish())
@@ -228,6 +228,7 @@ async def ready(run: Run, version: int, weights: Weights | None) -> Unpublished:
         weights = await run.in_thread(take_weights, run.learner)
     probe = await run.in_thread(run.learner.probe, run.probe_sequences) if run.probe_sequences else None
     parent = run.position.version if version else -1
+    run.supply.published_s = run.supply.intake.clock()
     return Unpublished(version, parent, run.position.step, weights, probe, dict(run.report.worth_showing))
 
 
@@ -238,7 +239,6 @@ async def publish(run: Run, one: Unpublished) -> None:
             one.version, one.weights, one.probe, parent=one.parent, step=one.step, stats=one.stats
         )
     run.advance(version=got)
-    run.supply.published_s = run.supply.intake.clock()
     run.published_probe = one.probe
     run.report.add("policy_versions")
     run.report.set("last_version_timestamp_s", time.time())

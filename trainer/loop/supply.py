@@ -29,7 +29,7 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 @dataclass(kw_only=True)
 class Supply:
     """What waits to be trained, and what the lanes want of it. given_up: issue number to when it was first waited for.
-    published_s: when this process published last, by the clock of the intake.
+    published_s: when this process took what it published last, by the clock of the intake.
     """
 
     config: TrainerConfig

@@ -108,6 +108,10 @@ class VllmEngine:
         """Requests that have not ended."""
         return self._requests.num_running if self._requests else 0
 
+    def folder_weights(self) -> Mapping[str, Tensor]:
+        """See HasFolder."""
+        return {} if self._version else self._held
+
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
         self._vision = await asyncio.to_thread(load_vision, self._folder)

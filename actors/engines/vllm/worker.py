@@ -26,8 +26,8 @@ class WeightsExtension:
     headrace_arriving: Arriving
 
     def headrace_leave_out_amx(self) -> None:
-        """Where a CPU has AMX, vLLM's attention in bfloat16 uses it, and a step of several sequences may end the process: it
-        clears a tile that it gave no rows (`tilezero`, SIGILL; release 0.32). Use the kernel without AMX, before the first step.
+        """Before the first step: use the attention kernel without AMX where a CPU has it. In bfloat16 vLLM's other one may end
+        the process at a step of several sequences: it clears a tile that it gave no rows (`tilezero`, SIGILL; release 0.32).
         """
         for group in (one for several in self.model_runner.attn_groups for one in several):
             for builder in group.metadata_builders:

@@ -3,12 +3,15 @@
 Each version moves a share of the values by one ulp, as a step of reinforcement at a small learning rate does. What is timed
 is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch` into
 a file for the engine's workers, its own check and comparison. An explorer follows step by step, one sleeps from one of those
-versions to the next, one joins at the last of them, and one reads the anchor through the cache of its machine. The store is in
-memory, so no disk and no network is in it, but for that cache. Beside them stand the library safetensors (save and load of the
-whole) and xor with zstd-1. CPU seconds are of all threads, per GB (10⁹ bytes) of weights. A stall is the longest time that
-another thread, which asks for the interpreter every millisecond, had to wait beyond that millisecond.
+versions to the next, one joins at the last of them, and one reads the anchor through the cache of its machine. The store is a
+folder in memory, so no disk and no network is in it. torch has one thread and the allocator gives large blocks back, as in a
+trainer of several ranks. Beside them stand the library safetensors (save and load of the whole) and xor with zstd-1. CPU
+seconds are of all threads but the one that watches, per GB (10⁹ bytes) of weights; wall over CPU is of the version that took
+the least CPU. A stall is the longest time that another thread, which asks for the interpreter every millisecond, had to wait
+beyond that millisecond, over all that a side does: the anchor and joining too.
 """
 
+import os
 import tempfile
 import threading
 import time
@@ -30,11 +33,12 @@ from infra.policies.policy import Policy
 from infra.policies.prune import prune
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors
-from infra.policies.tensors import Tensor, bits, first_not_finite, from_torch_all, to_torch
+from infra.policies.tensors import Tensor, bits, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
+from infra.roles.memory import give_back_large_blocks
 from infra.store.cached import CachedStore
+from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache
-from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
 
@@ -67,14 +71,35 @@ class Cost(msgspec.Struct):
 
 def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
     """The figures: CPU seconds a GB of both sides at each version, of those who come late, of the peers, and what follows."""
+    import torch
+
+    torch.set_num_threads(1)
+    give_back_large_blocks()
+    say(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores before anything is done")
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        costs, versions, first_event = _followed(DirectoryStore(Path(folder)), plan, say)
+    memory: dict[str, float] = {}
+    if plan.memory:
+        say("the memory of two engines, in processes of their own")
+        memory = in_a_folder(lambda folder: engine_memory(versions[0], versions[1], folder))
+    say("the peers: safetensors, xor with zstd-1")
+    _peers(costs, versions[0], versions[1])
+    full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
+    say(f"load average {os.getloadavg()[0]:.1f} at the end, this included")
+    return figures(costs, full_gb, first_event, plan) | memory
+
+
+def _followed(
+    store: Store, plan: WeightsPlan, say: Callable[[str], None]
+) -> tuple[dict[str, Cost], list[HashedTensors], PolicyEvent]:
+    """What both sides cost at each version, the last two versions, and the event of the first that was measured."""
     say(f"making up {plan.gb:g} GB of weights and {plan.versions[-1]} versions of them")
     generator = np.random.default_rng(0)
-    versions = [HashedTensors(made_up(plan.gb, generator))]
-    full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
     costs: dict[str, Cost] = {}
-    store = MemoryStore()
     steady, sleeper = _explorer(store), _explorer(store)
-    event = _trainer_side(costs, "_v0", store, 0, versions[0], None)
+    event, first = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None)
+    versions = [first]
+    full_gb = sum(one.num_bytes for one in first.values()) / 1e9
     steady.fetch(event)
     sleeper.fetch(event)
     first_event, slept_since = event, 0  # the sleeper's newest version
@@ -82,12 +107,14 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
         _from_cache(costs, store, Path(folder), event)
     near = {version + more: version for version in reversed(plan.versions) for more in range(NEAR)}
     for version in range(1, plan.versions[-1] + NEAR):
-        versions = [versions[-1], HashedTensors(moved(versions[-1], plan.share, generator))]
+        before, following = versions[-1], moved(versions[-1], plan.share, generator)
         prune(store, "main", oldest=version - 1 - KEPT)
         if version not in near:
-            steady.fetch(_publish(store, version, versions[1], versions[0]))
+            versions = [before, HashedTensors(following)]
+            steady.fetch(_publish(store, version, versions[1], before))
             continue
-        event = _trainer_side(costs, f"_v{near[version]}", store, version, versions[1], versions[0])
+        event, after = _trainer_side(costs, f"_v{near[version]}", store, version, following, before)
+        versions = [before, after]
         _engine_side(costs, f"_v{near[version]}", steady, event, versions[0])
         if version == plan.versions[0]:
             first_event = event
@@ -99,14 +126,7 @@ def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
     del steady, sleeper
     late = _engine_side(costs, "_joining", _explorer(store), event, versions[1])
     assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[1].items())
-    del store, late
-    memory: dict[str, float] = {}
-    if plan.memory:
-        say("the memory of two engines, in processes of their own")
-        memory = in_a_folder(lambda folder: engine_memory(versions[0], versions[1], folder))
-    say("the peers: safetensors, xor with zstd-1")
-    _peers(costs, versions[0], versions[1])
-    return figures(costs, full_gb, first_event, plan) | memory
+    return costs, versions, first_event
 
 
 def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent, plan: WeightsPlan) -> dict[str, float]:
@@ -124,11 +144,11 @@ def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent, plan:
         found[f"{name}_cpu_s_per_gb"] = costs[name].cpu_s / full_gb
     for side, pieces in (("trainer", TRAINER), ("explorer", EXPLORER)):
         every = [[costs[one + end] for one in pieces] for end in ends]
-        cpu_s, wall_s = (
-            min(sum(getattr(one, field) for one in version) for version in every) for field in ("cpu_s", "wall_s")
+        cpu_s, wall_s = min(
+            (sum(one.cpu_s for one in version), sum(one.wall_s for one in version)) for version in every
         )
         found[f"{side}_wall_over_cpu"] = wall_s / cpu_s
-        found[f"{side}_stall_ms"] = max(one.stall_s for version in every for one in version) * 1000
+        found[f"{side}_stall_ms"] = max(costs[name].stall_s for name in costs if name.startswith(pieces)) * 1000
         for billions in (8, 70):
             found[f"{side}_s_computed_{billions}b"] = wall_s / full_gb * 2 * billions
     return found
@@ -164,14 +184,14 @@ def moved(tensors: Mapping[str, Tensor], share: float, generator: np.random.Gene
 
 
 def take_memory(tensors: Mapping[str, Tensor]) -> None:
-    """Hold twice as much memory as the weights for a moment: a virtual machine may have to be given it first."""
-    np.full(2 * sum(tensor.num_bytes for tensor in tensors.values()), 1, np.uint8)
+    """Hold as much memory as the weights for a moment: a virtual machine may have to be given it first."""
+    np.full(sum(tensor.num_bytes for tensor in tensors.values()), 1, np.uint8)
 
 
 @contextmanager
 def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
     """Notes what the block costs under a name; of several, what took the least CPU counts."""
-    stop, worst = threading.Event(), [0.0]
+    stop, worst, own_s = threading.Event(), [0.0], [0.0]
 
     def ask() -> None:
         before = time.perf_counter()
@@ -179,6 +199,7 @@ def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
             now = time.perf_counter()
             worst[0] = max(worst[0], now - before - 0.001)
             before = now
+        own_s[0] = time.thread_time()
 
     watcher = threading.Thread(target=ask)
     watcher.start()
@@ -189,6 +210,7 @@ def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
         cost = Cost(time.process_time() - cpu_s, time.perf_counter() - wall_s)
         stop.set()
         watcher.join()
+        cost.cpu_s -= own_s[0]
         cost.stall_s = worst[0]
         costs[name] = min(cost, costs.get(name, cost), key=lambda one: one.cpu_s)
 
@@ -198,25 +220,23 @@ def _trainer_side(
     end: str,
     store: Store,
     version: int,
-    tensors: Mapping[str, Tensor],
-    previous: Mapping[str, Tensor] | None,
-) -> PolicyEvent:
-    """Copy, look for what is not finite, publish."""
-    parameters = {name: to_torch(tensor) for name, tensor in tensors.items()}
+    tensors: dict[str, Tensor],
+    previous: HashedTensors | None,
+) -> tuple[PolicyEvent, HashedTensors]:
+    """Copy, look for what is not finite, publish; the event and the copy. `tensors` is emptied: one copy less is held."""
     take_memory(tensors)
+    parameters = {name: to_torch(tensors.pop(name)) for name in [*tensors]}
     with measured(costs, f"trainer_copy{end}"):
-        copied = from_torch_all(parameters)
+        copied = HashedTensors(from_torch_all(parameters))
     with measured(costs, f"trainer_check{end}"):
-        assert not first_not_finite(copied)
-    del parameters, copied
+        assert not copied.not_finite
+    del parameters
     held_bytes()
     with measured(costs, f"publish{end}"):
-        return _publish(store, version, tensors, previous)
+        return _publish(store, version, copied, previous), copied
 
 
-def _publish(
-    store: Store, version: int, tensors: Mapping[str, Tensor], previous: Mapping[str, Tensor] | None
-) -> PolicyEvent:
+def _publish(store: Store, version: int, tensors: HashedTensors, previous: HashedTensors | None) -> PolicyEvent:
     new = NewVersion(policy="main", token=1, version=version, parent=version - 1, step=version)
     return publish(store, new, tensors, previous=previous, probe=None)
 

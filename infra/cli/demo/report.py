@@ -134,7 +134,7 @@ def measured(watch: Watch) -> dict[str, object]:
     """What the roles measured themselves."""
     idle = watch.counter("train", "idle_seconds")
     spent = {
-        name: watch.counter("train", f"{name}_seconds") for name in ("learner", "publish", "checkpoint", "journal")
+        name: watch.counter("train", f"{name}_seconds") for name in ("learner", "publish_wait", "snapshot", "journal")
     }
     busy = sum(spent.values())
     mismatches = {
@@ -150,7 +150,7 @@ def measured(watch: Watch) -> dict[str, object]:
         "requests_failed": int(watch.counter("explore", "requests_failed")),
         "rollout_tokens_per_s": watch.gauge("explore", "tokens_per_s"),
         "trainer_idle_share": round(idle / (idle + busy), 3) if idle + busy else None,
-        "bookkeeping_share": share(spent["journal"] + spent["checkpoint"], spent["learner"]),
+        "bookkeeping_share": share(spent["journal"] + watch.counter("train", "checkpoint_seconds"), spent["learner"]),
         "explorer_idle_share": watch.gauge("explore", "idle_share"),
     }
 

@@ -92,7 +92,7 @@ def test_staleness_is_weighted_by_tokens() -> None:
 
 
 def test_idle_shares_and_failures_come_from_the_roles() -> None:
-    busy = {"idle_seconds": 1.0, "learner_seconds": 2.0, "publish_seconds": 0.5, "checkpoint_seconds": 0.5}
+    busy = {"idle_seconds": 1.0, "learner_seconds": 2.0, "publish_wait_seconds": 0.5, "snapshot_seconds": 0.5}
     found = measured(watch_of((0, progress("train", **busy)), (0, progress("explore", requests_failed=3.0))))
     assert found["trainer_idle_share"] == 0.25 and found["requests_failed"] == 3
 

@@ -1,6 +1,7 @@
 """Publishing: what is written, when it is an anchor, and that a version has one content."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
+from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -240,6 +242,40 @@ def test_a_policy_name_is_one_segment_of_a_key(policy: str) -> None:
             previous=None,
             probe=None,
         )
+
+
+class Looked(HashedTensors):
+    """Counts how often all tensors are gone through."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+
+def test_an_anchor_is_hashed_once_and_checked_once_whoever_asks() -> None:
+    tensors = Looked(first_weights())
+    assert tensors.not_finite == "" and tensors.looks == 1
+    put(MemoryStore(), 0, tensors)
+    put(MemoryStore(), 0, tensors)
+    assert tensors.looks == 2
+
+
+def test_tied_tensors_are_published_under_each_name_as_if_they_were_two() -> None:
+    store, other = MemoryStore(), MemoryStore()
+    first, table = first_weights(), bf16(9)
+    after = small_step({"w": table}, 3, ("w",))["w"]
+    apart = Tensor(table.dtype, table.shape, bytes(table.data)), Tensor(after.dtype, after.shape, bytes(after.data))
+    for at, (two, four) in ((store, (table, after)), (other, apart)):
+        old, new = first | {"in": table, "out": two}, first | {"in": after, "out": four}
+        put(at, 0, old)
+        put(at, 1, new, old)
+    assert {key: store.get(key) for key in store.keys("")} == {key: other.get(key) for key in other.keys("")}
 
 
 def test_large_models_are_split_into_shards() -> None:

@@ -15,7 +15,9 @@ from infra.policies.tensors import (
     bits,
     from_numpy,
     from_torch,
+    from_torch_all,
     is_finite,
+    joined,
     load_tensors,
     save_tensors,
     to_numpy,
@@ -38,7 +40,7 @@ def test_a_file_gives_back_the_same_tensors(tensors: dict[str, Tensor]) -> None:
 
 
 def test_the_safetensors_library_reads_what_is_written_here() -> None:
-    read = dict(safetensors.deserialize(save_tensors(EVERY_DTYPE | ODD)))
+    read = dict(safetensors.deserialize(bytes(save_tensors(EVERY_DTYPE | ODD))))
     assert {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in read.items()} == {
         name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in (EVERY_DTYPE | ODD).items()
     }
@@ -54,6 +56,12 @@ def test_what_the_safetensors_library_writes_is_read_here() -> None:
 
 def test_the_same_tensors_give_the_same_bytes_in_any_order() -> None:
     assert save_tensors(EVERY_DTYPE) == save_tensors(dict(reversed(EVERY_DTYPE.items())))
+
+
+def test_a_file_in_memory_is_read_only_and_holds_empty_tensors_too() -> None:
+    empty = Tensor("F32", (0,), b"")
+    assert save_tensors({"none": empty}).readonly and load_tensors(save_tensors({"none": empty})) == {"none": empty}
+    assert bytes(joined([b"ab", b"", memoryview(b"cde")])) == b"abcde" and joined([]) == b""
 
 
 def test_loading_copies_nothing() -> None:
@@ -154,6 +162,23 @@ def test_a_snapshot_of_a_torch_tensor_does_not_follow_it() -> None:
     copy = to_torch(snapshot)
     copy += 1
     assert to_numpy(snapshot).tolist() == [0, 0, 0]
+
+
+def test_tied_tensors_are_copied_once_and_others_of_the_same_memory_for_themselves() -> None:
+    import torch
+
+    table = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    views = {
+        "in": table,
+        "out": table.view(3, 4),
+        "turned": table.T,
+        "first": table[0],
+        "bits": table.view(torch.int32),
+    }
+    found = from_torch_all(views | {"none": table[:0], "none.either": torch.zeros(0, 4)})
+    assert found["in"] is found["out"] and len({id(one) for one in found.values()}) >= 5
+    assert to_numpy(found["turned"]).tolist() == table.T.tolist() and to_numpy(found["first"]).tolist() == [0, 1, 2, 3]
+    assert found["bits"].dtype == "I32" and found["none"].shape == found["none.either"].shape == (0, 4)
 
 
 def test_bfloat16_values_widen_exactly() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import entries_of
 from infra.policies.tensors import Tensor, from_numpy, from_torch, load_tensors, save_tensors
@@ -114,9 +115,11 @@ def test_a_damaged_file_is_not_used_but_made_anew_and_the_log_says_so(
         sound = one.path.read_bytes()
         one.path.chmod(0o600)
         one.path.write_bytes(damage(sound))
+        files.metrics = Metrics("explore")
         with caplog.at_level(logging.WARNING):
             placed = files.place(SHA256, ENTRIES, fill, check)
         assert placed is not None and dict(placed) == WEIGHTS and placed.path.read_bytes() == sound
+        assert files.metrics.counters() == {"version_files_damaged": 1}
         assert "version_file_damaged" in caplog.text
         del one, placed
         assert not left(tmp_path), "the older mapping has not removed the newer file, nor left its own"
@@ -131,12 +134,16 @@ def test_where_a_place_has_no_room_the_next_is_asked_and_without_any_the_tensors
     needed = len(save_tensors(WEIGHTS)) + MARGIN_BYTES
     room = {"memory": needed - 1, "disk": needed}
     files = VersionFiles(places, free=lambda folder: room[folder.parent.name])
+    files.metrics = Metrics("explore")
     with caplog.at_level(logging.WARNING):
         placed = files.place(SHA256, ENTRIES, fill, check)
     assert placed is not None and places[1] in placed.path.parents and f"free={needed - 1} needed=" in caplog.text
     del placed
+    assert files.metrics.counters() == {"version_files_no_room": 1}
     room["disk"] = needed - 1
-    assert files.place(SHA256, ENTRIES, never, check) is None
+    assert files.place(SHA256, ENTRIES, never, check) is None and files.metrics.counters() == {
+        "version_files_no_room": 3
+    }
     store = MemoryStore()
     events, weights = put_run(store, 1)
     policy = PolicyFetcher(store, "main", files).fetch(events[0])
