@@ -1,5 +1,8 @@
 """Plants the bugs of `bugs/` one at a time in a copy of the source, and lets the simulator find each.
 
+An edit says what it replaces, and not where: the one file of the source that has it, and that has `beside` where an edit names
+that. So a bug survives a move of its code.
+
 `python -m tests.simulator.hunt [NAME …]` prints one JSON line per bug: the seed that found it, the promise, and whether
 the unpatched source is clean on the same seeds. A patch that no longer applies is an error that names it.
 """
@@ -17,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUGS = Path(__file__).resolve().parent / "bugs"
-COPIED = ("schemas", "infra", "streams", "actors", "trainer", "tests/simulator")
+PATCHED = ("schemas", "infra", "streams", "actors", "trainer")
+COPIED = (*PATCHED, "tests/simulator")
 COPIED_FILES = ("tests/__init__.py", "tests/role.py")
 # Loaded once, before the forks: each child then only loads the source it is about.
 HEAVY = (
@@ -39,10 +43,23 @@ def read_bug(path: Path) -> dict[str, Any]:
     """A bug file; ValueError names a patch that does not apply to the source as it is."""
     bug = tomllib.loads(path.read_text())
     for edit in bug["edit"]:
-        count = (ROOT / edit["file"]).read_text().count(edit["search"].removeprefix("\n"))
-        if count != 1:
-            raise ValueError(f"{path.name}: found {count} times in {edit['file']}, expected once:\n{edit['search']}")
+        place_of(edit, ROOT, path.name)
     return bug
+
+
+def place_of(edit: dict[str, str], source: Path, bug: str) -> Path:
+    """The file that an edit is for. ValueError where what it replaces is in none, in several, or twice in one."""
+    search, beside = edit["search"].removeprefix("\n"), edit.get("beside", "")
+    found = {
+        path: count
+        for top in PATCHED
+        for path in sorted((source / top).rglob("*.py"))
+        if (count := (text := path.read_text()).count(search)) and beside in text
+    }
+    if sum(found.values()) != 1:
+        counts = {str(path.relative_to(source)): count for path, count in found.items()}
+        raise ValueError(f"{bug}: found in {counts or 'no file'}, expected once in one file:\n{search}")
+    return next(iter(found))
 
 
 def planted(bug: dict[str, Any], folder: Path) -> Path:
@@ -52,8 +69,8 @@ def planted(bug: dict[str, Any], folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in COPIED_FILES:
         shutil.copy(ROOT / name, folder / name)
-    for edit in bug["edit"]:
-        path = folder / edit["file"]
+    places = [place_of(edit, folder, bug["says"]) for edit in bug["edit"]]
+    for edit, path in zip(bug["edit"], places, strict=True):
         path.write_text(path.read_text().replace(edit["search"].removeprefix("\n"), edit["replace"].removeprefix("\n")))
     return folder
 

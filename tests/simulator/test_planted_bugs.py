@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.simulator.hunt import BUGS, ROOT, read_bug
+from tests.simulator.hunt import BUGS, PATCHED, ROOT, place_of, read_bug
 
 NAMES = sorted(path.stem for path in BUGS.glob("*.toml"))
 # The twenty classes of bugs that a log between actors and a trainer is prone to; the others are of what was added to it.
@@ -27,6 +28,23 @@ def test_the_twenty_are_planted() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_patch_applies_to_the_source_as_it_is(name: str) -> None:
     assert read_bug(BUGS / f"{name}.toml")["says"]
+
+
+def test_a_bug_survives_a_move_of_the_code_it_is_planted_in(tmp_path: Path) -> None:
+    bug = read_bug(BUGS / "ended_group_brought_back.toml")
+    (edit,) = bug["edit"]
+    before = place_of(edit, ROOT, "it")
+    for top in PATCHED:
+        (tmp_path / top).mkdir()
+    moved = tmp_path / "streams" / "elsewhere" / f"{before.stem}_of_another_name.py"
+    moved.parent.mkdir()
+    moved.write_text(before.read_text())
+    assert place_of(edit, tmp_path, "it") == moved
+    (tmp_path / "schemas" / "copy.py").write_text(before.read_text())
+    with pytest.raises(ValueError, match="expected once in one file"):
+        place_of(edit, tmp_path, "it")
+    with pytest.raises(ValueError, match="found in no file"):
+        place_of({"search": "what nobody wrote"}, tmp_path, "it")
 
 
 @pytest.mark.slow
