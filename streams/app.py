@@ -150,6 +150,8 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
             metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
             came = [came_ms for driver in host.drivers.values() if (came_ms := driver.oldest_ms())]
             metrics.gauge("oldest_waiting_s").set(max(0.0, time.time() - min(came) / 1000) if came else 0.0)
+            due = [due_ms for driver in host.drivers.values() if (due_ms := driver.next_due_ms())]
+            metrics.gauge("next_due_timestamp_s").set(min(due, default=0) / 1000)
             metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)

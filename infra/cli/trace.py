@@ -14,9 +14,11 @@ from infra.cli.connect import connected, reading
 from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
+from infra.cli.waits import waits
 from infra.ledger.following import follow
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
+from infra.settings.config import duration_s
 from schemas import Experience, Span
 from schemas.errors import ConfigError
 
@@ -36,7 +38,11 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
                 await index.refresh(log, lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"))
             if ref is not None:
                 answer = await trace_answer(log, index, ref)
-                print_json(answer_json(answer)) if as_json else show_answer(console, answer)
+                waiting = waits(answer, {one.name: duration_s(one.window) for one in settings.feedback})
+                if as_json:
+                    print_json(answer_json(answer) | {"waits": waiting})
+                else:
+                    show_answer(console, answer, waiting)
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
                 print_json(msgspec.to_builtins(made)) if as_json else show_policy(console, made)
@@ -88,8 +94,8 @@ def header(one: Experience | None) -> dict[str, object] | None:
     return {name: getattr(one, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
-def show_answer(console: Console, answer: AnswerTrace) -> None:
-    """From question to policy, in the order it happened."""
+def show_answer(console: Console, answer: AnswerTrace, waiting: str = "") -> None:
+    """From question to policy, in the order it happened. waiting: what comes next."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -124,7 +130,7 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
             f"learned in version {answer.first_version}; {since} versions since, the newest is {answer.newest_version}"
         )
     else:
-        console.print("no published version has learned from it")
+        console.print(f"no published version has learned from it{waiting and ': it ' + waiting}", markup=False)
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:

@@ -46,6 +46,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     published: Experience | None = None
     published_ms: int = 0
     judged: Experience | None = None
+    judged_ms: int = 0
     dropped: str = ""
     feedback: tuple[tuple[int, Feedback], ...] = ()
     closures: tuple[tuple[int, Closure], ...] = ()
@@ -94,6 +95,7 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
         published=published[0][1] if published else None,
         published_ms=published[0][0] if published else 0,
         judged=judged[0][1] if judged else None,
+        judged_ms=judged[0][0] if judged else 0,
         dropped=next(
             (
                 f"{one.reason} (by {one.processor})" if one.processor else one.reason

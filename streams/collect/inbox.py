@@ -74,6 +74,10 @@ class Inbox:
         """When the group came that has waited longest, 0 for none."""
         return 0 if self._collector is None else self._collector.oldest_ms()
 
+    def next_due_ms(self) -> int:
+        """When time alone decides about a group next, 0 for none."""
+        return 0 if self._collector is None else self._collector.next_due_ms()
+
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return 0 if self._collector is None else self._collector.num_held()
@@ -207,6 +211,10 @@ class CollectDriver:
     def oldest_ms(self) -> int:
         """When the group came that has waited longest, 0 for none."""
         return min((came_ms for inbox in self._inboxes.values() if (came_ms := inbox.oldest_ms())), default=0)
+
+    def next_due_ms(self) -> int:
+        """When time alone decides about a group next, 0 for none."""
+        return min((due_ms for inbox in self._inboxes.values() if (due_ms := inbox.next_due_ms())), default=0)
 
     def num_held(self) -> int:
         """Turns of production that wait for their session."""

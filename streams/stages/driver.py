@@ -132,6 +132,10 @@ class WindowDriver:
         """0: nothing waits."""
         return 0
 
+    def next_due_ms(self) -> int:
+        """0: nothing waits."""
+        return 0
+
     def num_held(self) -> int:
         """None: no record waits for another."""
         return 0

@@ -56,6 +56,9 @@ class Driver(Protocol):
     def oldest_ms(self) -> int:
         """When the group came that has waited longest, by the log's clock; 0 where none waits."""
 
+    def next_due_ms(self) -> int:
+        """When time alone decides about a group next, by the log's clock; 0 where it decides about none."""
+
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
 
