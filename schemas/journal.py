@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bounds
 
 from schemas.fields import Count, Counts, Finite, Id, Lane, Number, Struct
+from schemas.ranges import Ranges
 
 
 class BatchItem(Struct, frozen=True, array_like=True):
@@ -131,24 +132,36 @@ Entry = Batch | Skip | Rollback | Saved
 JournalRecord = Fence | Entry
 
 
-def effective(records: Iterable[JournalRecord], run: str, token: int = -1) -> tuple[list[Entry], int]:
-    """Records that count, and the highest fence: pure, the same for every reader.
+class Effective:
+    """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
-    token: highest fence before the first record. Steps below one already journaled under an older token are re-executions
-    and never journaled again, so (token, step) is unique per reader; a repeated one is a retried send.
+    Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
+    unique per reader; a repeated one is a retried send. token: highest fence so far.
     """
-    entries: list[Entry] = []
-    seen: set[tuple[type, int, int]] = set()
-    for record in records:
-        if record.run != run:
-            continue
+
+    def __init__(self, run: str, token: int = -1) -> None:
+        """token: highest fence before the first record."""
+        self.token = token
+        self._run = run
+        self._seen: dict[tuple[type, int], Ranges] = {}  # steps by kind of record and token
+
+    def counts(self, record: JournalRecord) -> bool:
+        """Whether the next record counts; a fence never does."""
+        if record.run != self._run:
+            return False
         if isinstance(record, Fence):
-            token = max(token, record.token)
-            continue
+            self.token = max(self.token, record.token)
+            return False
         step = record.from_step if isinstance(record, Rollback) else record.step
-        key = (type(record), record.token, step)
-        if record.token < token or key in seen:
-            continue
-        seen.add(key)
-        entries.append(record)
-    return entries, token
+        seen = self._seen.setdefault((type(record), record.token), Ranges())
+        if record.token < self.token or step in seen:
+            return False
+        seen.add(step, step)
+        return True
+
+
+def effective(records: Iterable[JournalRecord], run: str, token: int = -1) -> tuple[list[Entry], int]:
+    """Records that count, and the highest fence: pure. token: highest fence before the first record."""
+    reader = Effective(run, token)
+    entries = [record for record in records if reader.counts(record) and not isinstance(record, Fence)]
+    return entries, reader.token

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from infra.ledger.account import Account, Ledger
+from infra.ledger.audit import ORDER
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.store.memory import MemoryStore
@@ -190,13 +191,9 @@ class World:
 
     def _accounted(self) -> Account:
         ledger = Ledger(self.scenario.floor.app)
-        for topic, fold in (
-            (topics.BATCHES, ledger.journaled), (topics.PROGRESS, ledger.progress), (topics.BUFFER, ledger.buffered),
-            (topics.DEAD_LETTERS, ledger.dead_letter), (topics.VERIFIED, ledger.verified),
-            (topics.EXPERIENCES, ledger.published), (topics.EXPERTS, ledger.published),
-        ):  # fmt: skip
+        for topic in ORDER:
             for record in self.records(topic):
-                fold(self.log.decode(record))
+                ledger.fold(topic.name, self.log.decode(record))
         self.account = ledger.account()
         return self.account
 

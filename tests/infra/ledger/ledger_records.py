@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from infra.ledger.account import Account, Ledger, fold_all
+from infra.ledger.account import Account, Ledger
 from infra.log.bus import Record
 from infra.log.log import LogMessage
 from schemas import (
@@ -68,5 +68,6 @@ def dead_letter(record: Block, reason: str) -> DeadLetter:
 def account(topics: Mapping[str, Sequence[Control | Block]], *, buffer_begins: int = 0) -> Account:
     ledger = Ledger(RUN, buffer_begins)
     for topic, records in topics.items():
-        fold_all(ledger, topic, [message(topic, record, offset) for offset, record in enumerate(records)])
+        for offset, record in enumerate(records):
+            ledger.fold(topic, message(topic, record, offset))
     return ledger.account()
