@@ -75,7 +75,7 @@ class From(Section, frozen=True):
         if self.webhook and not self.webhook.startswith("/"):
             raise ValueError(f'got webhook = "{self.webhook}", expected a path such as "/zendesk"')
         own = self.webhook == FEEDBACK_PATH
-        if self.webhook.startswith(("/v1/", "/healthz", "/metrics")) and not own:
+        if self.webhook.startswith(("/v1/", "/healthz", "/metrics", "/openapi.json")) and not own:
             raise ValueError(f'got webhook = "{self.webhook}", which is the gateway\'s own; expected another path')
         if self.webhook and bool(self.secret_env) == own:
             raise ValueError('a webhook needs secret_env = "NAME" of a variable; "/v1/feedback" has keys instead')

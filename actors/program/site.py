@@ -24,11 +24,12 @@ from actors.gateway.apis.completions import CHAT
 from actors.gateway.apis.messages import MESSAGES, read_count
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.app import APIS, COUNT_PATH
+from actors.gateway.http.app import APIS
 from actors.gateway.http.body import presented, read_body, unless_gone
 from actors.gateway.http.errors import ApiError
 from actors.gateway.http.heads import bounded_heads
 from actors.gateway.http.listen import bound, make_server, serve_on
+from actors.gateway.http.openapi import COUNT_PATH
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import Episode
 from infra.observe.metrics import Metrics

@@ -5,6 +5,7 @@ in its own help; a name of `headrace` in its docstring. A test fails where the p
 """
 
 import inspect
+import json
 import re
 import types
 from collections.abc import Iterator
@@ -92,9 +93,11 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """The text of every generated page, by its path below infra/docs."""
+    from actors.gateway.http.openapi import document
     from infra.cli.settings import Settings
 
     return {
+        "reference/openapi.json": json.dumps(document(), indent=1, ensure_ascii=False) + "\n",
         "reference/settings.md": SETTINGS + "".join(tables(Settings, "")),
         "reference/commands.md": COMMANDS + "".join(commands()),
         "reference/headrace.md": NAMES + "".join(names()),

@@ -25,6 +25,7 @@ from tests.actors import agents_of_tests
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, says
 from tests.actors.rig import until
 from tests.http_endpoint import http_endpoint
+from tests.variables import variables
 
 ROOT = Path(__file__).parents[2]
 AGENTS = "tests.actors.agents_of_tests"
@@ -95,16 +96,17 @@ def test_every_token_of_every_turn_is_recorded_in_one_sequence_and_scored_where_
 
 
 @pytest.mark.parametrize(("page", "said"), [("README.md", "4242"), ("infra/docs/howto/train-an-agent.md", "It is 42.")])
-def test_the_agent_of_the_documentation_is_trained_as_it_is_written_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, said: str
-) -> None:
+def test_the_agent_of_the_documentation_is_trained_as_it_is_written_there(tmp_path: Path, page: str, said: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     (source,) = re.findall(r"^```python agent[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert len(source.strip().splitlines()) <= 10
     name = f"agent_of_{page.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    scores, (experience,), _ = play(Program(use=f"{name}:run"), said)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        scores, (experience,), _ = play(Program(use=f"{name}:run"), said)
+    finally:
+        sys.path.remove(str(tmp_path))
     assert scores == (Score(name="program", value=1.0),)
     assert experience.tokens.tolist() == [*PROMPT, *said.encode(), EOS]
 
@@ -211,11 +213,11 @@ def test_a_command_gets_its_task_without_the_answer_and_its_last_line_is_the_res
 
 
 def test_a_command_sees_no_variables_of_the_explorer_but_those_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     told = 'print(json.dumps({"answer": " ".join(sorted(os.environ))}))'
-    _, (experience,), _ = play(command(tmp_path, told, environment={"MINE": "1"}))
+    with variables(AWS_SECRET_ACCESS_KEY="x"):
+        _, (experience,), _ = play(command(tmp_path, told, environment={"MINE": "1"}))
     names = str(experience.notes["answer"]).split()
     assert "MINE" in names and "ANTHROPIC_BASE_URL" in names and "AWS_SECRET_ACCESS_KEY" not in names
 

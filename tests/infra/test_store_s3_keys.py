@@ -14,6 +14,7 @@ from infra.store.s3 import S3Store, open_s3
 from infra.store.s3_keys import S3Credentials, keys_of
 from schemas.errors import ConfigError, StoreError
 from tests.infra.platform_server import CONTAINER, Platform, platform
+from tests.variables import variables
 
 COUNT = itertools.count(1)
 AT_AMAZON, ELSEWHERE = {"is_amazon": True}, {"is_amazon": False}
@@ -37,7 +38,7 @@ def in_file(path: Path, number: int, profile: str = "default") -> None:
 
 @pytest.mark.parametrize("source", ["token", "container", "machine"])
 def test_a_role_is_had_from_the_platform_kept_while_it_lasts_and_then_asked_for_again(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path
 ) -> None:
     with platform(mint) as here:
         environment = {
@@ -45,16 +46,15 @@ def test_a_role_is_had_from_the_platform_kept_while_it_lasts_and_then_asked_for_
             "container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": here.url + CONTAINER},
             "machine": {"AWS_EC2_METADATA_SERVICE_ENDPOINT": here.url},
         }[source]
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)  # as the library reads the container's
-        keys = keys_of(os.environ, **ELSEWHERE)
-        first = keys.retrieve()
-        assert first.access_key.startswith("id-") and first.session_token
-        assert keys.retrieve() == first and here.given == 1
-        here.lasts_s = 0.0
-        short = keys_of(os.environ, **ELSEWHERE)
-        assert short.retrieve() != short.retrieve() and here.given == 3
-        assert first.secret_key in keys.secrets and first.session_token in keys.secrets
+        with variables(**environment):  # as the library reads the container's
+            keys = keys_of(os.environ, **ELSEWHERE)
+            first = keys.retrieve()
+            assert first.access_key.startswith("id-") and first.session_token
+            assert keys.retrieve() == first and here.given == 1
+            here.lasts_s = 0.0
+            short = keys_of(os.environ, **ELSEWHERE)
+            assert short.retrieve() != short.retrieve() and here.given == 3
+            assert first.secret_key in keys.secrets and first.session_token in keys.secrets
 
 
 def test_keys_in_a_file_are_read_again_when_it_changes(tmp_path: Path) -> None:

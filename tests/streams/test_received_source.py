@@ -114,6 +114,7 @@ def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> 
         ({"webhook": "zendesk", "secret_env": "X"}, "expected a path"),
         ({"webhook": "/zendesk"}, "secret_env"),
         ({"webhook": "/v1/models", "secret_env": "X"}, "the gateway's own"),
+        ({"webhook": "/openapi.json", "secret_env": "X"}, "the gateway's own"),
         ({"webhook": "/v1/feedback", "secret_env": "X"}, "secret_env"),
     ],
 )

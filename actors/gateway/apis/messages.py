@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +25,20 @@ _KINDS: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+class MessagesErrorFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was refused."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
+    """The error object of Anthropic's API."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorFields
 
 
 def read_messages(body: bytes, limits: GatewayLimits) -> ParsedRequest:
@@ -111,7 +125,7 @@ class MessageEvents:
 
 def error_body(error: ApiError) -> bytes:
     """The body of a refusal."""
-    return msgspec.json.encode({"type": "error", "error": _error(error)})
+    return msgspec.json.encode(MessagesError(error=_error(error)))
 
 
 def error_event(error: ApiError) -> bytes:
@@ -174,5 +188,5 @@ def _found(reply: Reply) -> str | None:
     return next((stop for stop in reply.request.stops if rest.startswith(stop)), None)
 
 
-def _error(error: ApiError) -> Object:
-    return {"type": _KINDS.get(error.status, "api_error"), "message": str(error)}
+def _error(error: ApiError) -> MessagesErrorFields:
+    return MessagesErrorFields(type=_KINDS.get(error.status, "api_error"), message=str(error))

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -36,6 +36,8 @@ from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.http.body import presented, read_body, unless_gone
 from actors.gateway.http.errors import ApiError, bad
+from actors.gateway.http.openapi import COUNT_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
+from actors.gateway.http.replies import FeedbackReply, FeedbackTokenReply, Health, ServedModel, ServedModels, TokenCount
 from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
@@ -51,8 +53,6 @@ from schemas.ids import group_of
 
 _log = logging.getLogger(__name__)
 
-TOKEN_HEADER = "x-feedback-token"
-COUNT_PATH = "/v1/messages/count_tokens"
 # The APIs in which clients ask for answers, by their paths.
 APIS: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,
@@ -95,22 +95,24 @@ class Site:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        served: list[tuple[str, str, Handler]] = [
-            *(("POST", path, partial(self._answer, api=api)) for path, api in APIS.items()),
-            ("POST", COUNT_PATH, self._count),
-            ("GET", "/v1/models", self._list_models),
-            ("GET", "/v1/models/{model:path}", self._show_model),
-            ("POST", PATH, self._feedback),
-            ("POST", f"{PATH}/tokens", self._issue_token),
-            ("GET", "/healthz", self._health),
-            ("GET", "/metrics", self._measure),
-            *(("POST", path, self._webhook) for path in self._webhooks),
-        ]
+        handlers: dict[str, Handler] = {
+            **{path: partial(self._answer, api=api) for path, api in APIS.items()},
+            COUNT_PATH: self._count,
+            "/v1/models": self._list_models,
+            "/v1/models/{model:path}": self._show_model,
+            PATH: self._feedback,
+            f"{PATH}/tokens": self._issue_token,
+            "/healthz": self._health,
+            "/metrics": self._measure,
+            OPENAPI_PATH: self._describe,
+        }
+        served = [(one.method, path, handlers[path]) for path, one in ROUTES.items()]
+        served += [("POST", path, self._webhook) for path in self._webhooks]
         routes = [Route(path, self._guarded(path, handler), methods=[method]) for method, path, handler in served]
         origins = list(self._gateway.config.cors_origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["POST"], allow_headers=["*"])
-        handlers = {404: _no_route, 405: _no_route}
-        return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers)
+        missed = {404: _no_route, 405: _no_route}
+        return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=missed)
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; its errors become error objects and are counted."""
@@ -244,14 +246,14 @@ class Site:
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
         num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
-        return _json(msgspec.json.encode({"input_tokens": num_tokens}))
+        return _json(msgspec.json.encode(TokenCount(input_tokens=num_tokens)))
 
     def _check_model(self, parsed: ParsedRequest) -> None:
         if self._gateway.config.models and parsed.model not in self._models:
             raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
 
     async def _list_models(self, request: Request) -> Response:
-        return _json(msgspec.json.encode({"object": "list", "data": [self._model(name) for name in self._models]}))
+        return _json(msgspec.json.encode(ServedModels(data=[self._model(name) for name in self._models])))
 
     async def _show_model(self, request: Request) -> Response:
         name = str(request.path_params["model"])
@@ -259,14 +261,8 @@ class Site:
             raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
         return _json(msgspec.json.encode(self._model(name)))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "headrace",
-            "version": self._gateway.engine.version,
-        }
+    def _model(self, name: str) -> ServedModel:
+        return ServedModel(id=name, version=self._gateway.engine.version)
 
     async def _feedback(self, request: Request) -> Response:
         token = request.headers.get(TOKEN_HEADER, "")
@@ -283,11 +279,12 @@ class Site:
             identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
-        body = {"object": "feedback", "id": identity, "answer_id": answer, "recorded": recorded}
+        note: str | msgspec.UnsetType = msgspec.UNSET
         if group_of(answer) not in self._gateway.served:  # another gateway's, of long ago, or never given
             self._metrics.counter("feedback_not_known_here").inc()
-            body["note"] = "this answer is not known here (yet); what was said waits for it until its window ends"
-        return _json(msgspec.json.encode(body), status=202)
+            note = "this answer is not known here (yet); what was said waits for it until its window ends"
+        reply = FeedbackReply(id=identity, answer_id=answer, recorded=recorded, note=note)
+        return _json(msgspec.json.encode(reply), status=202)
 
     async def _issue_token(self, request: Request) -> Response:
         key: ApiKey = request.state.key
@@ -297,8 +294,7 @@ class Site:
         self._authenticator.check_answer(key, answer)
         expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
         token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
-        body = {"object": "feedback.token", "token": token, "answer_id": answer, "expires_at": int(expires_s)}
-        return _json(msgspec.json.encode(body))
+        return _json(msgspec.json.encode(FeedbackTokenReply(token=token, answer_id=answer, expires_at=int(expires_s))))
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
@@ -313,8 +309,11 @@ class Site:
     async def _health(self, request: Request) -> Response:
         state = self._state()
         channel = self._gateway.config.channel
-        body = {"status": state or "ok", "version": self._gateway.engine.version, "channel": channel}
-        return _json(msgspec.json.encode(body), status=503 if state else 200)
+        health = Health(status=state or "ok", version=self._gateway.engine.version, channel=channel)
+        return _json(msgspec.json.encode(health), status=503 if state else 200)
+
+    async def _describe(self, request: Request) -> Response:
+        return _json(msgspec.json.encode(document(tuple(self._webhooks.values()))))
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")

@@ -5,6 +5,21 @@ from collections.abc import Mapping
 import msgspec
 
 
+class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was refused. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The error object of the OpenAI API."""
+
+    error: ErrorFields
+
+
 class ApiError(Exception):
     """An answer that is an error. param: the field at fault. retry_after_s: when to come back, 0 for not saying."""
 
@@ -37,8 +52,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error object."""
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        error = ErrorFields(message=str(self), type=self.kind, param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorReply(error=error))
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

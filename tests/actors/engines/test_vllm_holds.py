@@ -14,6 +14,7 @@ from infra.policies.policy import Policy, Probe
 from schemas.errors import PolicyRefused
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
+from tests.variables import variables
 from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.slow
@@ -85,9 +86,8 @@ FAULTS = (packed_matrix_times, stale_matrix, stale_norm, swapped_experts)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_vllm_that_holds_anything_else_after_a_load_is_refused_and_goes_on_with_what_it_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    tmp_path: Path, dtype: str
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that a fault can be planted in vLLM's process
     folder = str(build_family(tmp_path / "model", "qwen3_moe"))
     learner = opened("trainer.learners.torch:TorchLearner", folder, dtype=dtype)
     number = 0
@@ -121,13 +121,13 @@ def test_a_vllm_that_holds_anything_else_after_a_load_is_refused_and_goes_on_wit
         finally:
             await engine.close()
 
-    asyncio.run(main())
+    with variables(VLLM_ALLOW_INSECURE_SERIALIZATION="1"):  # so that a fault can be planted in vLLM's process
+        asyncio.run(main())
 
 
 def test_in_bfloat16_an_adapter_that_vllm_holds_otherwise_than_it_was_sent_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that a fault can be planted in vLLM's process
     folder = str(build_family(tmp_path / "model", "qwen3"))
     lora = LoraConfig(rank=3, alpha=7)
     learner = opened("trainer.learners.torch:TorchLearner", folder, dtype="bfloat16", lora=lora)
@@ -157,4 +157,5 @@ def test_in_bfloat16_an_adapter_that_vllm_holds_otherwise_than_it_was_sent_is_re
         finally:
             await engine.close()
 
-    asyncio.run(main())
+    with variables(VLLM_ALLOW_INSECURE_SERIALIZATION="1"):  # so that a fault can be planted in vLLM's process
+        asyncio.run(main())

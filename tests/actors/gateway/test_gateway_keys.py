@@ -17,6 +17,7 @@ from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, lis
 from actors.gateway.access.quota import Quotas
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import Site
+from actors.gateway.http.openapi import document, shown
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas.ids import session_name
@@ -37,7 +38,7 @@ ROUTES: list[tuple[str, str, Any, str]] = [
     ("GET", "/metrics", None, "admin"),
 ]
 WEBHOOK = Webhook(path="/zendesk", secret=b"shared", header="x-signature")
-KEYLESS = {"/healthz"}
+KEYLESS = {"/healthz", "/openapi.json"}
 CASES = ("right", "missing", "wrong", "almost", "revoked", "expired", "other scope", "other tenant")
 
 
@@ -164,6 +165,7 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
     routes = {route.path for route in site.app().routes if isinstance(route, Route)}
     known = {path.replace("/main", "/{model:path}") for _, path, _, _ in ROUTES}
     assert routes == known | KEYLESS | {WEBHOOK.path}
+    assert {shown(path) for path in routes} == set(document((WEBHOOK,))["paths"]), "what is served is described"
     scopes = {path.replace("/main", "/{model:path}"): scope for _, path, _, scope in ROUTES}
     assert scopes == SCOPE_OF, "one table says what opens a route, and nothing else does"
 
