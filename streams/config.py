@@ -23,8 +23,9 @@ class LangfuseConfig(Section, frozen=True):
     release 3.179 on).
 
     url: of Langfuse. score: name of the scores. public_key_env, secret_key_env: environment variables of the stream workers
-    with the keys of the project. every: how often it is asked. since: how far back the first question goes. overlap: how
-    much later than its own time a score may be seen, or be changed, and still count.
+    with the keys of the project. public_key_file, secret_key_file: files that hold them, instead, relative to the TOML. every:
+    how often it is asked. since: how far back the first question goes. overlap: how much later than its own time a score may
+    be seen, or be changed, and still count.
 
     Example: LangfuseConfig(score="user-feedback")
     """
@@ -33,6 +34,8 @@ class LangfuseConfig(Section, frozen=True):
     url: str = "https://cloud.langfuse.com"
     public_key_env: str = "LANGFUSE_PUBLIC_KEY"
     secret_key_env: str = "LANGFUSE_SECRET_KEY"
+    public_key_file: str = ""
+    secret_key_file: str = ""
     every: Duration = "30s"
     since: Duration = "24h"
     overlap: Duration = "1h"
@@ -46,12 +49,12 @@ class From(Section, frozen=True):
 
     topic: full name of any Kafka topic with JSON values. file: path of a JSONL file that grows, relative to the TOML.
     webhook: path at the gateway, such as "/zendesk"; "/v1/feedback" is what clients of the gateway say with their keys.
-    secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256).
-    signature_header: the header with the signature. timestamp_header: signed in front of the body, "" for none; each sender has
-    its own name for it. Without it, who has seen a signed body can send it again: gateway and stream worker take it for the
-    record it is while they remember it (the newest 65,536). tenant: of API keys; the webhook may speak of the answers given to
-    that one alone, "" for those of all. langfuse: where its scores are read from. otlp: a collector of OpenTelemetry writes
-    the topic, as `otlp_json`; each log record in a message is an event.
+    secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256). secret_file: a file
+    that holds it, instead, relative to the TOML. signature_header: the header with the signature. timestamp_header: signed in
+    front of the body, "" for none; each sender has its own name for it. Without it, who has seen a signed body can send it
+    again: gateway and stream worker take it for the record it is while they remember it (the newest 65,536). tenant: of API
+    keys; the webhook may speak of the answers given to that one alone, "" for those of all. langfuse: where its scores are
+    read from. otlp: a collector of OpenTelemetry writes the topic, as `otlp_json`; each log record in a message is an event.
 
     Example: From(topic="zendesk.closed")
     """
@@ -60,6 +63,7 @@ class From(Section, frozen=True):
     file: str = ""
     webhook: str = ""
     secret_env: str = ""
+    secret_file: str = ""
     signature_header: str = "x-signature"
     timestamp_header: str = ""
     tenant: str = ""
@@ -77,8 +81,10 @@ class From(Section, frozen=True):
         own = self.webhook == FEEDBACK_PATH
         if self.webhook.startswith(("/v1/", "/healthz", "/metrics", "/openapi.json")) and not own:
             raise ValueError(f'got webhook = "{self.webhook}", which is the gateway\'s own; expected another path')
-        if self.webhook and bool(self.secret_env) == own:
-            raise ValueError('a webhook needs secret_env = "NAME" of a variable; "/v1/feedback" has keys instead')
+        if self.webhook and bool(self.secret_env or self.secret_file) == own:
+            raise ValueError(
+                'a webhook needs secret_env = "NAME" of a variable or secret_file; "/v1/feedback" has keys'
+            )
 
 
 class FeedbackConfig(Section, frozen=True):

@@ -20,7 +20,7 @@ from infra.settings.config import duration_s
 from infra.settings.plugin import add_plugin_folders
 from infra.store.store import PRIVATE, Store
 from schemas import topics
-from schemas.errors import ConfigError, StoreError
+from schemas.errors import BrokerUnavailable, ConfigError, StoreError
 from schemas.topics import topic_config, topic_name
 
 ANSWER_S = 10.0
@@ -55,7 +55,7 @@ async def kafka_tried(settings: Settings) -> list[Tried]:
     try:
         bootstrap, access = bootstrap_of(settings), access_of(settings)
         there = await answers(bootstrap, timeout_s=ANSWER_S, access=access)
-    except ConfigError as error:
+    except (ConfigError, BrokerUnavailable) as error:
         return [Tried("broker", "", str(error))]
     what = f"broker {bootstrap}"
     if not there:

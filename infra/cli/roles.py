@@ -25,6 +25,7 @@ from infra.roles.identity import require_fit
 from infra.roles.role import Role, instance_of
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders
+from infra.settings.secret import secret_of
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import REPORTS
@@ -271,17 +272,13 @@ def at_port(listen: str, port: int) -> str:
 
 
 def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
-    """The webhooks of the feedback sources, with their secrets. Raises ConfigError for a variable that is not set."""
+    """The webhooks of the feedback sources, with their secrets. Raises ConfigError for one that is not there."""
     found = []
     for index, one in enumerate(settings.feedback):
         if not one.from_.webhook or one.from_.webhook == FEEDBACK_PATH:
             continue
-        secret = os.environ.get(one.from_.secret_env, "")
-        if not secret:
-            raise ConfigError(
-                f"feedback[{index}].from.secret_env: the environment has no {one.from_.secret_env}, expected the "
-                f"secret that {one.from_.webhook} is signed with"
-            )
+        at = f"feedback[{index}].from.secret"
+        secret = secret_of(at, one.from_.secret_env, one.from_.secret_file, settings.folder)
         header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
         found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp, one.from_.tenant))
     return tuple(found)

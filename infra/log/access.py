@@ -5,31 +5,25 @@ Secrets come from the environment or from a file, never from the settings; no te
 
 import asyncio
 import inspect
-import os
 import ssl
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiokafka.abc import AbstractTokenProvider
-from aiokafka.conn import create_conn
-from aiokafka.errors import (
-    AuthenticationFailedError,
-    IllegalSaslStateError,
-    KafkaError,
-    SaslAuthenticationFailed,
-    for_code,
-)
-from aiokafka.protocol.admin import ApiVersionRequest
+from aiokafka.errors import KafkaConnectionError
 
 from infra.settings.config import Floor, Kafka
 from infra.settings.plugin import load
+from infra.settings.secret import secret_of
 from schemas.errors import ConfigError
 
 EMBEDDED_FOLDER = "kafka"  # beside the TOML
 EMBEDDED_PASSWORD = "password"  # file in the folder of an embedded broker
 EMBEDDED_USER = "headrace"
+TOKEN_S = 20.0  # for a plugin to give a token
 Token = Callable[[], str | Awaitable[str]]
 
 
@@ -61,11 +55,14 @@ def access_of(floor: Floor) -> Access:
     if kafka.security_protocol == "PLAINTEXT":
         return PLAINTEXT
     asks_token = kafka.is_sasl and kafka.sasl_mechanism == "OAUTHBEARER"
+    password = ""
+    if kafka.is_sasl and not asks_token:
+        password = secret_of("kafka.sasl_password", kafka.sasl_password_env, kafka.sasl_password_file, floor.folder)
     return Access(
         protocol=kafka.security_protocol,
         mechanism=kafka.sasl_mechanism,
         username=kafka.sasl_username,
-        password=_password(kafka, floor.folder) if kafka.is_sasl and not asks_token else "",
+        password=password,
         context=_context(kafka, floor.folder) if kafka.security_protocol.endswith("SSL") else None,
         token=load(kafka.sasl_token, {}, "kafka.sasl_token") if asks_token else None,
     )
@@ -98,6 +95,10 @@ def client_options(access: Access) -> dict[str, Any]:
     return options
 
 
+class TokenFailed(KafkaConnectionError):  # type: ignore[misc]
+    """A plugin gave no token. To aiokafka, which catches its own errors alone, a broker that is away: it is tried again."""
+
+
 class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
     """Asks a plugin for the token of a connection, in a thread where it is no coroutine function."""
 
@@ -105,64 +106,28 @@ class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
         self._token = token
 
     async def token(self) -> str:
-        """The token now."""
-        found = self._token() if inspect.iscoroutinefunction(self._token) else await asyncio.to_thread(self._token)
-        return await found if inspect.isawaitable(found) else found
-
-
-async def refusal(bootstrap_servers: str, access: Access, timeout_ms: int) -> ConfigError | None:
-    """Why none of these brokers lets this client in, where that is no outage: aiokafka only says that it is not connected."""
-    for server in bootstrap_servers.split(",") if access is not PLAINTEXT else ():
-        host, _, port = server.strip().rpartition(":")
+        """The token now. Raises TokenFailed, which names the plugin and not what its error says: a token may stand there."""
         try:
-            connection = await create_conn(
-                host.strip("[]"), int(port), request_timeout_ms=timeout_ms, **client_options(access)
+            async with asyncio.timeout(TOKEN_S):
+                found = (
+                    self._token() if inspect.iscoroutinefunction(self._token) else await asyncio.to_thread(self._token)
+                )
+                found = await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__} in {Path(where.filename).name}, line {where.lineno}"
+            raise TokenFailed(f"kafka.sasl_token: {name_of(self._token)} {what}") from error
+        if not isinstance(found, str) or not found:
+            raise TokenFailed(
+                f"kafka.sasl_token: {name_of(self._token)} returned {type(found).__name__}, expected a token as text"
             )
-        except (AuthenticationFailedError, SaslAuthenticationFailed):
-            return _shut_out(server, access)
-        except ssl.SSLCertVerificationError as error:
-            return ConfigError(f"kafka.ssl_ca_file: the certificate of {server} is not trusted: {error.verify_message}")
-        except (KafkaError, OSError, ValueError):
-            continue
-        try:
-            # A broker answers a token that it refuses with words that aiokafka takes for success (RFC 7628, section 3.2.2),
-            # and refuses the next request.
-            answer = await connection.send(ApiVersionRequest())
-            if access.token is not None and for_code(answer.error_code) is IllegalSaslStateError:
-                return _shut_out(server, access)
-        except (KafkaError, OSError):
-            continue
-        finally:
-            connection.close()
-    return None
+        return found
 
 
-def _shut_out(server: str, access: Access) -> ConfigError:
-    if access.token is None:
-        who = f'"{access.username}" with this password'
-        return ConfigError(f"kafka.sasl_*: {server} does not let {who} in ({access.mechanism})")
-    who = f"the token of {_name_of(access.token)}"
-    return ConfigError(f"kafka.sasl_token: {server} does not let {who} in ({access.mechanism}): has it expired?")
-
-
-def _name_of(plugin: object) -> str:
+def name_of(plugin: object) -> str:
+    """A plugin as the settings name it."""
     kind = plugin if hasattr(plugin, "__qualname__") else type(plugin)
     return f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
-
-
-def _password(kafka: Kafka, folder: Path) -> str:
-    if kafka.sasl_password_file:
-        path = folder / kafka.sasl_password_file
-        try:
-            return path.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"kafka.sasl_password_file: {path} cannot be read: {error}") from error
-    password = os.environ.get(kafka.sasl_password_env, "")
-    if not password:
-        raise ConfigError(
-            f"kafka.sasl_password_env: {kafka.sasl_password_env} is not set; or name a sasl_password_file"
-        )
-    return password
 
 
 def _context(kafka: Kafka, folder: Path) -> ssl.SSLContext:

@@ -23,14 +23,15 @@ from aiokafka.errors import (
     for_code,
 )
 
-from infra.log.access import PLAINTEXT, Access, client_options, refusal
+from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
 from infra.log.kafka_errors import DENIED, may_pass, unavailable
 from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, begin, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
+from infra.log.refusal import Refusals, refusal
 from infra.log.retry import doubling, retry
-from schemas.errors import ConfigError, OffsetOutOfRange, RecordTooLarge
+from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 
 LINGER_MS = 5
@@ -55,7 +56,7 @@ class _TryAgain(Exception):
 
 
 async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = PLAINTEXT) -> bool:
-    """Whether a broker that takes records answers a metadata request. Raises ConfigError where it refuses this client."""
+    """Whether a broker that takes records answers. Raises ConfigError where it is refused, BrokerUnavailable for no token."""
     timeout_ms = int(timeout_s * 1000)
     client = AIOKafkaClient(
         bootstrap_servers=bootstrap_servers, request_timeout_ms=timeout_ms, **client_options(access)
@@ -66,8 +67,8 @@ async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = 
             return bool(client.cluster.brokers())
     except (KafkaError, OSError) as error:
         logger.debug("kafka.no_answer address=%s error=%r", bootstrap_servers, error)
-        if refused := await refusal(bootstrap_servers, access, timeout_ms):
-            raise refused from error
+        if refused := await refusal(bootstrap_servers, access, timeout_s):
+            raise (BrokerUnavailable(str(refused)) if isinstance(refused, TokenFailed) else refused) from error
         return False
     finally:
         await client.close()
@@ -95,6 +96,7 @@ class KafkaBus:
         self._client_id = client_id
         self._linger_ms = linger_ms
         self._access = access
+        self._refusals = Refusals(bootstrap_servers, access)
         self._producer: AIOKafkaProducer | None = None
         self._admin: AIOKafkaAdminClient | None = None
         self._offsets: AIOKafkaConsumer | None = None
@@ -301,16 +303,13 @@ class KafkaBus:
         try:
             admitted = await begin(client)
         except (KafkaError, OSError) as error:
-            if refused := await self._refusal():
+            if refused := await self._refusals.now():
                 raise refused from error
             raise
-        if self._access.token is not None and (refused := await self._refusal()):  # found at the first request
+        if self._access.token is not None and (refused := await self._refusals.now()):  # found at the first request
             await stop(admitted)
             raise refused
         return admitted
-
-    async def _refusal(self) -> ConfigError | None:
-        return await refusal(self.bootstrap_servers, self._access, REQUEST_TIMEOUT_MS)
 
     def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
         return AIOKafkaConsumer(
@@ -382,7 +381,7 @@ class KafkaBus:
             self._denied.discard(what)
             return found
         except TimeoutError:
-            last = await self._refusal() or (passed[-1] if passed else None)
+            last = await self._refusals.lately() or (passed[-1] if passed else None)
             raise unavailable(self.bootstrap_servers, what, self.deadline_s, last) from last
         except DENIED as error:
             denied = unavailable(self.bootstrap_servers, what, self.deadline_s, error)

@@ -36,7 +36,7 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 class EventSource(msgspec.Struct, kw_only=True):
     """One configured source. topic, file, webhook or langfuse says where it listens. trouble: what hangs, and which errors were
-    logged. redactor: masks personal data in texts. otlp: a message of the topic holds many events.
+    logged. redactor: masks personal data in texts. otlp: a message of the topic holds many events. folder: of the TOML.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -48,6 +48,7 @@ class EventSource(msgspec.Struct, kw_only=True):
     webhook: str = ""
     langfuse: LangfuseConfig | None = None
     otlp: bool = False
+    folder: Path = Path()
     timeout_s: float = TIMEOUT_S
     trouble: calls.Trouble = msgspec.field(default_factory=calls.Trouble)
     redactor: Redactor = msgspec.field(default_factory=Redactor)

@@ -10,7 +10,6 @@ per source and machine; of several machines each reads all, and ids absorb it.
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +23,8 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.settings.plugin import describe
+from infra.settings.secret import secret_of
 from schemas import Feedback
-from schemas.errors import ConfigError
 from schemas.ids import ANSWER_PREFIX
 from streams.config import LangfuseConfig
 from streams.sources.event import Event, EventSource, publish_events
@@ -108,7 +107,11 @@ async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: P
     """Ask until cancelled; `state` names the files of state and lock. Raises ConfigError where there are no keys."""
     assert source.langfuse is not None
     config = source.langfuse
-    auth = httpx.BasicAuth(_key(source, config.public_key_env), _key(source, config.secret_key_env))
+    at = f'feedback "{source.name}": langfuse.'
+    auth = httpx.BasicAuth(
+        secret_of(f"{at}public_key", config.public_key_env, config.public_key_file, source.folder),
+        secret_of(f"{at}secret_key", config.secret_key_env, config.secret_key_file, source.folder),
+    )
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
@@ -228,12 +231,3 @@ def _ms(score: Mapping[str, Any], otherwise_ms: int) -> int:
 
 def _iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _key(source: EventSource, name: str) -> str:
-    value = os.environ.get(name, "")
-    if not value:
-        raise ConfigError(
-            f'feedback "{source.name}": the environment has no {name}, which should hold a key of Langfuse'
-        )
-    return value

@@ -46,7 +46,12 @@ def build_sources(
             raise ConfigError(f'{where}.from.webhook: a source listens to "{webhook}" already')
         file = folder / config.from_.file if config.from_.file else None
         source = EventSource(name=config.name, function=function, file=file, webhook=webhook, redactor=redactor)
-        listens = {"topic": config.from_.topic, "langfuse": config.from_.langfuse, "otlp": config.from_.otlp}
+        listens = {
+            "topic": config.from_.topic,
+            "langfuse": config.from_.langfuse,
+            "otlp": config.from_.otlp,
+            "folder": folder,
+        }
         sources.append(msgspec.structs.replace(source, trouble=calls.Trouble(config.name), **listens))
     return tuple(sources)
 

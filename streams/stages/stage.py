@@ -17,6 +17,7 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
+from infra.log.kafka_errors import DENIED
 from infra.log.letters import letter_of
 from infra.log.log import Log, LogMessage, asks_store
 from infra.log.retry import doubling, retry, within
@@ -154,6 +155,11 @@ def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
     if type(error).__name__ == "OffsetOutOfRangeError":
         way_out = f"`headrace skip {stage}` goes on at the oldest records that are kept, and says what is lost"
         end_process(f"{stage}: records were deleted before they were read ({reason}); {way_out}", EXIT_OPERATOR)
+    if isinstance(error, DENIED):
+        end_process(
+            f"{stage}: Kafka does not allow it ({reason}); `headrace check --connect` names every missing right",
+            EXIT_BROKER,
+        )
     end_process(f"{stage}: Faust stopped: {reason}", EXIT_BUG)
 
 

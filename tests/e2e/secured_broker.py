@@ -51,6 +51,8 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
         f"{listener}.sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,OAUTHBEARER",
         f"{listener}.plain.sasl.jaas.config": (f'{modules}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";'),
         f"{listener}.scram-sha-256.sasl.jaas.config": f"{modules}.scram.ScramLoginModule required;",
+        # A connection with a token is closed after so long, and the next one asks for a new token.
+        f"{listener}.oauthbearer.connections.max.reauth.ms": "3000",
         f"{listener}.oauthbearer.sasl.jaas.config": (
             f'{modules}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="{USER}";'
         ),

@@ -9,7 +9,6 @@ A step is sent twice only where the connection was refused before anything was s
 knows a turn again by its number (`step_twice`). Answers are bounded in size; redirects are not followed.
 """
 
-import os
 import uuid
 from itertools import islice
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 from actors.rollout.environment import EnvironmentEnd, Outcome
 from infra.log.retry import doubling, retry
 from infra.settings.outside import shared_tls
+from infra.settings.secret import bearer
 from schemas import Task
 from schemas.errors import ConfigError
 
@@ -37,8 +37,9 @@ class _Answer(msgspec.Struct, frozen=True):
 class HttpEnvironment:
     """url: where the service listens. timeout_s: of one request. retries: of a request that may be sent twice.
 
-    token_env: environment variable that holds a bearer token; it is sent, and never logged. step_twice: the service
-    answers a turn it has seen with what it answered then. closes: it wants a call when an episode is over.
+    token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file that holds it,
+    instead; an absolute path. step_twice: the service answers a turn it has seen with what it answered then. closes: it wants
+    a call when an episode is over.
 
     Example: HttpEnvironment(url="http://shop-simulator:8080", timeout_s=20)
     """
@@ -50,20 +51,19 @@ class HttpEnvironment:
         timeout_s: float = 10.0,
         retries: int = 2,
         token_env: str = "",
+        token_file: str = "",
         step_twice: bool = False,
         closes: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
-        if token_env and token_env not in os.environ:
-            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
         self._url = url.rstrip("/")
         self._retries = retries
         self._step_twice = step_twice
         self._closes = closes
         self._timeout_s = timeout_s
-        self._token = os.environ[token_env] if token_env else ""
+        self._headers = bearer(token_env, token_file)
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._episode = ""
@@ -71,9 +71,8 @@ class HttpEnvironment:
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
         """Begin an episode under a fresh name."""
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         self._client = httpx.AsyncClient(
-            timeout=self._timeout_s, headers=headers, transport=self._transport, verify=shared_tls()
+            timeout=self._timeout_s, headers=self._headers, transport=self._transport, verify=shared_tls()
         )
         self._episode, self._turn = uuid.uuid4().hex, 0
         body = {"episode": self._episode, "seed": seed, "task": msgspec.to_builtins(task)}

@@ -11,7 +11,6 @@ episode waiting. It may ask for nothing: no sampling, no files, no questions to 
 import asyncio
 import atexit
 import contextlib
-import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from actors.rollout.failure import EpisodeFailed
 from actors.rollout.tool import Tool, ToolResult, sound_tool
 from actors.rollout.tools.mcp_stdio import StdioServer
 from infra.settings.plugin import describe
+from infra.settings.secret import bearer
 from schemas.errors import ConfigError
 
 MAX_TOOLS = 256
@@ -47,8 +47,8 @@ class McpServer:
     """command: starts a server that speaks over standard input and output. url: of one that speaks streamable HTTP.
 
     environment: variables of the command, besides a few like PATH. token_env: variable that holds a bearer token for the url;
-    it is sent, and never logged. only: names of the tools that may be called, empty for all. timeout_s: of one call.
-    start_s: until it has listed its tools.
+    it is sent, and never logged. token_file: a file that holds it, instead; an absolute path. only: names of the tools that may
+    be called, empty for all. timeout_s: of one call. start_s: until it has listed its tools.
 
     Example: McpServer(command=["npx", "-y", "@modelcontextprotocol/server-filesystem", "/data"], only=["read_text_file"])
     """
@@ -60,6 +60,7 @@ class McpServer:
         url: str = "",
         environment: Mapping[str, str] | None = None,
         token_env: str = "",
+        token_file: str = "",
         only: Sequence[str] = (),
         timeout_s: float = 20.0,
         start_s: float = 30.0,
@@ -68,11 +69,9 @@ class McpServer:
             raise ConfigError(f"got command {list(command)} and url {url!r}, expected one of them")
         if url and not url.startswith(("http://", "https://")):
             raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
-        if token_env and token_env not in os.environ:
-            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
         self._name = url or command[0]
         self._command, self._url, self._environment = command, url, dict(environment or {})
-        self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        self._headers = bearer(token_env, token_file)
         self._only, self._timeout_s, self._start_s = tuple(only), timeout_s, start_s
         self._home: _Home | None = None
         self._open: _Open | None = None
