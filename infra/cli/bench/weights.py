@@ -43,7 +43,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 
 WIDTH = 4096
-KEPT = 20  # versions that the store keeps, and what they are rebuilt from
+KEPT = 15  # versions that the store keeps, and what they are rebuilt from
 TRAINER = ("trainer_copy", "trainer_check", "publish")
 EXPLORER = ("fetch", "engine_check")
 NEAR = 3  # versions in a row that are measured: what a machine does besides is in each of them
@@ -97,9 +97,8 @@ def _followed(
     generator = np.random.default_rng(0)
     costs: dict[str, Cost] = {}
     steady, sleeper = _explorer(store), _explorer(store)
-    event, first = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None)
-    versions = [first]
-    full_gb = sum(one.num_bytes for one in first.values()) / 1e9
+    event, *versions = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None)
+    full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
     steady.fetch(event)
     sleeper.fetch(event)
     first_event, slept_since = event, 0  # the sleeper's newest version
@@ -107,10 +106,12 @@ def _followed(
         _from_cache(costs, store, Path(folder), event)
     near = {version + more: version for version in reversed(plan.versions) for more in range(NEAR)}
     for version in range(1, plan.versions[-1] + NEAR):
-        before, following = versions[-1], moved(versions[-1], plan.share, generator)
+        versions = versions[-1:]  # the one before goes before the next is made
+        before, following = versions[0], moved(versions[0], plan.share, generator)
         prune(store, "main", oldest=version - 1 - KEPT)
         if version not in near:
             versions = [before, HashedTensors(following)]
+            following.clear()
             steady.fetch(_publish(store, version, versions[1], before))
             continue
         event, after = _trainer_side(costs, f"_v{near[version]}", store, version, following, before)
