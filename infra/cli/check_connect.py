@@ -84,17 +84,24 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
             found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
         for one in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
             asked = await rights.of_topic(one, ("read",), 1)
-            missing = "" if asked.partitions or asked.denied else "is not there: [[feedback]] names it"
+            missing = f"is not there, and [[feedback]] names it: headrace topic create {one} makes it"
+            missing = "" if asked.partitions or asked.denied else missing
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
             found.append(
                 Tried(f"topic {one}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
             )
-        for group in READS:
+        for group in groups_of(settings):
             name = f"{settings.app}.{group}"
             asked = await rights.of_group(name)
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
             found.append(Tried(f"group {name}", "read", asked.fault or denied))
     return found
+
+
+def groups_of(settings: Settings) -> list[str]:
+    """Whatever reads as a group: stages, explorers, what comes in over HTTP, and each source with a topic."""
+    sources = [f"feedback.{one.name}" for one in settings.feedback if one.from_.topic]
+    return [*READS, "feedback", *sources]
 
 
 def store_tried(settings: Settings) -> Iterator[Tried]:

@@ -57,9 +57,11 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     help="Measure this machine: figures beside what was aimed at. Ratios are of things timed side by side.",
 )
+topic_app = typer.Typer(no_args_is_help=True, help="Topics that feedback sources read.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: create, list, revoke.")
 app.add_typer(keys_app, name="keys", rich_help_panel="Data")
 app.add_typer(load_app, name="load", rich_help_panel="Data")
+app.add_typer(topic_app, name="topic", rich_help_panel="Data")
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")
 
 app.command(rich_help_panel="Start")(start.demo)
@@ -96,6 +98,7 @@ app.command(rich_help_panel="Repeat")(again.reprocess)
 keys_app.command("create")(keys.create)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke)
+topic_app.command("create")(data.create_topic)
 load_app.command("tasks")(data.load_tasks)
 load_app.command("experts")(data.load_experts)
 load_app.command("pairs")(data.load_pairs)

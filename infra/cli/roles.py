@@ -33,6 +33,7 @@ from streams.config import FEEDBACK_PATH
 
 logger = logging.getLogger(__name__)
 
+CODE_VARIABLE = "HEADRACE_STOPPED_CODE"
 SAY_S = 5.0
 FIT_S = 2.0
 WITH_ENGINE = ("explore", "serve")
@@ -41,7 +42,11 @@ STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever 
 
 
 async def run_role(role: str, config: Path, sets: list[str]) -> int:
-    """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud."""
+    """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud.
+
+    Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so whoever keeps roles running can
+    tell it from one that came to its end.
+    """
     settings = load_settings(config, sets)
     log_to_stderr(as_json=settings.logs.format == "json")
     for line in open_to_others(settings):
@@ -60,10 +65,13 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
             asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
         if role == "train":
             adopt_slurm(os.environ)
+        told_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
-            return await train_on_ranks(settings, config, sets, stop)
+            code = await train_on_ranks(settings, config, sets, stop)
+            return code or (told_code if stop.is_set() else 0)
         try:
-            return await _run(role, settings, stop)
+            await _run(role, settings, stop)
+            return told_code if stop.is_set() else 0
         except HeadraceError as error:
             await say_failed(role, settings, str(error))
             raise
@@ -86,7 +94,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
         logger.warning("end_not_told error=%s", error)
 
 
-async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
+async def _run(role: str, settings: Settings, stop: asyncio.Event) -> None:
     metrics = Metrics(role, settings.app)
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
@@ -94,7 +102,6 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> int:
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
     await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
-    return 0
 
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:

@@ -32,6 +32,7 @@ FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails m
 OUTSTANDING = "outstanding_groups"  # gauge of the master
 GONE_S = 15.0  # a role that has not spoken for so long is silent
 
+_TOPIC_MISSING = re.compile(r"feedback_topic_missing\{source=(?P<source>[^,]*),topic=(?P<topic>.*)\}")
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 
 Reports = list[tuple[Progress, float]]
@@ -131,6 +132,7 @@ def role_state(reports: Reports, now_s: float) -> State:
         },
         "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
         "failing": failing(grown),
+        "unread": unread(new.gauges),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
         "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
@@ -150,6 +152,15 @@ def failing(grown: Mapping[str, float]) -> list[str]:
                 "the first error of each kind is in the log of process, as step_failed"
             )
     return found
+
+
+def unread(gauges: Mapping[str, float]) -> list[str]:
+    """Sources whose topic is not there: a line each."""
+    waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
+    return [
+        f'feedback "{one["source"]}" waits for topic {one["topic"]} to be made: headrace topic create {one["topic"]}'
+        for one in waiting
+    ]
 
 
 def newest_of_each(roles: list[State]) -> list[State]:
@@ -281,7 +292,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
                 f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
             ]
             found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
-            found += [f"{role['instance']}: {line}" for line in role["failing"]]
+            found += [f"{role['instance']}: {line}" for line in (*role["failing"], *role["unread"])]
             found += canary_alarm(role)
             if spooled := role["gauges"].get("spool_records"):
                 found.append(f"{role['instance']}: {spooled:,.0f} records wait on disk for the log; its log says why")

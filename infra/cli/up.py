@@ -14,7 +14,7 @@ from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
-from infra.cli.roles import metrics_address
+from infra.cli.roles import CODE_VARIABLE, metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
 from infra.local.folder_lock import lock_folder
@@ -31,6 +31,7 @@ METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # po
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 TAIL_BYTES = 4096
+STOPPED = 143  # of a role that a signal ended: 128 and SIGTERM, as a shell says it
 
 
 class Stopped(Exception):
@@ -67,7 +68,7 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
             *overrides,
         ),
         log=settings.folder / "logs" / f"{role}.log",
-        env=child_environment(settings) | metrics_environment(settings, role),
+        env=child_environment(settings) | metrics_environment(settings, role) | {CODE_VARIABLE: str(STOPPED)},
         final_codes=(0, FENCED_OUT),
         mistakes=(CONFIG_ERROR,),
         tier=2 if role == "master" else 1,
@@ -162,9 +163,9 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     def tell(event: ChildEvent) -> None:
-        code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
-        console.print(f"{event.name} {event.kind}{code}")
-        if event.kind == "exited" and event.exit_code:
+        if said := words_of(event):
+            console.print(said)
+        if event.kind == "exited" and event.exit_code not in (0, None, STOPPED):
             words = last_words(settings.folder / "logs" / f"{event.name}.log")
             console.print(f"  {words}", style="red")
         if event.kind == "exited" and event.exit_code == FENCED_OUT:
@@ -200,6 +201,15 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
 def failed_of(states: Iterable[ChildState]) -> list[str]:
     """Those that were given up, or ended since another process has their role. The console may fail alone."""
     return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
+
+
+def words_of(event: ChildEvent) -> str:
+    """What `up` says of an event, "" for nothing. Of a role that a signal ended, its new start alone."""
+    if event.exit_code == STOPPED:
+        told = f"{event.name} was ended by a signal that headrace up did not send: it is started again"
+        return told if event.kind == "restarting" else f"{event.name} stopped" if event.kind == "stopped" else ""
+    code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
+    return f"{event.name} {event.kind}{code}"
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:

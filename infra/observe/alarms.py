@@ -138,6 +138,11 @@ ALARMS = (
     _still("spans_dropped", "Spans are given up"),
     _still("feedback_polls_failed", "A feedback system does not answer"),
     Alarm(
+        "feedback-topic-missing", "A source's topic is not there", r"waits for topic .* to be made",
+        "headrace_feedback_topic_missing > 0", "{{ $labels.source }} waits for topic {{ $labels.topic }}",
+        wait="1m", severity="ticket",
+    ),
+    Alarm(
         "records-on-disk", "Answers wait on disk", r"records wait on disk", "headrace_spool_records > 0",
         "{{ $labels.instance }} cannot write to the log", wait="5m",
     ),

@@ -142,6 +142,7 @@ MEASURES = (
     # feedback
     _counter("feedback_events", "process", "events of a feedback source", "source", "outcome"),
     _counter("feedback_trimmed", "process", "records of a feedback topic gone before they were read", "source"),
+    _gauge("feedback_topic_missing", "process", "1 while a source waits for its topic to be made", "source", "topic"),
     _counter("feedback_polls_failed", "process", "times that another system could not be asked", "source", "reason"),
     _counter("feedback_position_not_saved", "process", "times that the place in a source was not saved", "source"),
     _gauge(

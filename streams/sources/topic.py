@@ -1,36 +1,57 @@
 """Feedback from any Kafka topic with JSON values.
 
-    read -> user's function -> publish (confirmed) -> commit
+    wait for the topic -> read -> user's function -> publish (confirmed) -> commit
 
 Delivery: at least once, shared by all workers as one consumer group; a topic starts at its beginning. Loss: offsets
-that retention took before they were read are counted and warned of, then reading goes on at the oldest kept one.
+that retention took before they were read are counted and warned of, then reading goes on at the oldest kept one. A topic that
+is not there is an alarm, and waited for; nothing else waits with it.
 """
 
+import asyncio
 import logging
 
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import Log
+from infra.log.retry import doubling
 from infra.observe.metrics import Metrics
-from schemas.errors import ConfigError, OffsetOutOfRange
+from schemas.errors import OffsetOutOfRange
 from streams.sources.event import Event, EventSource, publish_events
 from streams.sources.otel import split_otlp
 
 POLL_S = 1.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0  # between two looks for a topic that is not there
 logger = logging.getLogger(__name__)
 
 
 async def run_topic(source: EventSource, log: Log, metrics: Metrics) -> None:
-    """Read the source's topic until cancelled. Raises ConfigError where it does not exist, BrokerUnavailable."""
-    try:
-        await log.bus.partitions(source.topic)
-    except ValueError as error:
-        raise ConfigError(f'feedback "{source.name}": no topic "{source.topic}" in the broker') from error
+    """Read the source's topic until cancelled, from when it is there on. Raises BrokerUnavailable."""
+    await until_there(source, log, metrics)
     reader = await log.bus.subscribed([source.topic], group=log.group(f"feedback.{source.name}"))
     try:
         while True:
             await take_once(source, reader, log, metrics)
     finally:
         await reader.close()
+
+
+async def until_there(source: EventSource, log: Log, metrics: Metrics) -> None:
+    """Wait until the broker has the source's topic; meanwhile the gauge `feedback_topic_missing` is 1."""
+    missing = metrics.gauge("feedback_topic_missing", source=source.name, topic=source.topic)
+    for pause_s in doubling(FIRST_WAIT_S, LONGEST_WAIT_S):
+        try:
+            await log.bus.partitions(source.topic)
+        except ValueError:
+            if pause_s == FIRST_WAIT_S:
+                missing.set(1)
+                logger.warning(
+                    "feedback_topic_missing source=%s topic=%s: it is not in the broker, or may not be seen, and is waited "
+                    "for; headrace topic create %s makes it", source.name, source.topic, source.topic,
+                )  # fmt: skip
+            await asyncio.sleep(pause_s)
+        else:
+            break
+    missing.set(0)
+    logger.info("feedback_topic_there source=%s topic=%s", source.name, source.topic)
 
 
 async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metrics) -> int:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from infra.cli.expected import Heard, missing
-from infra.cli.status import alarms, failing
+from infra.cli.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
@@ -33,7 +33,7 @@ LATE = {"outstanding_groups": 1280.0}
 def role(**fields: Any) -> dict[str, Any]:
     return {
         "role": "train", "instance": "train/1", "silent": False, "age_s": 1.0, "grown": {}, "alarms": [], "failing": [],
-        "gauges": {}, "state": "running", "reason": "", **fields,
+        "unread": [], "gauges": {}, "state": "running", "reason": "", **fields,
     }  # fmt: skip
 
 
@@ -57,6 +57,9 @@ def of_status() -> dict[str, list[str]]:
         "role-silent": lines(role(silent=True, age_s=40.0)),
         "lag": lines(role(), lags={"verified": 11}),
         "step-failing": lines(role(failing=failed)),
+        "feedback-topic-missing": lines(
+            role(unread=unread({"feedback_topic_missing{source=csat,topic=zendesk.closed}": 1.0}))
+        ),
         "records-on-disk": lines(role(role="serve", gauges={"spool_records": 1200.0})),
         "canary-missing": [*lines(role(role="master", gauges=canary)), *lines(role(role="serve", gauges=canary))],
         "no-version": lines(role(role="master", gauges=LATE), policies={"newest_refused": False, "age_s": 4000.0}),

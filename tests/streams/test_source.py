@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,13 +164,31 @@ def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_was_left
     asyncio.run(scene())
 
 
-def test_a_topic_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
-    async def scene() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            await run_sources([source(topic="nowhere")], await opened(), Metrics("process"), tmp_path)
-        assert caught.group_contains(ConfigError, match='feedback "csat": no topic "nowhere"')
+def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = "feedback_topic_missing{source=csat,topic=zendesk.closed}"
 
+    async def scene() -> None:
+        log, metrics = await opened(), Metrics("process")
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(ticket(id="of a file") + b"\n")
+        others = [source(), source(name="review", topic="", file=path)]
+        running = asyncio.create_task(run_sources(others, log, metrics, tmp_path / "s"))
+        await until(log, ["of a file"])
+        assert metrics.gauges()[waiting] == 1 and not running.done()
+        await log.bus.create_topic("zendesk.closed", 1, {})
+        await log.bus.send("zendesk.closed", ticket(id="before it was seen"), key=b"")
+        await until(log, ["of a file", "before it was seen"])
+        assert metrics.gauges()[waiting] == 0
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    caplog.set_level(logging.INFO)
     asyncio.run(scene())
+    told = [one.getMessage() for one in caplog.records if one.name == "streams.sources.topic"]
+    assert [line.split()[0] for line in told] == ["feedback_topic_missing", "feedback_topic_there"]
+    assert "headrace topic create zendesk.closed" in told[0]
 
 
 def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:

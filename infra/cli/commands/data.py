@@ -130,3 +130,21 @@ def skip(
     from infra.cli.skip import run_skip
 
     exit_with(lambda: run_skip(group, config, sets))
+
+
+def create_topic(
+    name: Annotated[str, typer.Argument(help="Its full name, as in from = { topic = NAME }.")],
+    partitions: Annotated[int, typer.Option(min=1, help="How many workers may read it at once.")] = 1,
+    keep: Annotated[str, typer.Option(help="How long events stay, such as 7d.", show_default="[keep] replay")] = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+) -> None:
+    """Make a topic that a feedback source names and the broker does not have. One that is there stays as it is.
+
+    Stream workers that wait for it begin to read it by themselves. The embedded broker is started where it does not run.
+
+    Example: [cyan]headrace topic create zendesk.closed[/]
+    """
+    from infra.cli.topic import run_create_topic
+
+    exit_with(lambda: run_create_topic(name, config, sets, partitions=partitions, keep=keep))

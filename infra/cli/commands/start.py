@@ -74,7 +74,8 @@ def demo(
 def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006 (typer copies it)
     """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
 
-    A role that dies is started again; what each says goes to logs/ beside the TOML.
+    A role that dies, or that something else ends by a signal, is started again; what each says goes to logs/ beside the
+    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start ends all.
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """

@@ -162,7 +162,7 @@ def _alive(state: State, role: str) -> Sequence[Mapping[str, Any]]:
 
 def _state(state: State, role: str) -> str:
     here = [one for one in state["roles"] if one["role"] == role]
-    if any(one["alarms"] or one["grown"] or one["failing"] for one in _alive(state, role)):
+    if any(one["alarms"] or one["grown"] or one["failing"] or one["unread"] for one in _alive(state, role)):
         return "alarm"
     return (
         "" if any(not one["silent"] and one["state"] not in ("stopped", "done", "failed") for one in here) else "quiet"

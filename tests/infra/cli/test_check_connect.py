@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infra.cli.check_connect import object_fault, store_tried
+from infra.cli.check_connect import groups_of, object_fault, store_tried
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.local.address import HOST, choose_address
@@ -90,3 +90,11 @@ def test_a_broker_that_is_not_there_is_said_and_the_store_is_tried_all_the_same(
     )
     assert done.exit_code == 1 and "no broker answers within 10 s" in done.stdout
     assert "put, list, get, delete" in done.stdout
+
+
+def test_every_group_that_a_role_reads_as_is_tried(tmp_path: Path) -> None:
+    topic = '[[feedback]]\nname = "csat"\nuse = "a:b"\nfrom = { topic = "zendesk.closed" }\n'
+    file = '[[feedback]]\nname = "review"\nuse = "a:b"\nfrom = { file = "r.jsonl" }\n'
+    (tmp_path / "headrace.toml").write_text(f'app = "t"\n{topic}{file}')
+    tried = groups_of(load_settings(tmp_path / "headrace.toml"))
+    assert tried == ["tasks", "explore", "verify", "collect", "feedback", "feedback.csat"]

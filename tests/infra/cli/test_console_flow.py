@@ -29,7 +29,7 @@ def role(
     return {
         "role": name, "instance": f"{name}/1", "state": state, "reason": "", "alarms": [], "version": 3,
         "age_s": 90.0 if silent else 1.0,
-        "silent": silent, "per_s": per_s or {}, "grown": {}, "failing": [], "gauges": gauges,
+        "silent": silent, "per_s": per_s or {}, "grown": {}, "failing": [], "unread": [], "gauges": gauges,
     }  # fmt: skip
 
 

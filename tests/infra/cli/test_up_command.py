@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from infra.cli.demo.char_model import build_char_model
 from infra.cli.roles import gateway_of
 from infra.cli.settings import load_settings
 from infra.cli.up import ROLES, broker_child, failed_of, index_child, last_words, role_child, roles_of
@@ -107,3 +112,71 @@ def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_pat
     assert told["master"] == "0.0.0.0:9200" and len(set(told.values())) == len(ROLES)
     free = load_settings(file)
     assert {role_child(free, file, (), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}
+
+
+def up(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(config), "--set", "console.up=false"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+def test_a_role_that_gives_up_at_its_start_ends_up_with_the_roles_last_line(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text(f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 1\n')
+    with up(file) as process:
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    said = " ".join(out.split())
+    assert "policy.model: missing, expected a model folder or a Hugging Face name" in said
+    assert "exited (exit code 2)" in said and " failed; see " in said
+
+
+@pytest.mark.slow
+def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_line(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    build_char_model(tmp_path / "model", seed=0)
+    file = tmp_path / "headrace.toml"
+    file.write_text(
+        f'app = "{app_name}"\n[policy]\nmodel = "model"\n[engine]\nuse = "actors.engines.torch:TorchEngine"\n'
+        f'[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 1\n'
+    )
+    with up(file) as process:
+        stopper = threading.Timer(180, process.kill)
+        stopper.start()
+        assert process.stdout is not None
+        heard: list[str] = []
+        for line in process.stdout:
+            heard.append(line)
+            if line.startswith("process started") and heard.count(line) == 1:
+                (child,) = [one for one in children_of(process.pid) if "process" in command_of(one)]
+                ready(tmp_path / "logs" / "process.log")
+                os.kill(child, signal.SIGTERM)
+            elif line.startswith("process started"):
+                break
+        process.send_signal(signal.SIGINT)
+        heard += process.stdout.readlines()
+        stopper.cancel()
+    lines = [line.strip() for line in heard if line.startswith("process ")]
+    assert lines[:3] == [
+        "process started",
+        "process was ended by a signal that headrace up did not send: it is started again",
+        "process started",
+    ], heard
+    assert "exit code 143" not in "".join(heard)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def ready(log: Path) -> None:
+    """Until a role listens to signals: it has said that it started."""
+    while not (log.exists() and "started role=" in log.read_text()):
+        time.sleep(0.05)

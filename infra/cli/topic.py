@@ -1,0 +1,40 @@
+"""`headrace topic create NAME`: a topic for a feedback source, where whoever writes it cannot make it.
+
+The app's own topics are made by `headrace check --create`.
+"""
+
+from pathlib import Path
+
+from infra.cli.connect import reading
+from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
+from infra.settings.config import duration_s
+from schemas.errors import ConfigError
+from schemas.topics import FEEDBACK, topic_config
+
+
+async def run_create_topic(name: str, config: Path, sets: list[str], *, partitions: int, keep: str) -> int:
+    """Make it, unless it is there. Raises ConfigError for one of the app's own topics, or a name that no topic may have."""
+    settings = load_settings(config, sets)
+    if name.startswith(f"{settings.app}."):
+        raise ConfigError(f"{name}: topics of the app itself are made by headrace check --create")
+    if (
+        not 0 < len(name) < 250
+        or name in (".", "..")
+        or not all(one.isascii() and (one.isalnum() or one in "._-") for one in name)
+    ):
+        raise ConfigError(f"{name!r}: expected at most 249 letters, digits, dots, - and _")
+    keep_ms = int(duration_s(keep or settings.keep.replay) * 1000)
+    console = Screen()
+    async with reading(settings, create=True) as log:
+        try:
+            there = len(await log.bus.partitions(name))
+        except ValueError:
+            made = topic_config(FEEDBACK, keep_ms, settings.kafka.replication)
+            await log.bus.create_topic(name, partitions, made, settings.kafka.replication)
+            console.print(
+                f"{name} created: {partitions} partitions, kept for {keep or settings.keep.replay}", markup=False
+            )
+        else:
+            console.print(f"{name} was there, with {there} partitions: nothing was changed", markup=False)
+    return 0
