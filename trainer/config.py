@@ -10,6 +10,7 @@ from schemas.fields import Lane
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+SLOTS = 8  # spans of keep.replay, of each of which the first checkpoint stays
 BUILT_IN = (
     "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
     "dpo",

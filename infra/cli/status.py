@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
+
 from infra.cli.clock import LogClock
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
 from infra.cli.heard import Hour
+from infra.cli.kept import kept_of
 from infra.cli.newest import Newest, newest, newest_reports
 from infra.cli.settings import load_settings
 from infra.cli.skip import READS
@@ -50,6 +53,7 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
             state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=Hour(log, follower))
         finally:
             await follower.close()
+        state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
         state["clock_off_s"] = round(clock.off_s, 1)
     if as_json:
         print(printable_json(json.dumps(state)))
@@ -107,7 +111,7 @@ async def read_status(
             if isinstance(message.value, EvalResult)
         },
     }
-    return {**state, "clock_off_s": 0.0, "alarms": alarms(state, max_lag)}
+    return {**state, "clock_off_s": 0.0, "kept": [], "alarms": alarms(state, max_lag)}
 
 
 def role_state(reports: Reports, now_s: float) -> State:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.clock import clock_line
+from infra.cli.kept import kept_lines
 from infra.observe.alarms import alarm_of
 
 State = dict[str, Any]
@@ -67,6 +68,8 @@ def show(console: Console, state: State) -> None:
             f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens went no further)", markup=False
         )
     _show_waiting(console, state)
+    for line in kept_lines(state["kept"]):
+        console.print(f"kept       {line}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
     for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):

@@ -14,9 +14,9 @@ from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
 from schemas import Batch, topics
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
-from trainer.config import LaneConfig
+from trainer.config import SLOTS, LaneConfig
 from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
-from trainer.journal.horizon import SLOTS, CheckpointTime, kept, trim_below, uses_below
+from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
 
 

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
+from trainer.config import SLOTS
 from trainer.journal.checkpoint import CheckpointPlace, Manifest
-
-SLOTS = 8
 
 
 class CheckpointTime(msgspec.Struct, frozen=True, order=True):

@@ -20,7 +20,7 @@ def status(
         int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
     ] = MAX_LAG,
 ) -> None:
-    """Roles, versions, rates, lags, drops by reason, and alarms.
+    """Roles, versions, rates, lags, drops by reason, what is kept with its bound, and alarms.
 
     Read from the log alone, so it works from any machine that reaches the broker.
     Rates are those of the last minute.

@@ -237,6 +237,7 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     shown = printed(config, "status", "--check")
     assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
     state = json.loads(printed(config, "status", "--json", "--check"))
+    assert {one["what"]: one["num"] for one in state["kept"]}["topic evals"] == 1
     assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
     refused = PolicyEvent(event="refused", policy="main", version=4, owner="explore/1", reason="NaN")
     publish(kafka, app_name, [(topics.POLICIES, refused)])

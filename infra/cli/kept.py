@@ -1,0 +1,106 @@
+"""What an app keeps, how much of it there is now, and what bounds it: `kept` of `headrace status`.
+
+Nothing is listed or read for it: topics are asked for their first and last offset, roles have told their sizes, and files are
+of the machine where it is asked. How large folders of the store are, the bucket says; here is what bounds them.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.cli.settings import Settings
+from infra.log.log import Log
+from infra.store.snapshots import KEPT
+from schemas import topics
+from trainer.config import SLOTS
+
+FILES = ("trace.sqlite", "console.sqlite")
+# What grows for as long as the app lives, and by what; nothing in it may be removed, as somebody needs its beginning.
+FOREVER: Mapping[str, str] = {
+    topics.EXPERTS.name: "for ever: what is loaded",
+    topics.EVALS.name: "for ever: the answers to each suite of each version that it was asked of",
+    topics.BATCHES.name: "for ever: a record a step, from which forget, trace and audit tell what was learned",
+    topics.POLICIES.name: "for ever: a few records a version, of which the first says which log it is",
+}
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One thing that is kept. num: how much there is now, None where that is not known here. unit: of `num`.
+
+    Example: Kept(what="topic tasks", num=1200, unit="records", bound="30d (keep.replay)")
+    """
+
+    what: str
+    bound: str
+    num: int | None = None
+    unit: str = "records"
+
+
+async def kept_of(log: Log, settings: Settings, roles: Sequence[Mapping[str, Any]]) -> list[Kept]:
+    """Everything an app keeps. roles: as `status` has them. Raises BrokerUnavailable."""
+    held = await asyncio.gather(*(log.bounds(topic) for topic in topics.ALL))
+    of_topics = [
+        Kept(f"topic {topic.name}", bound_of(topic, settings.keep.replay), sum(ends.values()) - sum(begins.values()))
+        for topic, (begins, ends) in zip(topics.ALL, held, strict=True)
+    ]
+    return [*of_topics, *_in_store(settings, roles), *_at_roles(settings, roles), *_in_files(settings)]
+
+
+def bound_of(topic: topics.Topic, replay: str) -> str:
+    """What bounds a topic. Records of a compacted one are at most as many as there were."""
+    if topic.retention == "forever":
+        return FOREVER.get(topic.name, "the oldest checkpoint that is kept")
+    return {"keep": f"{replay} (keep.replay)", "day": "a day", "compact": "the newest of each task"}[topic.retention]
+
+
+def _in_store(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterable[Kept]:
+    replay, newest = f"{settings.keep.replay} (keep.replay)", settings.trainer.keep_checkpoints
+    yield Kept("store policies/", f"{replay}, and what those build on")
+    yield Kept("store checkpoints/", f"the newest {newest} (trainer.keep_checkpoints), and {SLOTS + 2} of {replay}")
+    stored = [int(role["stored_bytes"]) + int(role["gauges"].get("master_snapshot_bytes", 0)) for role in roles]
+    yield Kept("store snapshots/, each", f"the newest {KEPT} of each partition and of the master", sum(stored), "bytes")
+    yield Kept("store blobs/", f"frames {replay}, images for ever: what tasks and demonstrations show")
+    yield Kept("store keys/, gateway/", "for ever: a key a user, emptied by forget; API keys")
+
+
+def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterable[Kept]:
+    gateway = settings.gateway
+    for role in roles:
+        gauges, where = role["gauges"], role["instance"]
+        if gateway is not None and "spool_bytes" in gauges:
+            bound = f"{gateway.spool_mb} MB (gateway.spool_mb)"
+            yield Kept(f"spool of {where}", bound, int(gauges["spool_bytes"]), "bytes")
+        if "uses_remembered" in gauges:
+            bound = f"{settings.keep.replay} (keep.replay)"
+            yield Kept(f"uses at {where}", bound, int(gauges["uses_remembered"]), "groups")
+        if "host_cache_max_bytes" in gauges:
+            bound = f"{gauges['host_cache_max_bytes'] / 1e9:g} GB (store.cache_gb)"
+            yield Kept(f"cache at {where}", bound, int(gauges["host_cache_bytes"]), "bytes")
+
+
+def _in_files(settings: Settings) -> Iterable[Kept]:
+    for name in FILES:
+        path: Path = settings.folder / "state" / name
+        if path.exists():
+            yield Kept(f"file {path.parent.name}/{name}", "rows of what the topics keep", path.stat().st_size, "bytes")
+
+
+def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each bound.
+
+    >>> kept_lines([{"what": "topic tasks", "num": 1200, "unit": "records", "bound": "30d (keep.replay)"}])
+    ['30d (keep.replay): topic tasks 1,200 records']
+    """
+    found: dict[str, list[str]] = {}
+    for one in kept:
+        found.setdefault(one["bound"], []).append(one["what"] + _size(one))
+    return [f"{bound}: {', '.join(what)}" for bound, what in found.items()]
+
+
+def _size(one: Mapping[str, Any]) -> str:
+    if one["num"] is None:
+        return ""
+    return f" {one['num'] / 1e6:,.1f} MB" if one["unit"] == "bytes" else f" {one['num']:,} {one['unit']}"
