@@ -226,8 +226,10 @@ class Folder:
                     row = (record.offset, time_ms, one.order, one.owner, one.about, one.reason)
                     self._index.many("INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?)", [row])
                 case DeadLetter() if one.stage == MARK:
-                    row = (one.partition, one.offset)
-                    self._index.many("UPDATE letters SET done = 1 WHERE part = ? AND offset = ?", [row])
+                    row = (one.error[:2000], one.partition, one.offset)
+                    self._index.many(
+                        "UPDATE letters SET done = 1, done_by = ? WHERE part = ? AND offset = ? AND done = 0", [row]
+                    )
                 case DeadLetter():
                     where = f"{one.topic}/{one.partition}@{one.offset}"
                     row = (

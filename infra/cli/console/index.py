@@ -20,7 +20,7 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
 
-LAYOUT = 3
+LAYOUT = 4
 MAX_TEXT = 2000
 SCHEMA = """
 CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
@@ -39,8 +39,9 @@ CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest IN
 CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, PRIMARY KEY (name, version)) WITHOUT ROWID;
 CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
   PRIMARY KEY (suite, version)) WITHOUT ROWID;
-CREATE TABLE letters (part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT, reason TEXT,
-  error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (part, offset)) WITHOUT ROWID;
+CREATE TABLE letters (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT,
+  reason TEXT, error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, done_by TEXT NOT NULL DEFAULT '',
+  UNIQUE (part, offset));
 CREATE TABLE orders (offset INTEGER PRIMARY KEY, time_ms INTEGER, word TEXT, owner TEXT, about TEXT, reason TEXT);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, time_ms INTEGER, version INTEGER);
 CREATE TABLE fence (token INTEGER);
@@ -54,6 +55,7 @@ CREATE INDEX by_fate ON answers (fate);
 CREATE INDEX by_said ON answers (said) WHERE said > 0;
 CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
 CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
+CREATE INDEX by_reason ON letters (reason);
 CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_task ON answers (task) WHERE task != '';
 CREATE INDEX by_made ON answers (made) WHERE made > 0;

@@ -168,9 +168,9 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
     before = query_of({"before": asked.get("before", "")})[0].before
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     ask = pages.reading.ask
+    letters, older = await ask(lambda one: data.letters(one, reason, before))
     return pages.show(
-        request, viewer, "data.html", reason=reason, order=order, named=named,
-        letters=await ask(lambda one: data.letters(one, reason, before)),
+        request, viewer, "data.html", reason=reason, order=order, named=named, letters=letters, older=older,
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
         tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
     )  # fmt: skip

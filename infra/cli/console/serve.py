@@ -51,7 +51,8 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
         # An archive lies in this process alone, and no role is at work beside it.
         is_apart = bool(command)
-        run = made(settings, log, store, state, link=link, command=command, address=address, is_apart=is_apart)
+        access = Access(store, link)
+        run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
         async with run as (app, _):
             await serve(app, sock)
     return 0
@@ -87,19 +88,17 @@ def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
 async def made(
     settings: Settings,
     log: Log,
-    store: Store,
     state: Path,
     *,
-    link: str,
+    access: Access,
     command: Sequence[str],
     address: str,
     is_apart: bool = False,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
-    """The application and what it reads, kept up inside the `with`. address: host:port that it is asked for. is_apart: it is
-    kept up by a process of its own, see `keep_apart`.
+    """The application and what it reads, kept up inside the `with`. access: its doors. address: host:port that it
+    is asked for. is_apart: it is kept up by a process of its own, see `keep_apart`.
     """
     host, port = address.lower().rpartition(":")[::2]
-    access = Access(store, link)
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
         kept, looked = Kept(), asyncio.Event()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from infra.cli.connect import connected
+from infra.cli.console.access import Access
 from infra.cli.console.serve import command_of, made
 from infra.cli.settings import load_settings
 from infra.store.memory import MemoryStore
@@ -64,9 +65,8 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                 made(
                     settings,
                     log,
-                    MemoryStore(),
                     tmp_path,
-                    link=LINK,
+                    access=Access(MemoryStore(), LINK),
                     command=command_of(config, []),
                     address="127.0.0.1:1",
                     is_apart=True,

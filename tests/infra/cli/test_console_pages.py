@@ -14,6 +14,7 @@ import pytest
 from infra.cli.console import flow
 from infra.cli.console.answers import beside
 from infra.cli.console.config import ConsoleConfig
+from infra.cli.console.data import SHOWN
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
 from infra.cli.console.keeping import FILE
@@ -25,7 +26,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
-from schemas import Batch, BatchItem, Block, PolicyEvent, Rollback, Skip, topics
+from schemas import Batch, BatchItem, Block, DeadLetter, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.ids import subject_of
 from tests.infra.cli.console_rig import ANN, BOB, MADE, SESSION, fill, live, looking, until
@@ -116,6 +117,24 @@ def test_the_data_page_has_tasks_with_their_success_and_what_processors_made(tmp
             assert "experiences/0@9 verify bad frame" in text
             assert "made from question 0" in text_of(await client.get("/answers?made=yes"))
             assert f"{SESSION}.1-0.0-0-0" in text_of(await client.get(f"/answers/{MADE}"))
+
+    asyncio.run(main())
+
+
+def test_every_letter_is_on_a_page_of_the_data_though_many_came_at_one_moment(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await filled()
+        for at in range(2 * SHOWN):
+            lost = DeadLetter(topic="experiences", partition=1, offset=at, stage="verify", reason="bad frame")
+            await log.publish(topics.DEAD_LETTERS, lost)
+        async with looking(tmp_path, log) as (client, _):
+            for first in ("/data", "/data?reason=bad+frame"):
+                found, path = [], first
+                for _ in range(3):
+                    page = (await client.get(path)).text
+                    found += re.findall(r"<code>(experiences/\d+@\d+)</code>", page)
+                    path = page.partition('class="more" href="')[2].partition('"')[0].replace("&amp;", "&")
+                assert not path and len(found) == len(set(found)) == 2 * SHOWN + 1
 
     asyncio.run(main())
 
