@@ -36,7 +36,8 @@ CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', conte
 CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
   WITHOUT ROWID;
 CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER) WITHOUT ROWID;
-CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, PRIMARY KEY (name, version)) WITHOUT ROWID;
+CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
+  PRIMARY KEY (name, version)) WITHOUT ROWID;
 CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
   PRIMARY KEY (suite, version)) WITHOUT ROWID;
 CREATE TABLE letters (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT,
@@ -72,6 +73,14 @@ def key_of(experience: str) -> int:
     return xxhash.xxh3_64_intdigest(experience.encode()) >> 1
 
 
+def inode(path: Path) -> int:
+    """Which file lies there; 0 for none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def lists(database: sqlite3.Connection, experience: str) -> bool:
     """Whether the index has this experience."""
     return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (key_of(experience),)).fetchone())
@@ -95,6 +104,7 @@ class ConsoleIndex:
         self.is_writer = False
         self.claim()
         self.database = sqlite3.connect(path, timeout=60.0, check_same_thread=False)
+        self._inode = inode(path)
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute(ENDED)
         # A cache of the log: what the machine loses of it is read again.
@@ -102,6 +112,10 @@ class ConsoleIndex:
         self.database.execute("PRAGMA cache_size = -32000")
         if self.is_writer and self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
             self.begin_anew()
+
+    def is_there(self) -> bool:
+        """Whether the file is still where it was made: somebody may have removed it."""
+        return inode(self.path) == self._inode
 
     def claim(self) -> bool:
         """Become the writer if there is none; the kernel lets go for one that dies."""

@@ -9,9 +9,10 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,7 +22,7 @@ from infra.cli.console.access import Access
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
-from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart
+from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart, keeper_of
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import Reading
@@ -103,23 +104,45 @@ async def made(
         folder = state if writable(state) else Path(spare)
         kept, looked = Kept(), asyncio.Event()
         reading = Reading(settings, log, folder, kept, looked)
-        if is_apart:
-            keeping = asyncio.create_task(keep_apart(folder, command, kept, looked))
-        else:
-            keeping = asyncio.create_task(Keeper(settings, log, folder, kept, looked).run())
         pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
         app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
+        if is_apart:
+            kept_up = keep_apart(keeper_of(folder, command), kept, looked)
+        else:
+            kept_up = Keeper(settings, log, folder, kept, looked).run()
         try:
-            yield app, reading
+            async with beside(kept_up):
+                yield app, reading
         finally:
-            keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
             await reading.close()
             for _, database in pages.beside:
                 database.close()
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Work that goes on inside the `with`, and ends with it. Where the work breaks, so does the `with`, by the same error."""
+    within = asyncio.current_task()
+    task = asyncio.create_task(work)
+    broke = False
+
+    def end(done: "asyncio.Task[None]") -> None:
+        nonlocal broke
+        if not done.cancelled() and within is not None:
+            broke = True
+            within.cancel()
+
+    task.add_done_callback(end)
+    try:
+        yield
+    finally:
+        if broke and within is not None:
+            within.uncancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def serve(app: ASGIApp, sock: socket.socket) -> None:

@@ -91,7 +91,10 @@ async def fill(log: Log) -> None:
     publish = log.publish
     await publish(topics.BATCHES, Fence(run="t", token=1))
     for version in range(8):
-        event = PolicyEvent(event="published", policy="main", version=version, parent=version - 1, step=version * 2)
+        stats = {"bytes": 1e6, "loss": 0.3 - 0.01 * version}
+        event = PolicyEvent(
+            event="published", policy="main", version=version, parent=version - 1, step=version * 2, stats=stats
+        )
         await publish(topics.POLICIES, event)
         report = Progress(
             role="train", instance="train/1", version=version, state="learning", counters={"steps": 2.0 * version},
