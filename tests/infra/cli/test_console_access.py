@@ -257,8 +257,10 @@ def test_ten_megabytes_are_shown_cut_and_said(here: Console) -> None:
 @pytest.mark.parametrize(
     "text", ["'\"<>--", "NOT OR AND (", "a* NEAR", "\x00", "💥" * 300, quote("é"), "refund'; DROP TABLE answers"]
 )
-def test_a_search_takes_any_text(here: Console, text: str) -> None:
+def test_a_search_takes_any_text_and_finds_nothing_that_has_none_of_it(here: Console, text: str) -> None:
     with browser(here, "look") as client:
+        is_there = text == "\x00"  # of the hostile answers one has it
+        assert ("Nothing fits" in client.get("/answers", params={"text": text}).text) is not is_there
         for field in ("text", "version", "low", "learned", "session", "fate", "before"):
             assert client.get("/answers", params={field: text}).status_code == 200
 
