@@ -2,7 +2,7 @@
 
 Guarantees: a cache of the log and of nothing else, which may be removed at any time; a log that begins anew makes it begin
 anew; of what is sealed it holds headers and never text; what is older than the log keeps goes. One process writes it, any
-number read. Text is held up to MAX_TEXT characters: the last question, and the answer.
+number read. Text is held up to MAX_TEXT characters: the last question, and the answer; of the whole answer its length and hash.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ CREATE TABLE answers (
 );
 CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
 CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
-CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
+CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEGER, digest INTEGER);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
 CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
   WITHOUT ROWID;
@@ -68,9 +68,9 @@ COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
 TRAINED = "trained"
 
 
-def key_of(experience: str) -> int:
-    """An experience as 63 bits."""
-    return xxhash.xxh3_64_intdigest(experience.encode()) >> 1
+def key_of(text: str) -> int:
+    """An experience's id, or any text, as 63 bits."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
 
 
 def inode(path: Path) -> int:
@@ -203,8 +203,9 @@ class ConsoleIndex:
             (last,),
         )
         texts = [(n, *texts_of(one)) for n, (_, one) in numbered if not one.key_id]
-        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", texts)
-        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
+        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
+        words = [text[:3] for text in texts]
+        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", words)
 
     def _known(self, keys: Iterable[int]) -> list[int]:
         """Which of these answers are here."""
@@ -236,15 +237,17 @@ class ConsoleIndex:
         self.database.executemany(statement, rows)
 
 
-def texts_of(one: Experience) -> tuple[str, str]:
-    """The last question and the answer, cut; what cannot be read is "" and its page says why."""
+def texts_of(one: Experience) -> tuple[str, str, int | None, int | None]:
+    """The last question and the answer, cut; characters and hash of the whole answer. What cannot be read is "" and None, and
+    its page says why.
+    """
     try:
         messages = one.messages
     except BadFrame:
-        return "", ""
+        return "", "", None, None
     asked = next((each.content for each in reversed(messages) if each.role != "assistant"), "")
     answered = next((each.content for each in reversed(messages) if each.role == "assistant"), "")
-    return asked[:MAX_TEXT], answered[:MAX_TEXT]
+    return asked[:MAX_TEXT], answered[:MAX_TEXT], len(answered), key_of(answered)
 
 
 def _row(time_ms: int, one: Experience) -> tuple[object, ...]:
