@@ -35,9 +35,24 @@ VERSION_PASSED = "version passed"  # reason of a closure: no engine can answer t
 # Reasons of drop markers: so many other episodes of the group have ended that it waits for no more, or the group is over.
 ENOUGH = "enough others"
 GROUP_OVER = "group over"
+# What the event of a version keeps of the step before it, for as long as the log: values of these names, and of each lane
+# those that end so. Reports, which have all values, are kept for a day.
+KEPT_FIGURES = (
+    "reward_mean", "loss", "grad_norm", "/staleness_mean", "/entropy", "/k3", "/kl_reference", "/clip_positive",
+    "/clip_negative", "/ess",
+)  # fmt: skip
 CANCELLED = frozenset({ENOUGH, GROUP_OVER})
 Meta = Annotated[dict[str, str | int | Finite | bool | None], Bounds(max_length=1024)]
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all records: immutable, keyword-only, absent fields are defaults."""
+
+
+def is_kept_figure(name: str) -> bool:
+    """Whether the event of a version keeps this value.
+
+    >>> is_kept_figure("live/entropy"), is_kept_figure("live/mismatch_k3"), is_kept_figure("loss")
+    (True, False, True)
+    """
+    return name in KEPT_FIGURES or f"/{name.partition('/')[2]}" in KEPT_FIGURES

@@ -48,21 +48,33 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
 
 
 async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> dict[str, int]:
-    """Everything a replay from `start` reads; how many records of each topic."""
-    held = (topics.BATCHES, topics.BUFFER)
+    """Everything a replay from `start` reads, and what was said and measured of every version, for whoever looks; how many
+    records of each topic.
+    """
+    shown = [topic for topic in (topics.POLICIES, topics.EVALS) if await holds(source.log, topic)]
+    held = (topics.BATCHES, topics.BUFFER, *shown)
     about = ArchiveHead(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
     archive.add(ABOUT, msgspec.json.encode(about))
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
         archive.add(f"store/{key}", source.store.get(key))
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
-    begins = (start.manifest.position.journal_next, min(start.survey.last_use, default=0))
+    begins = [start.manifest.position.journal_next, min(start.survey.last_use, default=0)]
+    begins += [(await source.log.bounds(topic))[0][0] for topic in shown]
     counts = {}
     for topic, begin in zip(held, begins, strict=True):
         records = records_from(source.log, topic, begin)
         images = shows and topic is topics.BUFFER
         counts[topic.name] = await archive.add_records(topic, records, source.store, images=images)
     return counts
+
+
+async def holds(log: Log, topic: Topic) -> bool:
+    """Whether the log has the topic: an archive of an older release has not."""
+    try:
+        return bool(await log.bus.partitions(log.name(topic)))
+    except ValueError:
+        return False
 
 
 async def records_from(log: Log, topic: Topic, start: int) -> AsyncIterator[Record]:

@@ -1,5 +1,6 @@
 """`headrace reprocess`: the order, a progress bar, and what came out as tables."""
 
+import getpass
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,7 @@ async def _letters(settings: Settings, order: "ReprocessOrder", console: Console
     async with connected(settings) as log:
         ranges = await plan(log, order)
         with bar(console, "delivering again", sum(one.size for one in ranges)) as moved:
-            return await redeliver(log, ranges, moved)
+            return await redeliver(log, ranges, moved, by=getpass.getuser())
 
 
 @contextmanager

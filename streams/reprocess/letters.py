@@ -2,19 +2,21 @@
 
     dead-letters ─> decodes? ─> mark it in dead-letters ─> send to its topic
 
-Delivery: at most once each, over all runs of the command: the mark is confirmed before the send, so a crash between the two
+Delivery: at most once each, over all runs, also at one time: the mark is confirmed before the send, and of two marks of one
+letter, which lie in one partition, the first alone may send. So a crash between the two
 leaves the letter where it was, marked and not sent, and the report of a send that failed names it. What is delivered is
 handled like any other delivery: the answer to a group that has closed meanwhile is counted as late.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
 
 from infra.log.blobs import is_claim
 from infra.log.bus import Partition, Record
+from infra.log.follower import Follower
 from infra.log.letters import letter_at
 from infra.log.log import Log, LogMessage
 from infra.store.seal import open_event
@@ -48,26 +50,32 @@ class LettersReport(msgspec.Struct):
             self.examples.append(f"dead-letters/{message.partition}@{message.offset}: {reason}: {detail}")
 
 
-async def redeliver(log: Log, ranges: Sequence[Range], on_progress: Callable[[int], None]) -> LettersReport:
-    """Deliver the letters in the ranges again that were not yet and that decode."""
+async def redeliver(
+    log: Log, ranges: Sequence[Range], on_progress: Callable[[int], None], *, by: str = ""
+) -> LettersReport:
+    """Deliver the letters in the ranges again that were not yet and that decode. by: who does and why, kept in each mark."""
     report = LettersReport()
-    marked = await _marked(log)
-    for one in ranges:
-        async with aclosing(messages_of(log, one)) as messages:
-            async for message in messages:
-                on_progress(1)
-                letter = message.value
-                if not isinstance(letter, DeadLetter) or letter.stage == MARK:
-                    continue
-                report.letters += 1
-                if (message.partition, message.offset) in marked:
-                    report.done += 1
-                else:
-                    await _redeliver(log, report, message, letter)
+    marks = Marks(log, by)
+    try:
+        await marks.read_on((await log.bounds(DEAD_LETTERS))[1])
+        for one in ranges:
+            async with aclosing(messages_of(log, one)) as messages:
+                async for message in messages:
+                    on_progress(1)
+                    letter = message.value
+                    if not isinstance(letter, DeadLetter) or letter.stage == MARK:
+                        continue
+                    report.letters += 1
+                    if (message.partition, message.offset) in marks.first:
+                        report.done += 1
+                    else:
+                        await _redeliver(log, report, message, letter, marks)
+    finally:
+        await marks.close()
     return report
 
 
-async def _redeliver(log: Log, report: LettersReport, message: LogMessage, letter: DeadLetter) -> None:
+async def _redeliver(log: Log, report: LettersReport, message: LogMessage, letter: DeadLetter, marks: "Marks") -> None:
     is_event = letter.stage.startswith(FEEDBACK)
     try:
         topic = letter.topic if is_event else log.name(by_name(letter.topic))
@@ -86,8 +94,9 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
     except (BadFrame, UnknownMajor) as error:
         report.refuse(message, "still does not decode", str(error))
         return
-    mark = letter_at((DEAD_LETTERS.name, message.partition, message.offset), stage=MARK, reason=MARK)
-    await log.publish(DEAD_LETTERS, mark)
+    if not await marks.add(message):
+        report.done += 1
+        return
     try:
         place = f"dead-letters/{message.partition}@{message.offset}".encode()
         await log.bus.send(
@@ -153,12 +162,38 @@ async def _original(log: Log, topic: str, letter: DeadLetter) -> Record | None:
         await reader.close()
 
 
-async def _marked(log: Log) -> set[tuple[int, int]]:
-    """Letters that were delivered again before, by partition and offset."""
-    found: set[tuple[int, int]] = set()
-    async with aclosing(log.read_all(DEAD_LETTERS)) as messages:
-        async for message in messages:
-            letter = message.value
-            if isinstance(letter, DeadLetter) and letter.stage == MARK:
-                found.add((letter.partition, letter.offset))
-    return found
+class Marks:
+    """Which letters were delivered again. first: partition and offset of a letter to the place of its first mark. by: of those
+    that are added.
+    """
+
+    def __init__(self, log: Log, by: str) -> None:
+        self.first: dict[tuple[int, int], tuple[int, int]] = {}
+        self._log = log
+        self._by = by
+        self._nexts: dict[int, int] = {}
+        self._follower = Follower(log, (DEAD_LETTERS,))
+
+    async def read_on(self, stops: Mapping[int, int]) -> None:
+        """Read the marks up to `stops`, by partition."""
+        begins, _ = await self._log.bounds(DEAD_LETTERS)
+        starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in stops}
+        async with aclosing(self._follower.chunks(DEAD_LETTERS, starts, stops)) as chunks:
+            async for records in chunks:
+                for record in records:
+                    letter = (await self._log.decoded(record)).value
+                    if isinstance(letter, DeadLetter) and letter.stage == MARK:
+                        self.first.setdefault((letter.partition, letter.offset), (record.partition, record.offset))
+        self._nexts |= stops
+
+    async def add(self, message: LogMessage) -> bool:
+        """Mark a letter; whether this mark is its first."""
+        place = message.partition, message.offset
+        mark = letter_at((DEAD_LETTERS.name, *place), stage=MARK, reason=MARK, error=self._by)
+        at = await self._log.publish(DEAD_LETTERS, mark)
+        await self.read_on({at.partition: at.offset + 1})
+        return self.first[place] == (at.partition, at.offset)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._follower.close()

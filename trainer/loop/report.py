@@ -13,7 +13,7 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
 from schemas import Progress, topics
-from schemas.fields import Life
+from schemas.fields import Life, is_kept_figure
 from trainer.batch.batch import TrainItem
 from trainer.health.arithmetic import Arithmetic, card_memory
 from trainer.health.board import Board
@@ -61,12 +61,16 @@ class TrainerReport:
             self._count_arithmetic(self.arithmetic, items, step_s)
         for name, value in stats.values.items():
             self.set(name, value)
-        self.set("loss", stats.loss)
-        self.set("grad_norm", stats.grad_norm)
-        self.worth_showing = {"loss": stats.loss} if math.isfinite(stats.loss) else {}
+        figures = {"loss": stats.loss, "grad_norm": stats.grad_norm}
         if stats.reward is not None:
-            self.set("reward_mean", stats.reward)
-            self.worth_showing["reward_mean"] = stats.reward
+            figures["reward_mean"] = stats.reward
+        for name, value in figures.items():
+            self.set(name, value)
+        self.worth_showing = {
+            name: value
+            for name, value in {**stats.values, **figures}.items()
+            if is_kept_figure(name) and math.isfinite(value)
+        }
         for age, tokens in staleness_tokens(items, version).items():
             self.add("staleness_tokens", tokens, versions=str(age))
         for name in ("mismatch_abs_max", "mismatch_k3"):

@@ -58,6 +58,8 @@ def export(
 ) -> None:
     """Write all that a replay needs into one file: checkpoint, model, journal, buffered blocks, settings of the trainer.
 
+    What was decided and measured of every version is in it too, for [bold]headrace console[/].
+
     No address and no credential is in it.
     Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
     `headrace replay` asks for --trust-plugins.

@@ -10,9 +10,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,37 +58,38 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Access:
-    """The doors of one console. link: a secret that looks, "" for none."""
+    """The doors of one console. link: a secret that looks, "" for none. clock: seconds of the epoch."""
 
-    def __init__(self, store: Store, link: str = "") -> None:
+    def __init__(self, store: Store, link: str = "", clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._link = link
+        self._clock = clock
         self._book = KeyBook()
-        self._read_s = -RELOAD_S
+        self._read_s = -math.inf
         self._secret = secrets.token_bytes(32)
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Read the keys again, if it is time; while the store is away, what was known holds."""
         async with self._turn:
-            if time.monotonic() - self._read_s < RELOAD_S:
+            if 0 <= self._clock() - self._read_s < RELOAD_S:  # a clock may be put back
                 return
             try:
                 await asyncio.to_thread(self._book.refresh, self._store)
             except StoreError as error:
                 _log.warning("keys_not_read error=%s", error)
-            self._read_s = time.monotonic()
+            self._read_s = self._clock()
 
     def enter(self, presented: str) -> str:
         """A cookie for whoever presents a key of the console, or the link. Raises Refused, Forbidden."""
         if self._link and hmac.compare_digest(presented.encode("utf-8", "replace"), self._link.encode()):
             key_id = LINK
         else:
-            key = self._book.find(presented, time.time())
+            key = self._book.find(presented, self._clock())
             if LOOKS.isdisjoint(key.scopes):
                 raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look, operate or unseal")
             key_id = key.id
-        held = msgspec.json.encode(_Held(key_id, time.time() + LIVES_S, secrets.token_hex(16)))
+        held = msgspec.json.encode(_Held(key_id, self._clock() + LIVES_S, secrets.token_hex(16)))
         return f"{held.hex()}.{self._mac(held)}"
 
     def viewer(self, cookie: str) -> Viewer:
@@ -102,11 +104,11 @@ class Access:
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise Refused("wrong")
         held = msgspec.json.decode(body, type=_Held)
-        if held.until_s < time.time():
+        if held.until_s < self._clock():
             raise Refused("expired")
         if held.key_id == LINK:
             return Viewer(name=LINK, scopes=("look",), session=held.session)
-        key = self._book.live(held.key_id, time.time())
+        key = self._book.live(held.key_id, self._clock())
         return Viewer(name=f"console:{key.tenant}/{key.id}", scopes=key.scopes, session=held.session)
 
     def form_token(self, viewer: Viewer) -> str:

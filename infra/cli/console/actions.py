@@ -88,13 +88,14 @@ async def open_sealed(reading: Reading, viewer: Viewer, answer: str, form: Mappi
     await reading.log.publish(topics.POLICIES, record)
 
 
-async def redeliver(reading: Reading) -> str:
-    """Deliver dead letters again that decode by now, as `headrace reprocess dead-letters` does."""
+async def redeliver(reading: Reading, viewer: Viewer, form: Mapping[str, str]) -> str:
+    """Deliver dead letters again that decode by now, as `headrace reprocess dead-letters` does; each says who did and why."""
     from streams.reprocess.letters import redeliver as deliver
     from streams.reprocess.run import ReprocessOrder, plan
 
+    by = f"{viewer.name}: {reason_of(form)}"
     ranges = await plan(reading.log, ReprocessOrder(stage="dead-letters"))
-    report = await deliver(reading.log, ranges, lambda count: None)
+    report = await deliver(reading.log, ranges, lambda count: None, by=by)
     went = ", ".join(f"{count:,} to {topic}" for topic, count in sorted(report.delivered.items())) or "none"
     left = ", ".join(f"{count:,} {why}" for why, count in sorted(report.refused.items()))
     return f"delivered again: {went}" + (f"; left: {left}" if left else "")

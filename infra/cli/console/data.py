@@ -7,12 +7,14 @@ from typing import Any
 SHOWN = 100
 
 
-def letters(database: sqlite3.Connection, reason: str, before_ms: int | None) -> Sequence[sqlite3.Row]:
-    """Dead letters, the newest first."""
-    return database.execute(
-        "SELECT * FROM letters WHERE (? = '' OR reason = ?) AND time_ms < ? ORDER BY time_ms DESC LIMIT ?",
-        (reason, reason, before_ms or 2**62, SHOWN),
+def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Sequence[sqlite3.Row], int]:
+    """Dead letters below a number of the index, the newest first; and the number to look on from, 0 at the end."""
+    which = "reason = ? AND" if reason else "? = '' AND"
+    found = database.execute(
+        f"SELECT * FROM letters WHERE {which} n < ? ORDER BY n DESC LIMIT ?",
+        (reason, before or 2**62, SHOWN + 1),
     ).fetchall()
+    return found[:SHOWN], found[SHOWN - 1]["n"] if len(found) > SHOWN else 0
 
 
 def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:

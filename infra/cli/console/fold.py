@@ -35,6 +35,7 @@ from schemas import (
     topics,
 )
 from schemas.errors import BadFrame
+from schemas.fields import is_kept_figure
 from schemas.ids import ANSWER_PREFIX
 from schemas.topics import Topic
 
@@ -167,11 +168,16 @@ class Folder:
             elif isinstance(one, Drawn):
                 ended += [(why, number(group), 0, "") for group, why in one.dropped.items()]
             elif isinstance(one, Progress) and one.role == "train" and one.version >= 0:
-                self._index.many(
-                    "INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?)",
-                    [(name, one.version, time_ms, value) for name, value in one.gauges.items() if "{" not in name],
-                )
+                self._measured(one.version, time_ms, one.gauges, is_kept=False)
         self._index.end_those("SELECT n, ? FROM answers WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
+
+    def _measured(self, version: int, time_ms: int, values: Mapping[str, float], *, is_kept: bool) -> None:
+        """What was measured of a version: as its event keeps it, else as the trainer last reported it, for a day."""
+        self._index.many(
+            "INSERT INTO curves VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET time_ms = excluded.time_ms,"
+            " value = excluded.value, kept = excluded.kept WHERE excluded.kept >= kept",
+            [(name, version, time_ms, value, int(is_kept)) for name, value in values.items() if is_kept_figure(name)],
+        )
 
     def _journaled(self, found: Sequence[Found]) -> None:
         for time_ms, _, one in found:
@@ -220,14 +226,17 @@ class Folder:
                     row = (one.suite, one.version, time_ms, one.num_correct, asked, low, high)
                     self._index.many("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)", [row])
                 case PolicyEvent(policy=self._policy, event="published"):
+                    self._measured(one.version, time_ms, one.stats, is_kept=True)
                     row = (one.version, one.step, time_ms)
                     self._index.many("INSERT OR REPLACE INTO published VALUES (?, ?, ?)", [row])
                 case Directive() if one.order not in ("lease", "eval"):
                     row = (record.offset, time_ms, one.order, one.owner, one.about, one.reason)
                     self._index.many("INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?)", [row])
                 case DeadLetter() if one.stage == MARK:
-                    row = (one.partition, one.offset)
-                    self._index.many("UPDATE letters SET done = 1 WHERE part = ? AND offset = ?", [row])
+                    row = (one.error[:2000], one.partition, one.offset)
+                    self._index.many(
+                        "UPDATE letters SET done = 1, done_by = ? WHERE part = ? AND offset = ? AND done = 0", [row]
+                    )
                 case DeadLetter():
                     where = f"{one.topic}/{one.partition}@{one.offset}"
                     row = (

@@ -2,7 +2,7 @@
 
 Guarantees: a cache of the log and of nothing else, which may be removed at any time; a log that begins anew makes it begin
 anew; of what is sealed it holds headers and never text; what is older than the log keeps goes. One process writes it, any
-number read. Text is held up to MAX_TEXT characters: the last question, and the answer.
+number read. Text is held up to MAX_TEXT characters: the last question, and the answer; of the whole answer its length and hash.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
 
-LAYOUT = 3
+LAYOUT = 4
 MAX_TEXT = 2000
 SCHEMA = """
 CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
@@ -31,16 +31,18 @@ CREATE TABLE answers (
 );
 CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
 CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
-CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT);
+CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEGER, digest INTEGER);
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
 CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
   WITHOUT ROWID;
 CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER) WITHOUT ROWID;
-CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, PRIMARY KEY (name, version)) WITHOUT ROWID;
+CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
+  PRIMARY KEY (name, version)) WITHOUT ROWID;
 CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
   PRIMARY KEY (suite, version)) WITHOUT ROWID;
-CREATE TABLE letters (part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT, reason TEXT,
-  error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (part, offset)) WITHOUT ROWID;
+CREATE TABLE letters (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT,
+  reason TEXT, error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, done_by TEXT NOT NULL DEFAULT '',
+  UNIQUE (part, offset));
 CREATE TABLE orders (offset INTEGER PRIMARY KEY, time_ms INTEGER, word TEXT, owner TEXT, about TEXT, reason TEXT);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, time_ms INTEGER, version INTEGER);
 CREATE TABLE fence (token INTEGER);
@@ -54,6 +56,7 @@ CREATE INDEX by_fate ON answers (fate);
 CREATE INDEX by_said ON answers (said) WHERE said > 0;
 CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
 CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
+CREATE INDEX by_reason ON letters (reason);
 CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_task ON answers (task) WHERE task != '';
 CREATE INDEX by_made ON answers (made) WHERE made > 0;
@@ -65,9 +68,17 @@ COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
 TRAINED = "trained"
 
 
-def key_of(experience: str) -> int:
-    """An experience as 63 bits."""
-    return xxhash.xxh3_64_intdigest(experience.encode()) >> 1
+def key_of(text: str) -> int:
+    """An experience's id, or any text, as 63 bits."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
+
+
+def inode(path: Path) -> int:
+    """Which file lies there; 0 for none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
 
 
 def lists(database: sqlite3.Connection, experience: str) -> bool:
@@ -93,6 +104,7 @@ class ConsoleIndex:
         self.is_writer = False
         self.claim()
         self.database = sqlite3.connect(path, timeout=60.0, check_same_thread=False)
+        self._inode = inode(path)
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute(ENDED)
         # A cache of the log: what the machine loses of it is read again.
@@ -100,6 +112,10 @@ class ConsoleIndex:
         self.database.execute("PRAGMA cache_size = -32000")
         if self.is_writer and self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
             self.begin_anew()
+
+    def is_there(self) -> bool:
+        """Whether the file is still where it was made: somebody may have removed it."""
+        return inode(self.path) == self._inode
 
     def claim(self) -> bool:
         """Become the writer if there is none; the kernel lets go for one that dies."""
@@ -187,8 +203,9 @@ class ConsoleIndex:
             (last,),
         )
         texts = [(n, *texts_of(one)) for n, (_, one) in numbered if not one.key_id]
-        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", texts)
-        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", texts)
+        self.database.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
+        words = [text[:3] for text in texts]
+        self.database.executemany("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", words)
 
     def _known(self, keys: Iterable[int]) -> list[int]:
         """Which of these answers are here."""
@@ -220,15 +237,17 @@ class ConsoleIndex:
         self.database.executemany(statement, rows)
 
 
-def texts_of(one: Experience) -> tuple[str, str]:
-    """The last question and the answer, cut; what cannot be read is "" and its page says why."""
+def texts_of(one: Experience) -> tuple[str, str, int | None, int | None]:
+    """The last question and the answer, cut; characters and hash of the whole answer. What cannot be read is "" and None, and
+    its page says why.
+    """
     try:
         messages = one.messages
     except BadFrame:
-        return "", ""
+        return "", "", None, None
     asked = next((each.content for each in reversed(messages) if each.role != "assistant"), "")
     answered = next((each.content for each in reversed(messages) if each.role == "assistant"), "")
-    return asked[:MAX_TEXT], answered[:MAX_TEXT]
+    return asked[:MAX_TEXT], answered[:MAX_TEXT], len(answered), key_of(answered)
 
 
 def _row(time_ms: int, one: Experience) -> tuple[object, ...]:

@@ -54,7 +54,7 @@ class Keeper:
     """Keeps the indexes in the folder `state` up. kept: how far they are. looked: set for each page."""
 
     def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
-        run, policy = settings.run or settings.app, settings.policy.name
+        self._run, self._policy = run, policy = settings.run or settings.app, settings.policy.name
         self.kept = kept
         self.looked = looked
         self.index = ConsoleIndex(state / FILE)
@@ -101,6 +101,11 @@ class Keeper:
         if not self.kept.is_traced:
             self.kept.is_traced = True
             on_kept()
+        if not self.index.is_there():
+            _log.warning("index_gone path=%s: it is made again from the log", self.index.path)
+            self.index.close()
+            self.index = ConsoleIndex(self.index.path)
+            self._folder = Folder(self.index, run=self._run, policy=self._policy)
         if self.index.is_writer or self.index.take_over():
             await self._folder.refresh(self._log, on_left, self._follower)
             await asyncio.to_thread(self._prune)
@@ -117,12 +122,15 @@ class Keeper:
         self.index.close()
 
 
-async def keep_apart(state: Path, command: Sequence[str], kept: Kept, looked: asyncio.Event) -> None:
-    """Keep the indexes up by a process of its own until cancelled; one that ends is started again.
+def keeper_of(state: Path, command: Sequence[str]) -> tuple[str, ...]:
+    """What starts the process. command: the arguments that name the run (see `infra.cli.console.serve.command_of`)."""
+    return (sys.executable, "-m", "infra.cli.console.keeping", str(state), *command)
 
-    command: the arguments that name the run (see `infra.cli.console.serve.command_of`). kept: set to what the process says.
+
+async def keep_apart(arguments: Sequence[str], kept: Kept, looked: asyncio.Event) -> None:
+    """Keep the indexes up by a process of its own until cancelled; one that ends, or says what is not understood, is started
+    again. kept: set to what the process says.
     """
-    arguments = (sys.executable, "-m", "infra.cli.console.keeping", str(state), *command)
     wait_s = LOOKED_S
     while True:
         child = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, start_new_session=True)
@@ -130,13 +138,17 @@ async def keep_apart(state: Path, command: Sequence[str], kept: Kept, looked: as
         try:
             assert child.stdout is not None
             async for line in child.stdout:
-                new = msgspec.json.decode(line, type=Kept)
+                try:
+                    new = msgspec.json.decode(line, type=Kept)
+                except msgspec.DecodeError as error:
+                    _log.error("keeper_said line=%r error=%s", line[:200], error)
+                    break  # `_end` ends it
                 kept.fault, kept.left, kept.is_caught_up, kept.is_traced = msgspec.structs.astuple(new)
                 wait_s = LOOKED_S
-            code = await child.wait()
         finally:
             passing.cancel()
             await _end(child)
+        code = child.returncode
         kept.fault = f"the process that keeps the index up has ended with code {code}; the console's log says why"
         _log.warning("keeper_ended code=%d", code)
         await asyncio.sleep(wait_s)

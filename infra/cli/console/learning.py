@@ -13,8 +13,8 @@ CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Loss", ("loss",), False),
     ("Staleness, versions", ("/staleness_mean",), True),
     ("Entropy", ("/entropy",), True),
-    ("KL, k3 estimate", ("/k3", "/kl", "/kl_reference"), True),
-    ("Clipped share", ("/clip_positive", "/clip_negative", "/clipped"), True),
+    ("KL, k3 estimate", ("/k3", "/kl_reference"), True),
+    ("Clipped share", ("/clip_positive", "/clip_negative"), True),
     ("Gradient norm", ("grad_norm",), True),
     ("Effective sample share", ("/ess",), True),
 )

@@ -28,7 +28,7 @@ async def order(pages: Pages, request: Request, viewer: Viewer, action: str, for
 
 async def redeliver(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
     """Dead letters once more."""
-    return _back("/data", await actions.redeliver(pages.reading))
+    return _back("/data", await actions.redeliver(pages.reading, viewer, form))
 
 
 async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:

@@ -13,6 +13,7 @@ from infra.cli.console.access import Viewer
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
 from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
+from infra.cli.console.index import MAX_TEXT, lists
 from infra.cli.console.page import Pages
 from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
@@ -68,10 +69,10 @@ async def learn(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """Search; an id goes straight to its answer."""
+    """Search; the id of an answer that the index lists goes straight to its page."""
     asked = dict(request.query_params)
     text = asked.get("text", "").strip()
-    if text.startswith(ANSWER_PREFIX) or (text.count("-") >= 2 and _is_id(text)):
+    if text and await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX))):
         return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
     query, faults = query_of(asked)
     began_s = time.perf_counter()
@@ -83,6 +84,7 @@ async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
     return pages.show(
         request, viewer, "answers.html", query=query, faults=faults, page=page, choices=offered, further=further,
         took_ms=round(1000 * (time.perf_counter() - began_s)), narrowed=query != Query(before=query.before),
+        max_text=MAX_TEXT,
     )  # fmt: skip
 
 
@@ -168,9 +170,9 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
     before = query_of({"before": asked.get("before", "")})[0].before
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     ask = pages.reading.ask
+    letters, older = await ask(lambda one: data.letters(one, reason, before))
     return pages.show(
-        request, viewer, "data.html", reason=reason, order=order, named=named,
-        letters=await ask(lambda one: data.letters(one, reason, before)),
+        request, viewer, "data.html", reason=reason, order=order, named=named, letters=letters, older=older,
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
         tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
     )  # fmt: skip
@@ -190,13 +192,6 @@ async def help_page(pages: Pages, request: Request, viewer: Viewer) -> Response:
     parts = (HOWTO / f"{name}.md").read_text(encoding="utf-8").split("\n## ")
     sections = [(anchor(text.partition("\n")[0]), f"## {text}") for text in parts[1:]]
     return pages.show(request, viewer, "help.html", name=name, text=parts[0], sections=sections)
-
-
-def _is_id(text: str) -> bool:
-    try:
-        return bool(group_of(text))
-    except ValueError:
-        return False
 
 
 def _number(text: str) -> int:

@@ -22,7 +22,7 @@ import msgspec
 
 from infra.cli.channel import ChannelDecision, PolicyWords, decisions
 from infra.cli.clock import LogClock
-from infra.cli.console.index import ConsoleIndex, lists, reader_of
+from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
 from infra.cli.heard import Hour
@@ -181,10 +181,12 @@ class Reading:
         return self._turns.setdefault(name, asyncio.Lock())
 
     def _reader(self) -> sqlite3.Connection:
-        database: sqlite3.Connection | None = getattr(self._threads, "database", None)
-        if database is None:
-            database = self._threads.database = reader_of(self._path)
-        return database
+        held: tuple[int, sqlite3.Connection] | None = getattr(self._threads, "held", None)
+        if held is None or held[0] != inode(self._path):  # or somebody removed the file, and another was made
+            if held is not None:
+                held[1].close()
+            self._threads.held = held = inode(self._path), reader_of(self._path)
+        return held[1]
 
 
 def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:

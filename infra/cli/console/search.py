@@ -3,9 +3,11 @@
 Guarantee: a search ends within LONGEST_S and says how far back it looked; whoever wants more asks from there on.
 """
 
+import math
 import re
 import sqlite3
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +16,20 @@ import msgspec
 LONGEST_S = 0.1
 WINDOW = 20_000
 PAGE = 50
+MAX_PIECES = 16  # of a text that are looked for in the texts themselves
+FEW = 2000  # as long as a window is where texts themselves are read
+RANGES = ("low", "high", "rated_from", "rated_to")
 _WORD = re.compile(r"\w+", re.UNICODE)
+# Thai to Tibetan, Burmese, Khmer, and all that is written with Chinese or Japanese signs.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
 
 
 class Query(msgspec.Struct, frozen=True):
     """What is looked for; "" and None ask nothing. version: sampled any of it. learned: the version whose steps trained it.
-    low, high: of the reward. said: "yes" or "no". fate: "pending", "trained" or a reason. text: words that all occur.
+    low, high: of the score of that name, of the reward where none is named. said: "yes" or "no". rated_from, rated_to: of the
+    newest rating. fate: "pending", "trained" or a reason. text: words that all occur in what the index holds of the texts.
     made: "yes" for what a processor made. before: only answers older than this number of the index.
 
     Example: Query(lane="live", low=0.5, text="refund")
@@ -33,9 +43,12 @@ class Query(msgspec.Struct, frozen=True):
     session: str = ""
     suite: str = ""
     task: str = ""
+    score: str = ""
     low: float | None = None
     high: float | None = None
     said: str = ""
+    rated_from: float | None = None
+    rated_to: float | None = None
     fate: str = ""
     made: str = ""
     before: int | None = None
@@ -61,7 +74,7 @@ def query_of(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
             continue
         try:
             if field.default is None:
-                values[field.name] = float(text) if field.name in ("low", "high") else int(text.removeprefix("v"))
+                values[field.name] = float(text) if field.name in RANGES else int(text.removeprefix("v"))
             else:
                 values[field.name] = text
         except ValueError:
@@ -71,6 +84,8 @@ def query_of(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
         if isinstance(number, int) and abs(number) > 2**62:
             faults[name] = "got a number that no version has"
             del values[name]
+    if len(terms_of(str(values.get("text", "")))[1]) == MAX_PIECES:
+        faults["text"] = f"of signs, and of words in scripts without spaces, the first {MAX_PIECES} are searched for"
     return Query(**values), faults  # type: ignore[arg-type]
 
 
@@ -90,19 +105,52 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
     for name in ("lane", "tenant", "session", "suite", "task"):
         if value := getattr(query, name):
             add(f"{name} = ? AND {name} != ''", value)  # the second lets SQLite use an index that leaves "" out
-    if query.low is not None:
-        add("reward >= ?", query.low)
-    if query.high is not None:
-        add("reward <= ?", query.high)
+    low, high = _or_any(query.low, query.high)
+    if query.score:
+        within = "EXISTS (SELECT 1 FROM scores WHERE name = ? AND scores.n = answers.n AND value BETWEEN ? AND ?)"
+        add(within, query.score, low, high)
+    elif query.low is not None or query.high is not None:
+        add("reward BETWEEN ? AND ?", low, high)
+    if query.rated_from is not None or query.rated_to is not None:
+        add("rated BETWEEN ? AND ?", *_or_any(query.rated_from, query.rated_to))
     if query.said:
         add("said > 0" if query.said == "yes" else "said = 0")
     if query.made:
         add("made > 0")
     if query.fate:
         add("fate = ?", "" if query.fate == "pending" else query.fate)
-    if words := _WORD.findall(query.text):
+    words, pieces = terms_of(query.text)
+    if words:
         add("n IN (SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN :low AND :high)", match_of(words))
+    if pieces:
+        held = " AND ".join(["(instr(lower(asked), lower(?)) OR instr(lower(answered), lower(?)))"] * len(pieces))
+        twice = [piece for piece in pieces for _ in range(2)]
+        add(f"n IN (SELECT n FROM texts WHERE n BETWEEN :low AND :high AND {held})", *twice)
     return found, values
+
+
+def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
+    return (-math.inf if low is None else low), (math.inf if high is None else high)
+
+
+def terms_of(text: str) -> tuple[list[str], list[str]]:
+    """What of a text the index of words can be asked for, and the pieces that only the texts themselves can: signs, and
+    scripts that put no space between words, or marks within them; of these the first MAX_PIECES.
+
+    >>> terms_of("refund, please!")
+    (['refund', 'please'], [])
+    >>> terms_of("退款 !!! 💥 A4")
+    (['A4'], ['退款', '!!!', '💥'])
+    """
+    words: list[str] = []
+    pieces: list[str] = []
+    for term in text.split():
+        found = _WORD.findall(term)
+        if found and not any(_UNSPACED.match(letter) or unicodedata.category(letter)[0] == "M" for letter in term):
+            words += found
+        else:
+            pieces.append(term)
+    return words, list(dict.fromkeys(pieces))[:MAX_PIECES]
 
 
 def match_of(words: Sequence[str]) -> str:
@@ -127,7 +175,8 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
     rows: list[Mapping[str, Any]] = []
     # Few fit, and an index has them: then all are looked at.
     is_narrow = bool(query.session or query.task or query.learned is not None) and not query.text
-    size, place = (top[0], "+n") if is_narrow else (WINDOW, "n")
+    window = FEW if terms_of(query.text)[1] else WINDOW
+    size, place = (top[0], "+n") if is_narrow else (window, "n")
     by = "session" if query.session else "task" if query.task else ""
     index = f" INDEXED BY by_{by}" if is_narrow and by else ""
     while high >= top[1] and high > 0:
@@ -174,8 +223,9 @@ def _told(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> li
 
 
 def choices(database: sqlite3.Connection) -> dict[str, list[str]]:
-    """What the lists of the form offer: lanes, tenants, suites and fates there are, by one jump in an index for each."""
-    return {name: distinct(database, name) for name in ("lane", "tenant", "suite", "fate")}
+    """What the lists of the form offer: lanes, tenants, suites, fates and scores there are, by a jump in an index each."""
+    found = {name: distinct(database, name) for name in ("lane", "tenant", "suite", "fate")}
+    return found | {"score": score_names(database)}
 
 
 def score_names(database: sqlite3.Connection) -> list[str]:

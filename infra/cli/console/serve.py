@@ -9,9 +9,10 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,7 +22,7 @@ from infra.cli.console.access import Access
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
-from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart
+from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart, keeper_of
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import Reading
@@ -51,7 +52,8 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
         # An archive lies in this process alone, and no role is at work beside it.
         is_apart = bool(command)
-        run = made(settings, log, store, state, link=link, command=command, address=address, is_apart=is_apart)
+        access = Access(store, link)
+        run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
         async with run as (app, _):
             await serve(app, sock)
     return 0
@@ -87,40 +89,60 @@ def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
 async def made(
     settings: Settings,
     log: Log,
-    store: Store,
     state: Path,
     *,
-    link: str,
+    access: Access,
     command: Sequence[str],
     address: str,
     is_apart: bool = False,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
-    """The application and what it reads, kept up inside the `with`. address: host:port that it is asked for. is_apart: it is
-    kept up by a process of its own, see `keep_apart`.
+    """The application and what it reads, kept up inside the `with`. access: its doors. address: host:port that it
+    is asked for. is_apart: it is kept up by a process of its own, see `keep_apart`.
     """
     host, port = address.lower().rpartition(":")[::2]
-    access = Access(store, link)
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
         kept, looked = Kept(), asyncio.Event()
         reading = Reading(settings, log, folder, kept, looked)
-        if is_apart:
-            keeping = asyncio.create_task(keep_apart(folder, command, kept, looked))
-        else:
-            keeping = asyncio.create_task(Keeper(settings, log, folder, kept, looked).run())
         pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
         app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
+        if is_apart:
+            kept_up = keep_apart(keeper_of(folder, command), kept, looked)
+        else:
+            kept_up = Keeper(settings, log, folder, kept, looked).run()
         try:
-            yield app, reading
+            async with beside(kept_up):
+                yield app, reading
         finally:
-            keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
             await reading.close()
             for _, database in pages.beside:
                 database.close()
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Work that goes on inside the `with`, and ends with it. Where the work breaks, so does the `with`, by the same error."""
+    within = asyncio.current_task()
+    task = asyncio.create_task(work)
+    broke = False
+
+    def end(done: "asyncio.Task[None]") -> None:
+        nonlocal broke
+        if not done.cancelled() and within is not None:
+            broke = True
+            within.cancel()
+
+    task.add_done_callback(end)
+    try:
+        yield
+    finally:
+        if broke and within is not None:
+            within.uncancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def serve(app: ASGIApp, sock: socket.socket) -> None:

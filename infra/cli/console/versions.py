@@ -12,11 +12,13 @@ from markupsafe import Markup
 
 from infra.cli.channel import ChannelDecision
 from infra.cli.console.charts import Scale, interval, safe
+from infra.cli.console.index import MAX_TEXT
 from infra.cli.console.reading import History
 from infra.cli.console.search import score_names
 
 SHOWN = 60
 MAX_TASKS = 200
+MAX_COMPARED = 50_000  # answers of a version to a suite
 MAX_PAIRED = (
     20_000  # pairs of equal pieces of two answers that are weighed against each other; a page may take ten times that
 )
@@ -155,7 +157,9 @@ def _bar(x: float, end: float, version: int, shade: str) -> str:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One recorded prompt and what two versions said. left, right: with the differences marked. verdicts: None for none."""
+    """One recorded prompt and what two versions said, as far as the index holds it. left, right: with the differences marked.
+    Scores: None for none. behind: characters of the longer one behind what is held. differs_behind: they differ there alone.
+    """
 
     task: str
     asked: str
@@ -165,32 +169,37 @@ class Pair(msgspec.Struct, frozen=True):
     right_id: str
     left_score: float | None
     right_score: float | None
-
-    @property
-    def changed(self) -> bool:
-        """Whether they differ."""
-        return self.left_score != self.right_score or self.left != self.right
+    behind: int = 0
+    differs_behind: bool = False
 
 
 def pairs_of(
     database: sqlite3.Connection, suite: str, left: int, right: int, *, all_of_them: bool
 ) -> tuple[list[Pair], dict[str, int]]:
-    """What two versions answered to the tasks of a suite, where it differs first; and how often what happened."""
-    one, other = _answers(database, suite, left), _answers(database, suite, right)
-    counts = {"same": 0, "differ": 0, "better": 0, "worse": 0}
-    pairs = []
+    """What two versions answered to the tasks of a suite, where the score differs first; and how often what happened.
+
+    Whole answers are compared: same, differ, better, worse. unshown: beyond the MAX_TASKS that are shown. further: answers of the
+    same tasks, or beyond MAX_COMPARED, that are not compared. unread: pairs of which one is not readable here.
+    """
+    (one, rest), (other, more) = _answers(database, suite, left), _answers(database, suite, right)
+    counts = {"same": 0, "differ": 0, "better": 0, "worse": 0, "unread": 0, "unshown": 0, "further": rest + more}
+    found = []
     for task in one.keys() & other.keys():
         a, b = one[task], other[task]
-        differs = a["answered"] != b["answered"]
+        if a["digest"] is None or b["digest"] is None:
+            counts["unread"] += 1
+            continue
+        differs = a["digest"] != b["digest"]
         counts["differ" if differs else "same"] += 1
         low, high = a["score"], b["score"]
         if low is not None and high is not None and low != high:
             counts["better" if high > low else "worse"] += 1
         if differs or all_of_them:
-            pairs.append((low == high, task, a, b))
-    pairs.sort(key=lambda pair: (pair[0], pair[1]))
+            found.append((low == high, task, a, b))
+    found.sort(key=lambda pair: (pair[0], pair[1]))
+    counts["unshown"] = max(0, len(found) - MAX_TASKS)
     budget = Budget(10 * MAX_PAIRED)
-    return [_pair(task, a, b, budget) for _, task, a, b in pairs[:MAX_TASKS]], counts
+    return [_pair(database, task, a, b, budget) for _, task, a, b in found[:MAX_TASKS]], counts
 
 
 def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
@@ -201,21 +210,32 @@ def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str
     return [row[0] for row in rows]
 
 
-def _answers(database: sqlite3.Connection, suite: str, version: int) -> dict[str, dict[str, Any]]:
+def _answers(database: sqlite3.Connection, suite: str, version: int) -> tuple[dict[str, dict[str, Any]], int]:
+    """The first answer of a version to each task of a suite, without its texts; and how many more there are."""
     names = score_names(database)
+    where = "suite = ? AND suite != '' AND hi = ? AND task != ''"
     rows = database.execute(
-        "SELECT task, id, sealed, asked, answered,"
+        "SELECT answers.n, task, id, size, digest,"
         f" (SELECT avg(value) FROM scores WHERE name IN ({', '.join('?' * len(names))}) AND scores.n = answers.n) AS score"
-        " FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE suite = ? AND suite != ''"
-        " AND hi = ? AND task != '' LIMIT 5000",
+        f" FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE {where} LIMIT {MAX_COMPARED}",
         (*names, suite, version),
     ).fetchall()
-    return {row["task"]: dict(row) for row in rows}
+    (count,) = database.execute(f"SELECT count(*) FROM answers WHERE {where}", (suite, version)).fetchone()
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["id"]):
+        found.setdefault(row["task"], dict(row))
+    return found, count - len(found)
 
 
-def _pair(task: str, a: Mapping[str, Any], b: Mapping[str, Any], budget: "Budget") -> Pair:
-    left, right = marked(a["answered"] or "", b["answered"] or "", budget)
-    return Pair(task, a["asked"] or "", left, right, a["id"], b["id"], a["score"], b["score"])
+def _pair(
+    database: sqlite3.Connection, task: str, a: Mapping[str, Any], b: Mapping[str, Any], budget: "Budget"
+) -> Pair:
+    held = [database.execute("SELECT asked, answered FROM texts WHERE n = ?", (one["n"],)).fetchone() for one in (a, b)]
+    (asked, said), (_, other) = held
+    left, right = marked(said, other, budget)
+    behind = max(0, max(a["size"], b["size"]) - MAX_TEXT)
+    differs = said == other and a["digest"] != b["digest"]
+    return Pair(task, asked, left, right, a["id"], b["id"], a["score"], b["score"], behind, differs)
 
 
 class Budget:

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import msgspec
 
 from actors.gateway.access.keys import create_key, revoke_key
+from infra.cli.console.access import Access
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import Server, bound, command_of, made, server_options
@@ -49,7 +51,7 @@ HOSTILE = {
     "emoji": "👩‍👩‍👧‍👦 🇩🇪 ✅",
 }
 ANN, BOB, MADE = (f"{SESSION}.1-{number}.0-0-0" for number in (22, 23, 24))
-SECRET = "my sister's name is Wilhelmina"
+SECRET = "my sister is called Wilhelmina"  # nothing of it is written otherwise in a page
 LINK = "the-link-of-this-test"
 TOML = 'app = "t"\n[policy]\nmodel = "model"\n[store]\nurl = "store"\n'
 
@@ -89,7 +91,10 @@ async def fill(log: Log) -> None:
     publish = log.publish
     await publish(topics.BATCHES, Fence(run="t", token=1))
     for version in range(8):
-        event = PolicyEvent(event="published", policy="main", version=version, parent=version - 1, step=version * 2)
+        stats = {"bytes": 1e6, "loss": 0.3 - 0.01 * version}
+        event = PolicyEvent(
+            event="published", policy="main", version=version, parent=version - 1, step=version * 2, stats=stats
+        )
         await publish(topics.POLICIES, event)
         report = Progress(
             role="train", instance="train/1", version=version, state="learning", counters={"steps": 2.0 * version},
@@ -194,6 +199,8 @@ class Console:
         self.keys: dict[str, str] = {}
         self.log: Log
         self.reading: Reading
+        self.access: Access
+        self.ahead_s = 0.0  # how far the clock of its doors is ahead; only grows
         self.loop: asyncio.AbstractEventLoop
         self.ready = threading.Event()
         self.fault: BaseException | None = None
@@ -240,8 +247,9 @@ class Console:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{address}"
         state = settings.folder / "state"
+        self.access = Access(self.store, LINK, lambda: time.time() + self.ahead_s)
         async with made(
-            settings, self.log, self.store, state, link=LINK, command=command_of(config, []), address=address
+            settings, self.log, state, access=self.access, command=command_of(config, []), address=address
         ) as (app, reading):
             self.reading = reading
             self._server = Server(server_options(app))
@@ -278,7 +286,8 @@ async def looking_at(
     settings: Settings, log: Log, state: Path, address: str = "127.0.0.1:1"
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
     """Somebody who looks at a console with these settings at an address, once it has read what there is."""
-    async with made(settings, log, MemoryStore(), state, link=LINK, command=(), address=address) as (app, reading):
+    access = Access(MemoryStore(), LINK)
+    async with made(settings, log, state, access=access, command=(), address=address) as (app, reading):
         await until(lambda: reading.kept.is_caught_up)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{address}") as client:

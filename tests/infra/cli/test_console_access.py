@@ -2,23 +2,28 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
 import pytest
 
+from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
+from infra.cli.console.access import RELOAD_S, Viewer
 from infra.cli.console.actions import SCOPES
-from schemas import Directive, PolicyEvent, topics
-from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, console
+from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
+from schemas.topics import Topic
+from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, console, live
 
-Kind = TypeVar("Kind", PolicyEvent, Directive)
+Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
 PAGES = (
     "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/versions/compare", "/data",
     "/privacy", "/help/see-what-happened",
 )  # fmt: skip
 FORM = {"version": "3", "why": "for a test", "answer": f"{SESSION}.1-22.0-0-0", "stage": "verify"}
+KEYS = ("", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "operate", "unseal")
+LIVES_S = 60.0  # keys that expire in a test
 OPENS = {"operate": {"operate"}, "unseal": {"unseal"}}  # scope → keys that have it
 SEALED = f"/answers/{SESSION}.1-22.0-0-0"
 
@@ -39,13 +44,44 @@ def browser(here: Console, key: str = "") -> Iterator[httpx.Client]:
         yield client
 
 
-def token_of(client: httpx.Client) -> str:
-    text = client.get("/versions").text
-    return text.partition('name="token" value="')[2].partition('"')[0]
+def token_of(client: httpx.Client, path: str = "/versions") -> str:
+    """What a form of a page carries."""
+    return client.get(path).text.partition('name="token" value="')[2].partition('"')[0]
+
+
+def minted(here: Console, client: httpx.Client) -> str:
+    """The token of a client's session, whatever its key may; one of nobody where it has no session."""
+    cookie = next(iter(client.cookies.jar), None)
+    viewer = Viewer("nobody", (), "0" * 32)
+    if cookie is not None and cookie.value:
+        with suppress(Refused):
+            viewer = here.access.viewer(cookie.value)
+    return here.access.form_token(viewer)
+
+
+@contextmanager
+def signed_in(here: Console, key: str, scope: Scope) -> Iterator[tuple[httpx.Client, str]]:
+    """A browser with a key that was, or was not, let in, and the token of its session. A key "revoked since" or "expired
+    since" had the scope, and was let in while it opened.
+    """
+    if not key.endswith(" since"):
+        with browser(here, key) as client:
+            yield client, minted(here, client)
+        return
+    lives_s = here.ahead_s + LIVES_S  # of this machine's clock
+    made, secret = create_key(here.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s)
+    here.ahead_s += RELOAD_S
+    with browser(here, secret) as client:
+        assert client.get("/").status_code == 200
+        token = minted(here, client)
+        if key == "revoked since":
+            revoke_key(here.store, made.id)
+        here.ahead_s += RELOAD_S if key == "revoked since" else LIVES_S
+        yield client, token
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("key", ["", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "operate", "unseal"])
+@pytest.mark.parametrize("key", KEYS)
 def test_a_page_is_shown_to_a_key_of_the_console_and_to_nobody_else(here: Console, page: str, key: str) -> None:
     with browser(here, key) as client:
         answer = client.get(page)
@@ -56,34 +92,54 @@ def test_a_page_is_shown_to_a_key_of_the_console_and_to_nobody_else(here: Consol
 
 
 @pytest.mark.parametrize("action", sorted(SCOPES))
-@pytest.mark.parametrize("key", ["", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "operate", "unseal"])
-def test_an_action_is_refused_to_every_key_but_the_one_that_may(here: Console, action: str, key: str) -> None:
-    with browser(here, key) as client:
-        if key in OPENS[SCOPES[action]]:
-            return  # what they may do is done in tests of its own
-        answer = client.post(f"/actions/{action}", data=FORM | {"token": "0" * 64})
-        assert answer.status_code == (403 if key in ("look", "operate", "unseal") else 401)
-
-
-@pytest.mark.parametrize("action", sorted(SCOPES))
-@pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "", "http://127.0.0.1:1"])
-def test_an_action_from_another_page_is_refused_even_with_the_right_key(
-    here: Console, action: str, origin: str
+@pytest.mark.parametrize("at", ["here", "https://elsewhere.example", "null", "", "http://127.0.0.1:1", "another site"])
+@pytest.mark.parametrize("key", [*KEYS, "revoked since", "expired since"])
+def test_of_every_action_key_and_origin_only_the_one_with_the_scope_from_a_page_of_the_console_is_let_in(
+    here: Console, action: str, at: str, key: str
 ) -> None:
-    key = next(iter(OPENS[SCOPES[action]]))
-    with browser(here, key) as client:
-        form = FORM | {"token": token_of(client)}
+    """Each with the token that this console would have put into a form of that very session."""
+    may = key in OPENS[SCOPES[action]] and at == "here"
+    with signed_in(here, key, SCOPES[action]) as (client, token):
         client.headers.pop("origin")
-        answer = client.post(f"/actions/{action}", data=form, headers={"origin": origin} if origin else {})
-        assert answer.status_code == 403
+        headers = {"origin": here.url if at in ("here", "another site") else at} if at else {}
+        headers |= {"sec-fetch-site": "cross-site"} if at == "another site" else {}
+        form = {
+            "token": token,
+            "why": " ",
+            "stage": "none",
+            "answer": SEALED.rpartition("/")[2],
+        }  # let in, it says what lacks
+        answer = client.post(f"/actions/{action}", data=form, headers=headers)
+        if may:
+            assert answer.status_code == 400, answer.text
+        elif at != "here":
+            assert answer.status_code == 403
+        else:
+            assert answer.status_code == (403 if key in ("look", "operate", "unseal") else 401)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("how", ["revoked since", "expired since"])
+def test_a_key_that_was_revoked_or_has_expired_since_its_viewer_signed_in_shows_nothing_more(
+    here: Console, page: str, how: str
+) -> None:
+    with signed_in(here, how, "look") as (client, _):
+        answer = client.get(page)
+        assert (
+            answer.status_code == 401
+            and "refund" not in answer.text
+            and "has expired" in answer.text.replace("was revoked", "has expired")
+        )
 
 
 @pytest.mark.parametrize("action", sorted(SCOPES))
 def test_an_action_without_the_token_of_its_session_is_refused(here: Console, action: str) -> None:
     key = next(iter(OPENS[SCOPES[action]]))
-    with browser(here, key) as client, browser(here, key) as other:
-        for token in ("", "0" * 64, token_of(other)):
-            assert client.post(f"/actions/{action}", data=FORM | {"token": token}).status_code == 403
+    with signed_in(here, key, "look") as (client, own), signed_in(here, key, "look") as (_, other):
+        assert own != other
+        for token in ("", "0" * 64, other, own[:-1]):
+            answer = client.post(f"/actions/{action}", data=FORM | {"token": token})
+            assert answer.status_code == 403 and "another session" in answer.text
 
 
 def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
@@ -91,7 +147,8 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
         assert client.get("/enter", params={"link": LINK}).status_code == 303
         assert client.get("/").status_code == 200
         for action in SCOPES:
-            assert client.post(f"/actions/{action}", data=FORM | {"token": "x"}).status_code == 403
+            answer = client.post(f"/actions/{action}", data=FORM | {"token": minted(here, client)})
+            assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
         assert client.get("/enter", params={"link": "another"}).status_code == 401
 
@@ -118,6 +175,25 @@ def test_a_move_is_the_record_of_the_command_with_the_key_as_its_owner(here: Con
     assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
 
 
+@pytest.mark.parametrize(
+    ("action", "version", "expected"),
+    [
+        ("try", "7", ("promoted", 7, "canary")), ("pin", "6", ("pinned", 6, "stable")),
+        ("unpin", "", ("pinned", -1, "stable")), ("rollback", "v2", ("rolled_back", 2, "stable")),
+    ],
+)  # fmt: skip
+def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
+    here: Console, action: str, version: str, expected: tuple[str, int, str]
+) -> None:
+    with browser(here, "operate") as client:
+        form = {"token": token_of(client), "version": version, "why": f"to {action}"}
+        answer = client.post(f"/actions/{action}", data=form)
+        assert answer.status_code == 303, answer.text
+    record = newest(here, PolicyEvent)
+    assert (record.event, record.version, record.channel) == expected and record.reason == f"to {action}"
+    assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
+
+
 def test_pause_and_resume_are_the_words_of_the_commands(here: Console) -> None:
     with browser(here, "operate") as client:
         token = token_of(client)
@@ -126,24 +202,33 @@ def test_pause_and_resume_are_the_words_of_the_commands(here: Console) -> None:
             assert newest(here, Directive).order == order
 
 
+def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(here: Console) -> None:
+    good = encode(Block((live(70, "a lost question", "found"),)))
+    lost = DeadLetter(topic="experiences", partition=0, offset=10**6, stage="verify", reason="bad frame", value=good)
+    asyncio.run_coroutine_threadsafe(here.log.publish(topics.DEAD_LETTERS, lost), here.loop).result(timeout=20)
+    with browser(here, "operate") as client:
+        form = {"token": token_of(client)}
+        assert client.post("/actions/redeliver", data=form | {"why": " "}).status_code == 400
+        answer = client.post("/actions/redeliver", data=form | {"why": "verify was mended"})
+        assert answer.status_code == 303 and "1+to+experiences" in answer.headers["location"]
+    mark = newest(here, DeadLetter, topics.DEAD_LETTERS)
+    assert mark.error == f"console:acme/{here.keys['operate'].split('-')[1]}: verify was mended"
+
+
 def test_what_is_sealed_stays_sealed_until_a_key_that_may_opens_it_and_the_log_says_so(here: Console) -> None:
     with browser(here, "operate") as client:
         assert "Sealed" in client.get(SEALED).text and SECRET not in client.get(SEALED).text
         assert SECRET not in client.get("/answers", params={"text": "Wilhelmina"}).text
     with browser(here, "unseal") as client:
         assert SECRET not in client.get(SEALED).text
-        form = {"token": token_of_open(client), "answer": SEALED.rpartition("/")[2]}
+        form = {"token": token_of(client, SEALED), "answer": SEALED.rpartition("/")[2]}
         assert client.post("/actions/open", data=form | {"why": " "}).status_code == 400
         opened = client.post("/actions/open", data=form | {"why": "a complaint"})
-        assert opened.status_code == 200 and "sister" in opened.text
+        assert opened.status_code == 200 and SECRET in opened.text
         assert opened.headers["cache-control"] == "no-store"
         assert SECRET not in client.get(SEALED).text
     record = newest(here, Directive)
     assert (record.order, record.about, record.reason) == ("open", SEALED.rpartition("/")[2], "a complaint")
-
-
-def token_of_open(client: httpx.Client) -> str:
-    return client.get(SEALED).text.partition('name="token" value="')[2].partition('"')[0]
 
 
 @pytest.mark.parametrize("place", range(10, 10 + len(HOSTILE)))
@@ -172,15 +257,17 @@ def test_ten_megabytes_are_shown_cut_and_said(here: Console) -> None:
 @pytest.mark.parametrize(
     "text", ["'\"<>--", "NOT OR AND (", "a* NEAR", "\x00", "💥" * 300, quote("é"), "refund'; DROP TABLE answers"]
 )
-def test_a_search_takes_any_text(here: Console, text: str) -> None:
+def test_a_search_takes_any_text_and_finds_nothing_that_has_none_of_it(here: Console, text: str) -> None:
     with browser(here, "look") as client:
+        is_there = text == "\x00"  # of the hostile answers one has it
+        assert ("Nothing fits" in client.get("/answers", params={"text": text}).text) is not is_there
         for field in ("text", "version", "low", "learned", "session", "fate", "before"):
             assert client.get("/answers", params={field: text}).status_code == 200
 
 
-def newest(here: Console, kind: type[Kind]) -> Kind:
+def newest(here: Console, kind: type[Kind], topic: Topic = topics.POLICIES) -> Kind:
     async def read() -> list[Kind]:
-        found = [one.value async for one in here.log.read_all(topics.POLICIES)]
+        found = [one.value async for one in here.log.read_all(topic)]
         return [one for one in found if isinstance(one, kind)]
 
     return asyncio.run_coroutine_threadsafe(read(), here.loop).result(timeout=20)[-1]

@@ -12,8 +12,12 @@ import httpx
 import pytest
 
 from infra.cli.connect import connected
+from infra.cli.console.access import Access
+from infra.cli.console.keeping import Kept, keep_apart
 from infra.cli.console.serve import command_of, made
-from infra.cli.settings import load_settings
+from infra.cli.settings import Settings, load_settings
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Block, topics
 from tests.infra.cli.console_rig import BROKER_TOML, LINK, live
@@ -64,9 +68,8 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                 made(
                     settings,
                     log,
-                    MemoryStore(),
                     tmp_path,
-                    link=LINK,
+                    access=Access(MemoryStore(), LINK),
                     command=command_of(config, []),
                     address="127.0.0.1:1",
                     is_apart=True,
@@ -95,6 +98,43 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                         await asyncio.sleep(0.1)
                 assert keepers().keys().isdisjoint({pid})
         assert not keepers()
+
+    asyncio.run(main())
+
+
+def test_what_breaks_in_the_keeping_of_the_index_ends_the_console_by_that_very_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())  # its topics were never made, which no page can wait for
+        settings = Settings(app="t", folder=tmp_path)
+        access = Access(MemoryStore(), LINK)
+        async with asyncio.timeout(30):
+            async with made(settings, log, tmp_path, access=access, command=(), address="127.0.0.1:1"):
+                await asyncio.Event().wait()
+
+    with pytest.raises(ValueError, match="create it first"):
+        asyncio.run(main())
+
+
+def test_a_keeper_that_says_what_nobody_understands_is_ended_said_and_started_again(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    keeper = tmp_path / "keeper.py"
+    keeper.write_text(
+        "import pathlib, sys\n"
+        f"with pathlib.Path({str(said)!r}).open('a') as file: file.write('x')\n"
+        "print('what?', flush=True)\nsys.stdin.read()\n"
+    )
+
+    async def main() -> None:
+        kept = Kept()
+        keeping = asyncio.create_task(keep_apart((sys.executable, str(keeper)), kept, asyncio.Event()))
+        async with asyncio.timeout(60):
+            while not (said.exists() and len(said.read_text()) > 1):
+                assert not keeping.done()
+                await asyncio.sleep(0.05)
+        assert "has ended with code 0" in kept.fault
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
 
     asyncio.run(main())
 

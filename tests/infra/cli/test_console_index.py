@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.learning import CURVES
 from infra.cli.console.search import PAGE, Query, choices, query_of, search
 from infra.cli.console.serve import source_of
 from infra.ledger.archive import ABOUT, ArchiveHead, writing
@@ -20,9 +21,10 @@ from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
-from schemas import Block, topics
+from schemas import Block, PolicyEvent, Progress, topics
+from schemas.fields import KEPT_FIGURES
 from schemas.topics import Topic
-from tests.infra.cli.console_rig import SECRET, fill, live, looking_at
+from tests.infra.cli.console_rig import SECRET, fill, live, looking, looking_at
 
 
 def run_of(folder: Path) -> tuple[Log, ConsoleIndex, Folder]:
@@ -215,6 +217,56 @@ def test_what_an_archive_holds_can_be_looked_at(tmp_path: Path) -> None:
             ):  # fmt: skip
                 answer = await client.get(path)
                 assert answer.status_code == 200 and told in answer.text, path
+
+    asyncio.run(main())
+
+
+def test_what_the_events_of_versions_keep_of_their_steps_outlives_the_reports(tmp_path: Path) -> None:
+    """A run that is first looked at a day after it ended has no report, and all of its curves."""
+    log, index, folder = run_of(tmp_path)
+
+    async def main() -> None:
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for version in range(3):
+            stats = {"reward_mean": 0.25 * version, "live/entropy": 0.5, "live/k3": 0.125, "bytes": 9e9}
+            event = PolicyEvent(event="published", policy="main", version=version, stats=stats)
+            await log.publish(topics.POLICIES, event)
+        report = Progress(
+            role="train", instance="train/1", version=1, gauges={"reward_mean": 7.0, "loss": 2.0, "mfu": 0.5}
+        )
+        await log.publish(topics.REPORTS, report)
+        await folder.refresh(log)
+
+    asyncio.run(main())
+    rows = index.database.execute("SELECT name, version, value FROM curves ORDER BY name, version").fetchall()
+    index.close()
+    assert rows == [
+        *[("live/entropy", version, 0.5) for version in range(3)], *[("live/k3", version, 0.125) for version in range(3)],
+        ("loss", 1, 2.0), *[("reward_mean", version, 0.25 * version) for version in range(3)],
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_of_a_step_is_what_the_event_of_its_version_keeps() -> None:
+    assert {end for _, ends, _ in CURVES for end in ends} == set(KEPT_FIGURES)
+
+
+def test_an_index_that_is_removed_under_a_console_is_made_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await fill(log)
+        async with looking(tmp_path, log) as (client, _):
+            for path in (tmp_path / "state").glob("console.*"):
+                path.unlink()
+            await log.publish(topics.EXPERIENCES, Block((live(80, "a later wish", "granted"),)))
+
+            async def has(text: str) -> bool:
+                page = await client.get("/answers", params={"text": text})
+                return page.status_code == 200 and page.text.count(text) > 1
+
+            async with asyncio.timeout(30):
+                while not await has("a later wish"):  # noqa: ASYNC110 (a page tells no one)
+                    await asyncio.sleep(0.05)
+            assert await has("question 0 about refunds")
 
     asyncio.run(main())
 

@@ -28,7 +28,7 @@ from infra.store.memory import MemoryStore
 from schemas import Batch, BatchItem, Block, PolicyEvent, Rollback, Skip, topics
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.ids import subject_of
-from tests.infra.cli.console_rig import ANN, BOB, MADE, SESSION, fill, live, looking, until
+from tests.infra.cli.console_rig import ANN, BOB, SESSION, fill, live, looking, until
 
 PAGES = (
     "/", "/learning", "/learning?over=time", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5",
@@ -101,21 +101,6 @@ def test_beside_an_answer_is_its_whole_group(tmp_path: Path) -> None:
         assert [row["answered"] for row in beside(database, "sum-7.0-2-0")] == [f"it is {at}" for at in range(4)]
         database.close()
         index.close()
-
-    asyncio.run(main())
-
-
-def test_the_data_page_has_tasks_with_their_success_and_what_processors_made(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, _):
-            text = text_of(await client.get("/data"))
-            assert "add-0 8 62.5% v7" in text, "right in five of eight versions"
-            assert "made from question 0" in text
-            hardest = text_of(await client.get("/data?order=hardest&task=add-"))
-            assert hardest.index("add-0") < hardest.index("add-5")
-            assert "experiences/0@9 verify bad frame" in text
-            assert "made from question 0" in text_of(await client.get("/answers?made=yes"))
-            assert f"{SESSION}.1-0.0-0-0" in text_of(await client.get(f"/answers/{MADE}"))
 
     asyncio.run(main())
 

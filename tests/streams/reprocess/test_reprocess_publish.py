@@ -1,5 +1,6 @@
 """A counterfactual written to another app: what verify and collect would have made, ready for a trainer."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from schemas import Block, Closure, DeadLetter, DropMarker, Feedback, Tick, enco
 from schemas.errors import ConfigError
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
 from streams.processors.dedupe import dedupe_key
-from streams.reprocess.letters import redeliver
+from streams.reprocess.letters import MARK, redeliver
 from streams.reprocess.ranges import LogPlace, ranges_of
 from tests.simulator.virtual_loop import run_virtual
 from tests.streams.collect.collecting import answer, block
@@ -118,6 +119,27 @@ def test_letters_that_decode_go_back_once_and_others_stay(tmp_path: Path) -> Non
         async with working(log, CONFIG, tmp_path / "state"):
             await settled(log)
         assert "new.0.0-0-0" in await buffered(log)
+
+    run_virtual(main())
+
+
+def test_of_two_that_deliver_at_one_time_each_letter_goes_once_and_says_who_and_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await recorded_log(tmp_path, groups=1)
+        before = len(await values(log, EXPERIENCES))
+        for number in range(8):
+            good = encode(block(answer(f"new-{number}.0", 0, size=1)))
+            await log.publish(DEAD_LETTERS, msgspec.structs.replace(letter(good), offset=1000 + number))
+        ranges = await whole(log)
+        reports = await asyncio.gather(
+            *(redeliver(log, ranges, lambda count: None, by=f"{name}: mended") for name in ("ann", "ben", "eve"))
+        )
+        assert len(await values(log, EXPERIENCES)) == before + 8
+        assert sum(one.delivered.get("experiences", 0) for one in reports) == 8
+        said = {
+            one.error for one in await values(log, DEAD_LETTERS) if isinstance(one, DeadLetter) and one.stage == MARK
+        }
+        assert said and said <= {"ann: mended", "ben: mended", "eve: mended"}
 
     run_virtual(main())
 

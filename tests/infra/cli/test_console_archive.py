@@ -1,0 +1,68 @@
+"""The console over an archive of `headrace export`: what was said and measured of every version is there."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from infra.cli.console.serve import source_of
+from infra.cli.export import fill, holds
+from infra.cli.settings import Settings
+from infra.cli.source import ReplaySource
+from infra.ledger.archive import writing
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.settings.config import PolicyConfig, Use
+from infra.store.memory import MemoryStore
+from schemas import EvalResult, PolicyEvent, topics
+from tests.infra.cli.console_rig import looking_at
+from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
+from trainer.learners.scripted import ScriptedLearner
+from trainer.replay.replay import find_start
+
+SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
+
+
+def test_an_archive_of_before_can_be_exported_though_it_lacks_what_versions_were_said() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        assert not await holds(log, topics.POLICIES)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        assert await holds(log, topics.POLICIES)
+
+    asyncio.run(main())
+
+
+def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "run.headrace"
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
+        await train(log, store, ScriptedLearner(), config)
+        for version in (0, 1):
+            result = EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=3 - version)
+            await log.publish(topics.EVALS, result)
+        held = PolicyEvent(
+            event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
+            reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable dev": 0.75},
+        )  # fmt: skip
+        await log.publish(topics.POLICIES, held)
+        settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
+        with writing(file) as archive:
+            start = await find_start(log, store, "t", to_step=None)
+            counts = await fill(archive, ReplaySource(settings, log, store, "somebody/tiny"), start)
+            archive.close()
+        assert counts["evals"] == 2 and counts["policies"] > 2
+        async with (
+            source_of(file, []) as (read, restored, _, state),
+            looking_at(read, restored, state) as (client, _),
+        ):
+            page = (await client.get("/versions/1")).text
+            assert "Held back by gate: dev: 0.500, expected at least 0.600." in page and "0.75" in page
+            assert "2 of 4" in page
+            learning = (await client.get("/learning")).text
+            assert "Suite dev" in learning and "Loss" in learning
+
+    asyncio.run(main())
