@@ -35,6 +35,7 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         "from_step": start.manifest.place.step,
         "steps": start.survey.num_steps,
         "records": counts,
+        "sealed": archive.sealed,
     }
     if as_json:
         print(printable_json(msgspec.json.encode(summary).decode()))
@@ -43,6 +44,11 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         print(
             f"{file}  {summary['bytes']:,} bytes: {start.survey.num_steps} steps from {summary['from_step']}, {records}"
         )
+        if archive.sealed:
+            print(
+                f"{archive.sealed:,} of {counts[topics.BUFFER.name]:,} blocks are sealed, and their keys are not in the file: "
+                "steps that trained on these cannot be replayed from it, only where the run's store is"
+            )
         sys.stdout.flush()
     return 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from infra.cli.source import ReplaySource, opened
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import MAX_BYTES
+from infra.log.log import runs
 from infra.observe.metrics import Metrics
 from infra.settings.plugin import add_plugin_folders
+from infra.store.seal import FORGOTTEN
 from schemas.errors import ConfigError, Sealed
 from trainer.batch.image_inputs import open_sight
 from trainer.config import TrainerConfig
@@ -22,7 +25,7 @@ from trainer.journal.origin import differences, made_with
 from trainer.learners.learner import open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, ReplayStart, find_start, forgotten_steps, replay
+from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
 from trainer.replay.shipped import foreign_names
 from trainer.state.pieces import KIND
 
@@ -32,7 +35,8 @@ SHOWN_HASH = 16
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay found. bits_promised: nothing the bits depend on differs from the run. differs: name → (there, here).
 
-    forgotten: steps that trained on what was forgotten since, where the replay had to end before the first of them.
+    forgotten: steps that trained on what was forgotten since; without_key: on what is sealed under keys that are not here,
+    as those of an archive are not. The replay ends before the first of all these.
     faults: what is wrong with stored checkpoints. run_s: how long the run took for these steps, by log-append times.
     """
 
@@ -49,11 +53,17 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: float
     run_s: float
     forgotten: tuple[int, ...] = ()
+    without_key: tuple[int, ...] = ()
+
+    @property
+    def verified(self) -> int:
+        """Checkpoints that steps led to, and not the one it began with."""
+        return sum(1 for one in self.checkpoints if one.step != self.from_step)
 
     @property
     def exit_code(self) -> int:
-        """1 where something was found that must not be."""
-        return 1 if self.faults or (self.bits_promised and not self.equal) else 0
+        """1 where something was found that must not be, or nothing was."""
+        return 1 if self.faults or not self.verified or (self.bits_promised and not self.equal) else 0
 
 
 class Trust(msgspec.Struct, frozen=True):
@@ -127,11 +137,17 @@ async def done_again(
     for name, (there, now) in differs.items():
         console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
     compared: list[Compared] = []
+    done: list[int] = []
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("steps", total=start.survey.num_steps)
-        steps = replay(run, source.run, source.log, source.store, start, on_step=lambda step: progress.advance(bar))
-        forgotten: list[int] = []
+
+        def on_step(step: int) -> None:
+            done.append(step)
+            progress.advance(bar)
+
+        steps = replay(run, source.run, source.log, source.store, start, on_step=on_step)
+        lost: dict[int, str] = {}
         try:
             async for one in steps:
                 compared.append(one)
@@ -139,9 +155,14 @@ async def done_again(
                 progress.console.print(line(one, verify=verify), markup=False)
         except Sealed as error:
             progress.console.print(f"ended before {error}", style="yellow", markup=False)
-            forgotten = await forgotten_steps(source.log, source.run, start)
+            lost = await lost_steps(source.log, source.run, start)
     found = judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
-    return msgspec.structs.replace(found, forgotten=tuple(forgotten))
+    return msgspec.structs.replace(
+        found,
+        steps=start.survey.steps_in(len(done)),
+        forgotten=tuple(step for step, why in lost.items() if why == FORGOTTEN),
+        without_key=tuple(step for step, why in lost.items() if why != FORGOTTEN),
+    )
 
 
 def judged(
@@ -193,16 +214,32 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
     )
     if verdict.forgotten:
         console.print(
-            f"steps {', '.join(map(str, verdict.forgotten))} cannot be reproduced: what they trained on was forgotten."
-            f" What follows a checkpoint of step {verdict.forgotten[-1]} or later can: --from",
+            f"steps {listed(verdict.forgotten)} cannot be reproduced: what they trained on was forgotten",
             style="yellow",
         )
-    if not verify:
-        return
+    if verdict.without_key:
+        console.print(
+            f"steps {listed(verdict.without_key)} cannot be replayed here: what they trained on is sealed, and its keys are not"
+            " here. They are in no archive; replay the run where its store is",
+            style="yellow",
+        )
+    if lost := (*verdict.forgotten, *verdict.without_key):
+        console.print(f"what follows a checkpoint of step {max(lost)} or later can be: --from", style="yellow")
+    if verify:
+        summarize_checkpoints(console, verdict)
+
+
+def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
+    """What was compared, and what was not."""
     num = len(verdict.checkpoints)
     if verdict.not_compared:
         console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")
-    if verdict.equal:
+    if verdict.equal and not verdict.verified:
+        why = "" if verdict.faults else ": no step led to a checkpoint that could be compared"
+        console.print(f"nothing is verified{why}", style="red")
+    elif verdict.equal and (verdict.forgotten or verdict.without_key):
+        console.print(f"{num} checkpoints up to step {verdict.checkpoints[-1].step} equal; none after it is verified")
+    elif verdict.equal:
         console.print(f"all {num} checkpoints equal", style="green")
     else:
         wrong = [one.step for one in verdict.checkpoints if not one.equal]
@@ -212,6 +249,16 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
     if not verdict.bits_promised:
         why = f"differs from the run: {', '.join(verdict.differs)}" if verdict.differs else "not computed on the CPU"
         console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Steps in ascending order, those that follow one another as a range.
+
+    >>> listed((0, 1, 2, 3, 7, 9))
+    '0 to 3, 7, 9'
+    """
+    found = [(first, stop - 1) for first, stop in runs(steps, max_hole=1)]
+    return ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in found)
 
 
 def as_table(verdict: ReplayResult) -> dict[str, Any]:
@@ -224,5 +271,6 @@ def as_table(verdict: ReplayResult) -> dict[str, Any]:
     return found | {
         "steps_per_s": round(verdict.steps / speed, 2),
         "times_faster": round(verdict.run_s / speed, 2),
+        "verified": verdict.verified,
         "exit_code": verdict.exit_code,
     }

@@ -31,6 +31,7 @@ from infra.store.store import BLOBS, Store
 from schemas import Block, decode
 from schemas.errors import BadFrame, ConfigError, NotInStore
 from schemas.topics import MAX_RECORD_BYTES, Topic, by_name
+from schemas.wire.frame import is_sealed
 
 FORMAT = 1
 ABOUT = "headrace.json"
@@ -61,9 +62,12 @@ class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Archive:
-    """An archive being written; `close` makes it whole."""
+    """An archive being written; `close` makes it whole. sealed: records so far whose keys, which are in no archive, lie in the
+    store's secrets.
+    """
 
     def __init__(self, target: BinaryIO) -> None:
+        self.sealed = 0
         self._target = target
         self._compressed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(target, closefd=False)
         self._tar = tarfile.open(  # noqa: SIM115 (close closes it)
@@ -99,6 +103,7 @@ class Archive:
                 if key not in claimed:
                     claimed.add(key)
                     self.add(f"store/{key}", frame)
+            self.sealed += is_sealed(frame)
             for key in shown_by(frame) - claimed if images else ():
                 claimed.add(key)
                 with contextlib.suppress(NotInStore):  # what showed it was dropped, or a replay will name it
@@ -122,7 +127,9 @@ class Archive:
 
 
 def shown_by(frame: bytes) -> set[str]:
-    """Keys of the images that the experiences of a block show."""
+    """Keys of the images that the experiences of a block show; what a sealed one shows cannot be seen here."""
+    if is_sealed(frame):
+        return set()
     record = decode(frame)
     members = record.experiences if isinstance(record, Block) else ()
     return {BLOBS + image.sha256 for one in members for image in images_of(one.messages)}

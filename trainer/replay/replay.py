@@ -16,6 +16,7 @@ import numpy as np
 
 from infra.log.log import Log, LogMessage, runs
 from infra.policies.tensors import Tensor, to_numpy
+from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
 from schemas import Batch, Block, Rollback, Saved, decode, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
@@ -45,7 +46,11 @@ class Survey(msgspec.Struct, frozen=True):
     @property
     def num_steps(self) -> int:
         """Optimizer steps that will be executed."""
-        return sum(1 for one in self.todo if isinstance(one, Pending) and one.fate in ("trained", "open"))
+        return self.steps_in(len(self.todo))
+
+    def steps_in(self, first: int) -> int:
+        """Of these, the steps among the first entries."""
+        return sum(1 for one in self.todo[:first] if isinstance(one, Pending) and one.fate in ("trained", "open"))
 
     @property
     def duration_s(self) -> float:
@@ -196,8 +201,9 @@ class BufferTape:
             block = decode(frame, self._log.find_seal)
             assert isinstance(block, Block)
             if lost := block.experiences[0].lost:
+                key = "destroyed" if lost == FORGOTTEN else "not in this store"
                 raise Sealed(
-                    f"step {batch.step}: {lost}: what it trained on at buffer offset {offset} has lost its key"
+                    f"step {batch.step}: {lost}: the key of what it trained on at buffer offset {offset} is {key}"
                 )
             found[offset] = Stored(block, frame, digest)
             if self._last_use[offset] <= batch.step:
@@ -285,22 +291,26 @@ async def replay(
         await buffer.close()
 
 
-async def forgotten_steps(log: Log, name: str, start: ReplayStart) -> list[int]:
-    """Steps to be replayed whose batch names what can no longer be opened, ascending."""
-    lost: set[int] = set()
+async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
+    """Steps to be replayed whose batch names what cannot be opened here, ascending, with the reason: "forgotten" if any of it
+    is gone for good, else "no key".
+    """
+    lost: dict[int, str] = {}
     for first, stop in runs(start.survey.last_use):
         async for message in log.scan(topics.BUFFER, {0: first}, {0: stop}):
-            if isinstance(message.value, Block) and message.value.experiences[0].lost:
-                lost.add(message.offset)
+            if isinstance(message.value, Block) and (why := message.value.experiences[0].lost):
+                lost[message.offset] = why
     if not lost:
-        return []
+        return {}
     wanted = {(one.batch.token, one.batch.step) for one in start.survey.todo if isinstance(one, Pending)}
-    found = []
+    found: dict[int, str] = {}
     async for message in read_records(log, start.manifest.position.journal_next):
         one = message.value
-        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted and lost & {*offsets_of(one)}:
-            found.append(one.step)
-    return sorted(set(found))
+        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted:
+            whys = {lost[offset] for offset in offsets_of(one) if offset in lost}
+            if whys:
+                found[one.step] = FORGOTTEN if FORGOTTEN in whys else min(whys)
+    return dict(sorted(found.items()))
 
 
 async def compare_with(run: Learning, name: str, store: Store, step: int, saved: tuple[Saved, ...]) -> Compared:

@@ -1,7 +1,12 @@
 """Processes that a benchmark starts, and the processor time they took."""
 
+import asyncio
+import json
 import os
+import tempfile
 import time
+import traceback
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from infra.local.process import Watched
@@ -26,6 +31,27 @@ def idle_share(pid: int, over_s: float = 2.0) -> float:
     before_s, begin = cpu_s(pid), time.perf_counter()
     time.sleep(over_s)
     return (cpu_s(pid) - before_s) / (time.perf_counter() - begin)
+
+
+def apart(work: Callable[[], Coroutine[None, None, dict[str, float]]]) -> dict[str, float]:
+    """What it measures in a process of its own, so that no memory of the one before is used again."""
+    with tempfile.TemporaryFile() as said:
+        if not (child := os.fork()):
+            code = 1
+            try:
+                said.write(json.dumps(asyncio.run(work())).encode())
+                said.flush()
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if status:
+            raise RuntimeError(f"measuring ended with {status}, see above")
+        said.seek(0)
+        found: dict[str, float] = json.loads(said.read())
+        return found
 
 
 def end(child: Watched) -> None:

@@ -7,17 +7,15 @@ and the most memory above what lay there before. A broker and a store across a n
 
 import asyncio
 import gc
-import json
-import os
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from infra.cli.bench.children import apart
 from infra.cli.bench.feedback import DAY_MS, answer, collector_of, take
 from infra.cli.bench.peak import held_bytes, most_bytes, peak_anew
 from infra.log.log import Log
@@ -53,35 +51,14 @@ def run(plan: TakeoverPlan, say: Callable[[str], None]) -> dict[str, float]:
         gc.collect()
         gc.freeze()  # the log in memory is no garbage of a worker's
         figures: dict[str, float] = {"waiting": plan.waiting, "closed": plan.closed}
-        figures |= _apart(lambda: _first(log, folder / "first"))
+        figures |= apart(lambda: _first(log, folder / "first"))
         stored = sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
         figures["store_mb"] = stored / MB
-        figures |= _apart(lambda: _begun("taken_over", log, folder / "second", plan))
+        figures |= apart(lambda: _begun("taken_over", log, folder / "second", plan))
         if plan.rebuild:
             log.store = None
-            figures |= _apart(lambda: _begun("rebuilt", log, folder / "third", plan))
+            figures |= apart(lambda: _begun("rebuilt", log, folder / "third", plan))
         return figures
-
-
-def _apart(work: Callable[[], Coroutine[None, None, dict[str, float]]]) -> dict[str, float]:
-    """What it measures in a process of its own, so that no memory of the one before is used again."""
-    with tempfile.TemporaryFile() as said:
-        if not (child := os.fork()):
-            code = 1
-            try:
-                said.write(json.dumps(asyncio.run(work())).encode())
-                said.flush()
-                code = 0
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if status:
-            raise RuntimeError(f"measuring ended with {status}, see above")
-        said.seek(0)
-        found: dict[str, float] = json.loads(said.read())
-        return found
 
 
 async def _first(log: Log, folder: Path) -> dict[str, float]:

@@ -138,6 +138,16 @@ def bench_takeover(
     exit_with(lambda: run_takeover(waiting, closed, rebuild, as_json))
 
 
+def bench_audit(
+    experiences: Annotated[int, typer.Option(help="In the log, which is made as it is read.", min=1)] = 1_000_000,
+    as_json: JsonOption = False,
+) -> None:
+    """Audit, and trace with its index built from nothing: the memory and the processor time of each. Minutes."""
+    from infra.cli.benches import run_bench
+
+    exit_with(lambda: run_bench("audit", as_json, experiences=experiences))
+
+
 def bench_families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
     as_json: JsonOption = False,

@@ -25,7 +25,9 @@ def replay(
     run: RunArgument = Path(),
     from_step: FromOption = None,
     to_step: Annotated[int | None, typer.Option("--to", help="Stop after this step.", metavar="STEP")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare; exit with 1 on a difference.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare; exit with 1 on a difference, or where nothing could be.")
+    ] = False,
     trust_plugins: TrustOption = False,
     max_unpacked: Annotated[
         int | None, typer.Option(help="What an archive may unpack to; 32 GiB by default.", metavar="BYTES", min=1)
@@ -60,7 +62,8 @@ def export(
 
     What was decided and measured of every version is in it too, for [bold]headrace console[/].
 
-    No address and no credential is in it.
+    No address, no credential and no key is in it: steps that trained on sealed answers, those of named users, cannot be
+    replayed from it. How many blocks these are is said.
     Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
     `headrace replay` asks for --trust-plugins.
 

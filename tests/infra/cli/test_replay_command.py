@@ -22,7 +22,8 @@ from infra.log.memory import MemoryBus
 from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import Batch, encode, topics
-from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
+from tests.infra.ledger.sealed_log import log_with_ann
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, train
 from trainer.journal import checkpoint
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay.replay import find_start
@@ -44,13 +45,14 @@ def exported(
     options: dict[str, Any] = {},  # noqa: B006
     damage: Damage | None = None,
     learner: ScriptedLearner | None = None,
+    sealed: tuple[int, ...] = (),
+    from_step: int | None = None,
 ) -> Path:
-    """An archive of a finished run; options: of the learner that replays it."""
+    """An archive of a finished run; options: of the learner that replays it. sealed: issue numbers of groups that are."""
     file = tmp_path / "run.headrace"
 
     async def main() -> None:
-        store = MemoryStore()
-        log = await filled_log(store)
+        log, store = await log_with_ann(sealed)
         config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
         await train(log, store, learner or ScriptedLearner(), config)
         settings = Settings(
@@ -59,7 +61,7 @@ def exported(
             policy=PolicyConfig(model="somebody/tiny"),
             trainer=msgspec.structs.replace(config, learner=Use(use=SCRIPTED, options=options)),
         )
-        start = await find_start(log, store, "t", to_step=None)
+        start = await find_start(log, store, "t", from_step=from_step, to_step=None)
         if damage is not None:
             damage(log, store)
         with writing(file) as archive:
@@ -195,3 +197,46 @@ def test_a_folder_that_is_no_run_is_one_line_and_stays_as_it_was(tmp_path: Path)
         result = call(*arguments)
         assert result.exit_code == 2 and "no run was started here" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["headrace.toml"]
+
+
+def test_an_export_says_how_many_blocks_are_sealed_and_that_their_keys_are_not_in_it(tmp_path: Path) -> None:
+    file = exported(tmp_path, sealed=(6, 7, 20))
+    result = call("export", file, tmp_path / "again.headrace")
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "3 of 29 blocks are sealed, and their keys are not in the file" in told
+    assert "cannot be replayed from it, only where the run's store is" in told
+    found = json.loads(call("export", file, tmp_path / "third.headrace", "--json").stdout)
+    assert found["sealed"] == 3 and found["records"]["buffer"] == 29
+
+
+def test_an_export_without_sealed_blocks_says_nothing_of_keys(tmp_path: Path) -> None:
+    result = call("export", exported(tmp_path), tmp_path / "again.headrace")
+    assert result.exit_code == 0 and "sealed, and" not in result.stdout
+
+
+def test_a_replay_that_could_verify_nothing_is_no_success_and_says_whose_keys_it_lacks(tmp_path: Path) -> None:
+    file = exported(tmp_path, sealed=tuple(range(2 * STEPS)), from_step=12)  # behind the warm-up, on demonstrations
+    result = call("replay", file, "--verify")
+    assert result.exit_code == 1, result.output
+    assert "nothing is verified" in result.stdout and "checkpoints equal" not in result.stdout
+    assert "what they trained on is sealed, and its keys are not here" in result.stdout
+    assert "forgotten" not in result.stdout
+    found = verdict(call("replay", file, "--verify", "--json"))
+    assert found["verified"] == 0 and found["without_key"] and found["forgotten"] == []
+    assert call("replay", file).exit_code == 0, "what is not asked to verify replays what it can"
+
+
+def test_a_replay_that_ends_early_verifies_what_came_before_and_says_that_no_more_is(tmp_path: Path) -> None:
+    file = exported(tmp_path, sealed=(20,))
+    result = call("replay", file, "--verify")
+    assert result.exit_code == 0, result.output
+    assert "none after it is verified" in result.stdout and "all " not in result.stdout
+    found = verdict(call("replay", file, "--verify", "--json"))
+    (step,) = found["without_key"]
+    assert found["checkpoints"][-1]["step"] < step and found["verified"] > 0 and found["steps"] == found["to_step"] + 1
+
+
+def test_a_replay_with_no_checkpoint_behind_its_first_one_verifies_nothing(tmp_path: Path) -> None:
+    result = call("replay", exported(tmp_path), "--verify", "--to", "0")
+    assert result.exit_code == 1 and "nothing is verified: no step led to a checkpoint" in result.stdout

@@ -15,40 +15,17 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.seal import Keys, open_text, seal_text, sealed
+from infra.store.seal import Keys, open_text, seal_text
 from schemas import Batch, Block, Directive, Drawn, Message, PolicyEvent, Progress, Saved, Task, ids, topics
 from schemas.errors import ConfigError, Sealed
-from schemas.ids import subject_of
 from tests.infra.ledger.ledger_records import batch
-from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, published, train
+from tests.infra.ledger.sealed_log import ANN, TENANT, USER, log_with_ann, of_ann
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, journal, published, train
 from trainer.journal.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
-from trainer.replay.replay import Compared, find_start, forgotten_steps, replay
-
-TENANT, USER = "acme", "ann@example.org"
-ANN = subject_of(TENANT, USER)
-
-
-def of_ann(log: Log, sequence: int) -> Block:
-    assert log.keys is not None
-    plain = block(sequence)
-    subject = tuple(msgspec.structs.replace(one, subject=ANN) for one in plain.experiences)
-    return sealed(Block(subject), log.keys, ANN)
-
-
-async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
-    """The log of a run whose groups at these issue numbers are a named user's."""
-    store = MemoryStore()
-    plain = await filled_log(store)
-    log = Log(MemoryBus(), "t", store=store)
-    await log.create_topics(partitions=2, keep_ms=-1)
-    async for message in plain.read_all(topics.BUFFER):
-        assert isinstance(message.value, Block)
-        sequence = message.value.experiences[0].sequence
-        await log.publish(topics.BUFFER, of_ann(log, sequence) if sequence in at else message.value)
-    return log, store
+from trainer.replay.replay import Compared, find_start, lost_steps, replay
 
 
 async def reported(log: Log, folder: Path) -> ForgetReport:
@@ -74,7 +51,7 @@ async def replayed(log: Log, store: MemoryStore, from_step: int | None = None) -
         async for one in replay(run, "t", log, store, start):
             found.append(one)
     except Sealed as error:
-        return found, str(error), await forgotten_steps(log, "t", start)
+        return found, str(error), [*await lost_steps(log, "t", start)]
     return found, "", []
 
 
@@ -131,7 +108,7 @@ def test_what_waits_in_the_buffer_is_dropped_with_a_reason_and_never_trained() -
     asyncio.run(body())
 
 
-def test_a_trainer_that_restarts_on_forgotten_steps_goes_on_without_them() -> None:
+def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> None:
     async def body() -> None:
         log, store = await log_with_ann()
         learner = ScriptedLearner()
