@@ -12,10 +12,10 @@ from rich.table import Table
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
 from infra.cli.check_fit import check_fit
+from infra.cli.check_start import check_engine, check_model, check_secrets
 from infra.cli.check_state import check_state
 from infra.cli.connect import connected, create_topics
 from infra.cli.private import open_to_others
-from infra.cli.roles import told_engine
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.settings.config import duration_s
@@ -43,7 +43,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if importlib.util.find_spec("torch") is not None:
         notes += check_state(settings)
     notes += open_to_others(settings)
-    parsers, missing = check_parsers(settings)
+    check_secrets(settings, sources)
+    parsers, missing = check_model(settings)
     notes += missing
     console = Screen()
     console.print(summary(settings, parsers))
@@ -72,16 +73,14 @@ def check_plugins(settings: Settings) -> list[str]:
         return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
     from trainer.losses.loss import open_objective
 
-    find(settings.engine.use, "engine.use")
-    told_engine(settings, settings.engine)
+    notes = check_engine(settings, settings.engine, "engine.use")
     if settings.gateway is not None and settings.gateway.engine is not None:
-        find(settings.gateway.engine.use, "gateway.engine.use")
-        told_engine(settings, settings.gateway.engine)
+        notes += check_engine(settings, settings.gateway.engine, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
     for lane, one in settings.trainer.lanes.items():
         if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
             check_late(settings, one.loss)
-    return []
+    return notes
 
 
 def check_late(settings: Settings, loss: str) -> None:
@@ -131,24 +130,6 @@ def check_gateway(settings: Settings) -> list[str]:
     if settings.gateway.train_on == "nothing":
         found.append('gateway.train_on is "nothing": answers are served, and neither recorded nor learned from')
     return found
-
-
-def check_parsers(settings: Settings) -> tuple[str, list[str]]:
-    """How the policy's model writes calls and thoughts, "" where no tokenizer is to be seen here; and what a person should know
-    of it. Raises ConfigError for parsers that are not there.
-    """
-    folder = settings.folder / settings.policy.model
-    if not (folder / "tokenizer.json").is_file() or importlib.util.find_spec("transformers") is None:
-        return "", []
-    from actors.gateway.answering.parsers import answer_parser
-    from infra.model.model import load_tokenizer
-
-    tokenizer = load_tokenizer(folder, settings.policy.template, settings.policy.parsers)
-    parser = answer_parser(tokenizer)
-    if tokenizer.writing.chosen:
-        parser.prepare()
-    why = "by [policy]" if tokenizer.writing.chosen else "by the chat template"
-    return f"{tokenizer.writing.shown}, {why}", [f"policy: {parser.refusal}"] if parser.refusal else []
 
 
 def summary(settings: Settings, parsers: str = "") -> Table:

@@ -11,16 +11,16 @@ from infra.log.memory import MemoryBus
 from infra.roles.identity import Fit, fault, fit_of
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
-from schemas.errors import BrokerUnavailable, ConfigError, StoreError
+from schemas.errors import BrokerUnavailable, ConfigError
 
 ANSWER_S = 2.0
 DEADLINE_S = 10.0
 
 
 async def check_fit(settings: Settings) -> list[str]:
-    """Compare them as a role does when it starts; nothing is started or made for it, and what cannot be reached is reported.
+    """Compare them as a role does when it starts; nothing is started or made for it, and a broker that is away is reported.
 
-    Raises ConfigError, with what helps, where they do not belong together.
+    Raises ConfigError, with what helps, where they do not belong together, or where one of them lets nobody in; StoreError.
     """
     has_store, has_log = is_there(settings), bool(settings.kafka.bootstrap_servers) or embedded_is_there(settings)
     if not has_store and not has_log:
@@ -28,7 +28,7 @@ async def check_fit(settings: Settings) -> list[str]:
     try:
         store = main_store_of(settings) if has_store else MemoryStore()
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
-    except (BrokerUnavailable, ConfigError, StoreError) as error:
+    except BrokerUnavailable as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
     told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.shown} (nothing is there)")
     if told:

@@ -292,7 +292,7 @@ def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
 
 
 def model_folder(settings: Settings) -> str:
-    """`Floor.model_path`, which must be there. Raises ConfigError."""
+    """`Floor.model_path`, which must be named. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
     return settings.model_path

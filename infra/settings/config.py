@@ -5,6 +5,7 @@ got and what was expected; both name the file. Every setting has its default her
 """
 
 import difflib
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -264,9 +265,20 @@ class Floor(Section, frozen=True):
 
     @property
     def model_path(self) -> str:
-        """The configured model: a folder beside the TOML if there is one, else a name for others to find, "" for none."""
-        folder = self.folder / self.policy.model
-        return str(folder) if self.policy.model and folder.is_dir() else self.policy.model
+        """The configured model: a folder beside the TOML if there is one, else a name for others to find, "" for none.
+
+        Raises ConfigError where others would take the name for a folder of the working directory.
+        """
+        model = self.policy.model
+        folder = self.folder / model
+        if model and folder.is_dir():
+            return str(folder)
+        if model and not Path(model).is_absolute() and Path(model).is_dir():
+            raise ConfigError(
+                f'policy.model: got "{model}", which is not beside the settings ({folder}) but in the working directory; '
+                f"expected a folder relative to the settings: {os.path.relpath(model, self.folder)}"
+            )
+        return model
 
 
 def duration_s(text: str) -> float:

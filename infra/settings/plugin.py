@@ -130,13 +130,13 @@ def _instance(found: type, options: Mapping[str, Any], where: str) -> object:
         return decode(dict(options), found, f"{where}.options")
     parameters = inspect.signature(found).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        _check_names(options, parameters, where)
+        check_names(options, parameters, where)
     return found(**options)
 
 
 def _bound(found: Callable[..., object], options: Mapping[str, Any], where: str) -> Callable[..., object]:
     known = _options_of(found)
-    _check_names(options, known, where)
+    check_names(options, known, where)
     for name, parameter in known.items():
         if name not in options and parameter.default is inspect.Parameter.empty:
             raise ConfigError(f"{where}.options.{name}: missing, {found.__qualname__} needs it")
@@ -157,7 +157,8 @@ def _type_hints(found: Callable[..., object]) -> dict[str, Any]:
         return {}
 
 
-def _check_names(options: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def check_names(options: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise ConfigError for an option that is not among the known ones, with the nearest. where: the table of the options."""
     names = list(known)
     for name in options:
         if name not in names:

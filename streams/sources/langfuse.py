@@ -107,11 +107,7 @@ async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: P
     """Ask until cancelled; `state` names the files of state and lock. Raises ConfigError where there are no keys."""
     assert source.langfuse is not None
     config = source.langfuse
-    at = f'feedback "{source.name}": langfuse.'
-    auth = httpx.BasicAuth(
-        secret_of(f"{at}public_key", config.public_key_env, config.public_key_file, source.folder),
-        secret_of(f"{at}secret_key", config.secret_key_env, config.secret_key_file, source.folder),
-    )
+    auth = keys_of(source)
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
@@ -231,3 +227,13 @@ def _ms(score: Mapping[str, Any], otherwise_ms: int) -> int:
 
 def _iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def keys_of(source: EventSource) -> httpx.BasicAuth:
+    """The keys that a source of Langfuse asks with. Raises ConfigError for one that is not there."""
+    assert source.langfuse is not None
+    config, at = source.langfuse, f'feedback "{source.name}": langfuse.'
+    return httpx.BasicAuth(
+        secret_of(f"{at}public_key", config.public_key_env, config.public_key_file, source.folder),
+        secret_of(f"{at}secret_key", config.secret_key_env, config.secret_key_file, source.folder),
+    )

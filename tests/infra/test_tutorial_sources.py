@@ -20,6 +20,7 @@ from schemas import Block, Closure, DropMarker, Experience, Message, Span, make_
 from schemas.ids import answer_id, experience_id
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, VERIFIED
 from streams.sources.source import build_sources, run_sources
+from tests.infra.chat_models import STYLES, build_chat_model
 from tests.streams.deliveries import memory_log, until_stored, values
 from tests.streams.memory_worker import working
 
@@ -94,7 +95,9 @@ def test_each_example_is_at_most_15_lines_of_code_and_wired_by_its_own_tables() 
 
 def test_check_accepts_the_examples_together_and_has_nothing_to_note(tmp_path: Path) -> None:
     settings_of(tmp_path, *(example(kind).tables for kind in KINDS))
-    checked = CliRunner().invoke(app, ["check", "-c", str(tmp_path / "headrace.toml")])
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
+    named = ("--set", "policy.model=model")
+    checked = CliRunner().invoke(app, ["check", "-c", str(tmp_path / "headrace.toml"), *named])
     assert checked.exit_code == 0 and "note:" not in checked.output, checked.output
 
 

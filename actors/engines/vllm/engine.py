@@ -38,7 +38,14 @@ from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.routing import layers_that_route, routing_options
-from actors.engines.vllm.settings import GRAMMARS, cached_byte_code, check_release, engine_arguments, environment
+from actors.engines.vllm.settings import (
+    GRAMMARS,
+    argument_names,
+    cached_byte_code,
+    check_release,
+    engine_arguments,
+    environment,
+)
 from actors.engines.vllm.streaming import stream, whole
 from actors.engines.vllm.swap import Scores, Sent, Swap
 from infra.model.adapter import adapter_shapes, find_adapter
@@ -92,6 +99,17 @@ class VllmEngine:
         self._adapters: Adapters | None = None
         self._loads: set[asyncio.Task[LoadReport]] = set()
         self._loading = asyncio.Lock()
+
+    @staticmethod
+    def check_options(options: Mapping[str, object]) -> bool:
+        """Compare vLLM's engine arguments with those it takes, without importing it; False where it is not installed.
+
+        Raises ConfigError.
+        """
+        known = argument_names()
+        if known is not None:
+            engine_arguments(model="", seed=0, options=options, on_cpu=False, known=known)
+        return known is not None
 
     @property
     def version(self) -> int:

@@ -3,6 +3,9 @@
 What the user sets always wins, except where another value would break the engine's contract: that is an error.
 """
 
+import ast
+import difflib
+import importlib.util
 import os
 import re
 import sys
@@ -63,6 +66,23 @@ def check_release(installed: str) -> None:
         )
 
 
+def argument_names() -> frozenset[str] | None:
+    """Names of the engine arguments of the vLLM that is installed, read from its source, since importing it takes seconds; None
+    where it is not installed.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return None
+    source = Path(found.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    return frozenset(
+        field.target.id
+        for one in ast.parse(source).body
+        if isinstance(one, ast.ClassDef) and one.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in one.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
 def engine_arguments(
     *,
     model: str,
@@ -81,8 +101,10 @@ def engine_arguments(
         required = {**required, **adapting(adapter, options)}
     for name, value in options.items():
         if name in ("model", "seed") or name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f'did you mean "{near[0]}"? See' if near else "see"
             raise ConfigError(
-                f"engine.options.{name}: not an option of this vLLM; see `vllm serve --help`, with underscores"
+                f"engine.options.{name}: not an option of this vLLM, {hint} `vllm serve --help`, with underscores"
             )
         if name in required and value != required[name]:
             raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {required[name]!r}; leave it out")

@@ -135,7 +135,7 @@ def check(
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
     Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
-    a log and a store that do not belong together.
+    a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
 
     With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
     takes, and what will not fit (then the exit code is 1), with the setting that would mend it.

@@ -23,6 +23,7 @@ from actors.engines.vllm.settings import (
     REQUIRED,
     SEEING,
     TRIED,
+    argument_names,
     check_release,
     engine_arguments,
     environment,
@@ -361,3 +362,9 @@ def test_the_environment_is_as_before_after_the_start() -> None:
         for name, value in CPU_ENVIRONMENT.items():
             assert os.environ[name] == before.get(name, value)
     assert dict(os.environ) == before
+
+
+def test_the_names_read_from_the_source_are_those_that_vllm_takes() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert argument_names() == frozenset(AsyncEngineArgs.__dataclass_fields__)

@@ -1,5 +1,8 @@
 """`headrace check`: what a role would refuse is refused here, and what runs in which order is shown."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
 from tests.infra.chat_models import STYLES, build_chat_model
+from tests.own_sources import ROOT
 
 PLUGIN = """
 from headrace import Drop, Experience, Feedback, feedback, processor
@@ -91,7 +95,8 @@ def test_the_resolved_chain_is_shown_in_order_with_versions_and_options(config: 
 
 def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
     notes = [line for line in check(config).stdout.splitlines() if line.startswith("note:")]
-    assert len(notes) == 1 and '"judge"' in notes[0] and "csat, exact" in notes[0]
+    assert len(notes) == 2 and '"judge"' in notes[0] and "csat, exact" in notes[0]
+    assert notes[1] == "note: policy.model: missing: explore, serve and train do not start without"
 
 
 def test_a_plugin_folder_that_is_not_there(config: Path) -> None:
@@ -162,3 +167,48 @@ def test_how_the_model_writes_calls_and_thoughts_is_shown(config: Path, style: s
     config.write_text(config.read_text() + f'[policy]\nmodel = "model"\n{more}\n')
     result = check(config)
     assert result.exit_code == 0 and shown in " ".join(result.output.split()), result.output
+
+
+def test_an_option_that_vllm_does_not_have_is_refused_without_importing_vllm(config: Path) -> None:
+    vllm = ("--set", "engine.use=actors.engines.vllm.engine:VllmEngine", "--set", "gateway={}")
+    line = refused(config, *vllm, "--set", "engine.options.max_modl_len=4096")
+    assert "engine.options.max_modl_len: not an option of this vLLM" in line and '"max_model_len"' in line
+    assert "headrace needs" in refused(config, *vllm, "--set", "engine.options.scheduling_policy=fcfs")
+    assert check(config, *vllm, "--set", "engine.options.max_model_len=4096").exit_code == 0
+    line = refused(
+        config, "--set", "engine.use=actors.engines.torch:TorchEngine", "--set", "engine.options.dtipe=float32"
+    )
+    assert "engine.options.dtipe: unknown option" in line and '"dtype"' in line
+
+
+def test_a_secret_of_a_webhook_that_is_missing_is_refused_where_there_is_a_gateway(config: Path) -> None:
+    hook = 'from = { webhook = "/zendesk", secret_env = "A_SECRET_THAT_NOBODY_SET" }'
+    replaced(config, 'from = { topic = "zendesk.closed" }', hook)
+    assert check(config).exit_code == 0
+    assert "the environment has no A_SECRET_THAT_NOBODY_SET" in refused(config, "--set", "gateway={}")
+
+
+def test_keys_of_langfuse_that_are_missing_are_refused(config: Path) -> None:
+    source = 'from = { langfuse = { score = "csat", public_key_env = "NOBODY_SET_THIS" } }'
+    replaced(config, 'from = { topic = "zendesk.closed" }', source)
+    assert 'feedback "csat": the environment has no NOBODY_SET_THIS' in refused(config)
+
+
+def test_a_model_that_is_not_there_or_has_no_tokenizer_is_refused(config: Path) -> None:
+    named = ("--set", "policy.model=model")
+    assert 'policy.model: got "model"' in refused(config, *named)
+    build_chat_model(config.parent / "model", STYLES["chatml"])
+    assert check(config, *named).exit_code == 0
+    (config.parent / "model" / "tokenizer.json").unlink()
+    assert "tokenizer" in refused(config, *named)
+
+
+def test_a_model_in_the_working_directory_is_not_taken_for_one_beside_the_settings(config: Path) -> None:
+    build_chat_model(config.parent / "elsewhere" / "model", STYLES["chatml"])
+    command = [sys.executable, "-m", "infra.cli.main", "check", "-c", str(config), "--set", "policy.model=model"]
+    done = subprocess.run(
+        command, cwd=config.parent / "elsewhere", capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    assert "not beside the settings" in done.stderr and "elsewhere/model" in done.stderr

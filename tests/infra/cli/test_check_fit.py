@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from infra.log.log import Log
 from infra.roles.identity import claim
 from infra.settings.config import Floor
 from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
+from schemas.errors import StoreError
 from schemas.topics import POLICIES
 
 LEASE = PolicyEvent(event="lease", policy="main", owner="train/1")
@@ -51,6 +54,31 @@ def test_a_broker_that_does_not_answer_is_told_and_refuses_nothing(tmp_path: Pat
         code == 0
         and "log and store were not compared, as the roles do when they start: no broker answers at 127.0.0.1:1" in said
     )
+
+
+class NoBucket(MemoryStore):
+    """A store whose bucket is not there."""
+
+    def get(self, key: str) -> bytes:
+        raise StoreError(f"get {key}: NoSuchBucket")
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        raise StoreError(f"list {prefix}: NoSuchBucket")
+
+
+def test_a_bucket_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "bot")
+    config.write_text(config.read_text() + f'[store]\nuse = "{__name__}:NoBucket"\n')
+    code, said = check(config)
+    assert code == 1 and said.endswith("NoSuchBucket")
+
+
+def test_a_password_of_the_broker_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "bot", "127.0.0.1:1")
+    secured = 'security_protocol = "SASL_PLAINTEXT"\nsasl_username = "a"\nsasl_password_env = "NOBODY_SET_THIS"\n'
+    config.write_text(config.read_text() + secured)
+    code, said = check(config)
+    assert code == 2 and "kafka.sasl_password_env: NOBODY_SET_THIS is not set" in said
 
 
 @pytest.mark.slow

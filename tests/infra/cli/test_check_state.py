@@ -11,6 +11,7 @@ from infra.cli.main import app
 from infra.local.address import BrokerPorts
 from infra.policies.tensors import Tensor
 from infra.store.directory import DirectoryStore
+from tests.infra.chat_models import STYLES, build_chat_model
 from tests.infra.tiny_families import build_family
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Position
@@ -44,7 +45,7 @@ def started(tmp_path: Path) -> Path:
     header = msgspec.json.encode({"head": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}})
     (tmp_path / "kafka").mkdir()
     (tmp_path / "kafka" / "address.json").write_bytes(msgspec.json.encode(BrokerPorts(port=1, controller_port=1)))
-    (tmp_path / "model").mkdir()
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
     (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 24)
     write(tmp_path, 3, {"model/head": tensor(2, 3)})
     return tmp_path
@@ -125,4 +126,5 @@ def test_a_critic_that_no_loss_wants_is_refused(started):
 
 
 def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
     assert check(tmp_path)[0] == 0 and not (tmp_path / "store").exists()

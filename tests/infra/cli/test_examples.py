@@ -36,15 +36,15 @@ def no_plugins_left() -> Any:
         del sys.modules[name]
 
 
-def copied(name: str, folder: Path) -> Path:
-    done = CliRunner().invoke(app, ["init", str(folder), "--from", name, "--engine", "torch", "--model", "m"])
+def copied(name: str, folder: Path, *more: str) -> Path:
+    done = CliRunner().invoke(app, ["init", str(folder), "--from", name, "--engine", "torch", "--model", "m", *more])
     assert done.exit_code == 0, done.output
     return folder / "headrace.toml"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_a_folder_that_check_accepts(name: str, tmp_path: Path) -> None:
-    config = copied(name, tmp_path / "Mine")
+    config = copied(name, tmp_path / "Mine", "--tiny")
     settings = load_settings(config)
     assert (settings.app, settings.policy.model, settings.engine.use) == (
         "mine", "m", "actors.engines.torch:TorchEngine"

@@ -31,7 +31,7 @@ def test_a_tiny_model_is_written_beside_the_settings_that_name_it_and_nowhere_el
 
 def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: Path) -> None:
     folder = tmp_path / "Support Bot"
-    done = headrace("init", str(folder), "--engine", "torch")
+    done = headrace("init", str(folder), "--engine", "torch", "--tiny")
     assert done.exit_code == 0, done.stderr
     assert load_settings(folder / "headrace.toml").app == "support-bot"
     checked = headrace("check", "-c", str(folder / "headrace.toml"))
