@@ -102,10 +102,7 @@ class VllmEngine:
 
     @staticmethod
     def check_options(options: Mapping[str, object]) -> bool:
-        """Compare vLLM's engine arguments with those it takes, without importing it; False where it is not installed.
-
-        Raises ConfigError.
-        """
+        """Compare engine arguments with vLLM's, not importing it; False where it is not installed. Raises ConfigError."""
         known = argument_names()
         if known is not None:
             engine_arguments(model="", seed=0, options=options, on_cpu=False, known=known)

@@ -18,17 +18,13 @@ from typer.testing import CliRunner, Result
 from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.observe.metrics import Metrics
 from infra.roles.role import instance_of
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, open_text, seal_text, sealed
 from infra.store.store import Store
-from schemas import Block, Closure, Control, DropMarker, EvalResult, Feedback, PolicyEvent, Progress, Tick, topics
+from schemas import Block, Closure, Control, DropMarker, EvalResult, PolicyEvent, Progress, Tick, topics
 from schemas.errors import Sealed
 from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
-from streams.sources.event import EventSource
-from streams.sources.received import rating
-from streams.sources.source import run_sources
 from tests.infra.ledger.ledger_records import batch, block
 from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
@@ -94,48 +90,6 @@ def test_topics_that_are_missing_are_one_line_that_says_how_to_create_them(
     assert "none, all were there" in printed(config, "check", "--create")
     result = call(config, "check", "--create", "--set", "kafka.partitions=3")
     assert result.exit_code == 2 and "2" in result.stderr and "3" in result.stderr
-
-
-def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it(
-    kafka: str, app_name: str, config: Path
-) -> None:
-    name, event = f"{app_name}-zendesk.closed", b'{"id": "1", "answer_id": "hr-a1b2.0-3-0", "value": 1}'
-    config.write_text(
-        config.read_text() + f'[[feedback]]\nname = "csat"\nuse = "streams.sources.received:rating"\n'
-        f'from = {{ topic = "{name}" }}\n'
-    )
-    told = printed(config, "check", "--connect", code=1)
-    assert f"headrace topic create {name} makes it" in " ".join(told.split()) and f"{app_name}.feedback.csat" in told
-    source = EventSource(name="csat", function=rating, topic=name)
-
-    async def main() -> Feedback:
-        bus = KafkaBus(kafka, deadline_s=30)
-        await bus.start()
-        log, metrics = Log(bus, app_name), Metrics("process")
-
-        async def waits() -> bool:
-            return metrics.gauges().get(f"feedback_topic_missing{{source=csat,topic={name}}}") == 1
-
-        async def heard() -> bool:
-            return bool([one async for one in log.read_all(topics.VERIFIED)])
-
-        running = asyncio.create_task(run_sources([source], log, metrics, config.parent / "state"))
-        await until(waits)
-        assert "created: 1 partitions" in await asyncio.to_thread(printed, config, "topic", "create", name)
-        assert "nothing was changed" in await asyncio.to_thread(printed, config, "topic", "create", name)
-        await bus.send(name, event, key=b"")
-        await until(heard)
-        (said,) = [one.value async for one in log.read_all(topics.VERIFIED)]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await bus.close()
-        assert isinstance(said, Feedback)
-        return said
-
-    said = asyncio.run(main())
-    assert (said.id, said.source, said.value) == ("1", "csat", 1.0)
-    assert call(config, "topic", "create", f"{app_name}.feedback").exit_code == 2
-    assert "expected at most 249 letters" in call(config, "topic", "create", "a topic").stderr
 
 
 def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config: Path) -> None:

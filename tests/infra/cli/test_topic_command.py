@@ -1,0 +1,79 @@
+"""`headrace topic create` against a real broker, and a source that waits for what it makes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from infra.cli.main import app
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from schemas import Feedback, topics
+from streams.sources.event import EventSource
+from streams.sources.received import rating
+from streams.sources.source import run_sources
+
+pytestmark = pytest.mark.slow
+
+
+def call(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "-c", str(config)], env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def printed(config: Path, *arguments: str, code: int = 0) -> str:
+    result = call(config, *arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+async def until(so: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await so():
+            await asyncio.sleep(0.05)
+
+
+def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "headrace.toml"
+    name, event = f"{app_name}-zendesk.closed", b'{"id": "1", "answer_id": "hr-a1b2.0-3-0", "value": 1}'
+    config.write_text(
+        f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 2\n'
+        f'[[feedback]]\nname = "csat"\nuse = "streams.sources.received:rating"\nfrom = {{ topic = "{name}" }}\n'
+    )
+    assert "topics created" in printed(config, "check", "--create")
+    told = printed(config, "check", "--connect", code=1)
+    assert f"headrace topic create {name} makes it" in " ".join(told.split()) and f"{app_name}.feedback.csat" in told
+    source = EventSource(name="csat", function=rating, topic=name)
+
+    async def main() -> Feedback:
+        bus = KafkaBus(kafka, deadline_s=30)
+        await bus.start()
+        log, metrics = Log(bus, app_name), Metrics("process")
+
+        async def waits() -> bool:
+            return metrics.gauges().get(f"feedback_topic_missing{{source=csat,topic={name}}}") == 1
+
+        async def heard() -> bool:
+            return bool([one async for one in log.read_all(topics.VERIFIED)])
+
+        running = asyncio.create_task(run_sources([source], log, metrics, config.parent / "state"))
+        await until(waits)
+        assert "created: 1 partitions" in await asyncio.to_thread(printed, config, "topic", "create", name)
+        assert "nothing was changed" in await asyncio.to_thread(printed, config, "topic", "create", name)
+        await bus.send(name, event, key=b"")
+        await until(heard)
+        (said,) = [one.value async for one in log.read_all(topics.VERIFIED)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await bus.close()
+        assert isinstance(said, Feedback)
+        return said
+
+    said = asyncio.run(main())
+    assert (said.id, said.source, said.value) == ("1", "csat", 1.0)
+    assert call(config, "topic", "create", f"{app_name}.feedback").exit_code == 2
+    assert "expected at most 249 letters" in call(config, "topic", "create", "a topic").stderr
