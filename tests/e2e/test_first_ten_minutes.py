@@ -52,8 +52,8 @@ def test_init_up_answers_that_wait_are_rated_and_a_version_learns_from_them(tmp_
         until(
             lambda: told(config, "status"), r"1 groups wait for members, feedback or their session; the first is closed"
         )
-        # A step waits for 64; some of these are dropped as too short or as loops.
-        answers = [answer, *(client.chat.completions.create(model="main", messages=sum_of(at)) for at in range(79))]
+        # A step waits for 64; of what an untrained model says, many are dropped as too short or as loops.
+        answers = [answer, *(client.chat.completions.create(model="main", messages=sum_of(at)) for at in range(159))]
         for at, one in enumerate(answers):
             client.post("/feedback", cast_to=object, body={"answer_id": one.id, "value": float(at % 2)})
         until(lambda: told(config, "trace", answer.id), "learned in version 1;")
