@@ -18,6 +18,7 @@ LOADS = {
     "infra/log/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check.py": "what the roles load",
+    "infra/cli/check_start.py": "what the roles load",
     "infra/cli/connect.py": "[store] use",
     "infra/cli/docs_parts.py": "its own",
     "infra/cli/load.py": "--use",

@@ -61,11 +61,12 @@ class TrainerReport:
             self._count_arithmetic(self.arithmetic, items, step_s)
         for name, value in stats.values.items():
             self.set(name, value)
+        self.set("loss", stats.loss)
+        self.set("grad_norm", stats.grad_norm)
         figures = {"loss": stats.loss, "grad_norm": stats.grad_norm}
         if stats.reward is not None:
+            self.set("reward_mean", stats.reward)
             figures["reward_mean"] = stats.reward
-        for name, value in figures.items():
-            self.set(name, value)
         self.worth_showing = {
             name: value
             for name, value in {**stats.values, **figures}.items()

@@ -191,7 +191,8 @@ def test_a_secret_of_a_webhook_that_is_missing_is_refused_where_there_is_a_gatew
 def test_keys_of_langfuse_that_are_missing_are_refused(config: Path) -> None:
     source = 'from = { langfuse = { score = "csat", public_key_env = "NOBODY_SET_THIS" } }'
     replaced(config, 'from = { topic = "zendesk.closed" }', source)
-    assert 'feedback "csat": the environment has no NOBODY_SET_THIS' in refused(config)
+    missing = 'feedback "csat": langfuse.public_key_env: the environment has no NOBODY_SET_THIS'
+    assert missing in refused(config)
 
 
 def test_a_model_that_is_not_there_or_has_no_tokenizer_is_refused(config: Path) -> None:
