@@ -74,6 +74,7 @@ async def recorded(settings: Settings, store: Store) -> AsyncIterator[Log]:
 
 def test_a_dead_letter_is_delivered_again_once_and_is_an_answer_from_then_on(here: Console, page: "Page") -> None:
     page.goto(f"{here.url}/data")
+    page.get_by_label("Why").fill("they decode now")
     page.get_by_role("button", name="Deliver again what decodes by now").click()
     page.wait_for_url("**/data?done=**")
     assert "delivered again: 1 to experiences; left: 1 still does not decode" in page.inner_text("main")
@@ -81,6 +82,7 @@ def test_a_dead_letter_is_delivered_again_once_and_is_an_answer_from_then_on(her
     assert page.locator("tr", has_text="experiences/0@8").get_by_text("delivered again").count() == 0
     reload_until(page, f"{here.url}/answers?text=lost+once", "and found")
     page.goto(f"{here.url}/data")
+    page.get_by_label("Why").fill("they decode now")
     page.get_by_role("button", name="Deliver again what decodes by now").click()
     page.wait_for_url("**/data?done=**")
     assert "delivered again: none; left: 1 still does not decode" in page.inner_text("main")
