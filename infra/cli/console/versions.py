@@ -178,8 +178,8 @@ def pairs_of(
 ) -> tuple[list[Pair], dict[str, int]]:
     """What two versions answered to the tasks of a suite, where the score differs first; and how often what happened.
 
-    Whole answers are compared: same, differ, better, worse. unshown: beyond the MAX_TASKS that are shown. further: answers of the
-    same tasks, or beyond MAX_COMPARED, that are not compared. unread: pairs of which one is not readable here.
+    Whole answers are compared: same, differ, better, worse. unshown: beyond the MAX_TASKS that are shown. further: answers of
+    the same tasks, or beyond MAX_COMPARED, that are not compared. unread: pairs of which one is not readable here.
     """
     (one, rest), (other, more) = _answers(database, suite, left), _answers(database, suite, right)
     counts = {"same": 0, "differ": 0, "better": 0, "worse": 0, "unread": 0, "unshown": 0, "further": rest + more}
