@@ -72,7 +72,8 @@ async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """Search; the id of an answer that the index lists goes straight to its page."""
     asked = dict(request.query_params)
     text = asked.get("text", "").strip()
-    if text and await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX))):
+    is_listed = await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX)))
+    if is_listed:
         return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
     query, faults = query_of(asked)
     began_s = time.perf_counter()
