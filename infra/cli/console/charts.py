@@ -213,7 +213,8 @@ def area_chart(
     xs = Scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
     ys = Scale(0.0, max(totals) * 1.05 or 1.0, HEIGHT - BOTTOM, TOP)
     floor = [0.0] * bins.count
-    parts = [_grid(xs, ys, x_name)]
+    named = Scale(edges[0], edges[-1] - bins.width, xs(edges[0] + bins.width / 2), xs(edges[-1] - bins.width / 2))
+    parts = [_grid(named, ys, x_name)]
     for colour, (name, values) in enumerate(layers.items()):
         roof = [below + value for below, value in zip(floor, values, strict=True)]
         upper, lower = _stairs(edges, roof, xs, ys), _stairs(edges, floor, xs, ys)[::-1]
@@ -279,7 +280,7 @@ def _grid(xs: Scale, ys: Scale, x_name: str) -> str:
 
 
 def _x_label(value: float, x_name: str) -> str:
-    return f"v{value:g}" if x_name == "version" else f"{value:g}m"
+    return f"v{value:.0f}" if x_name == "version" else f"{value:.10g}m"
 
 
 def _svg(title: str, parts: Sequence[str]) -> Markup:
