@@ -7,7 +7,9 @@ import pytest
 from infra.cli.console.charts import MAX_POINTS, Bins, Line, Point, area_chart, bins_of, line_chart, thin
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 0), (3, 8), (0, 119), (0, 120), (7, 2_600), (100_000, 250_001), (2_000_001, 2_000_301)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (3, 8), (0, 119), (0, 120), (7, 2_600), (100_000, 250_001), (2_000_001, 2_000_301)]
+)
 def test_areas_over_however_many_versions_name_whole_ones_each_once(low: int, high: int) -> None:
     bins = bins_of(low, high)
     assert bins.at(low) == 0 and bins.at(high) == bins.count - 1 < 120
