@@ -68,6 +68,7 @@ test-fast: sandbox-told install ## the first case of every grid; no broker, no e
 
 sandbox-told:
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || command -v bwrap >/dev/null || echo "make: no bwrap on PATH: some 250 tests of what confines untrusted code will be left out; to have them: apt-get install bubblewrap"
+	@[ -e /usr/bin/chromium ] || echo "make: no /usr/bin/chromium: the tests of the console in a browser will be left out; to have them: apt-get install chromium"
 
 # Where there is a card, the packages that drive it are installed in the place of those for a CPU; `make install` brings these back.
 test-gpu: LOCK := $(if $(wildcard /dev/nvidiactl),$(CUDA),$(LOCK))

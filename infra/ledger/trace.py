@@ -3,6 +3,7 @@
 Read from the log through the index; nothing is inferred: each line of a trace is a record of the log.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -89,6 +90,11 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     if not (published or judged or buffered):
         raise NotInLog(f"{ref}: the kept log has no such answer")
     uses = await uses_of(log, index.steps(group), name)
+    said = [
+        (place.time_ms, one)
+        for place, one in by_topic.get("verified", ())
+        if isinstance(one, Feedback) and one.ref.removeprefix(ANSWER_PREFIX) == name
+    ]
     lasting = [use.step for use in uses if not use.undone]
     return AnswerTrace(
         id=name,
@@ -104,11 +110,7 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
             ),
             "",
         ),
-        feedback=tuple(
-            (place.time_ms, legible(one, log.keys))
-            for place, one in by_topic.get("verified", ())
-            if isinstance(one, Feedback) and one.ref.removeprefix(ANSWER_PREFIX) == name
-        ),
+        feedback=await asyncio.to_thread(lambda: tuple((time_ms, legible(one, log.keys)) for time_ms, one in said)),
         closures=tuple(
             (place.time_ms, one)
             for place, one in by_topic.get("progress", ())

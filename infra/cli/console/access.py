@@ -70,7 +70,9 @@ class Access:
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read the keys again, if it is time; while the store is away, what was known holds."""
+        """Read the keys again, if it is time; while the store is away, or another request reads them, what was known holds."""
+        if self._turn.locked() and self._book.is_read:
+            return
         async with self._turn:
             if 0 <= self._clock() - self._read_s < RELOAD_S:  # a clock may be put back
                 return

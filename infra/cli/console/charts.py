@@ -58,18 +58,24 @@ def safe(text: str) -> Markup:
 
 
 def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
-    """No more points than can be seen, the first and the last among them."""
+    """No more points than can be seen, the first and the last among them, and of each stretch the lowest and the highest."""
+    points = [one for one in points if math.isfinite(one.y)]
     if len(points) <= at_most:
-        return list(points)
-    step = (len(points) - 1) / (at_most - 1)
-    return [points[round(index * step)] for index in range(at_most)]
+        return points
+    inner, many = range(1, len(points) - 1), max(1, (at_most - 2) // 2)
+    kept = {0, len(points) - 1}
+    for number in range(many):
+        stretch = inner[number * len(inner) // many : (number + 1) * len(inner) // many]
+        if stretch:
+            kept |= {min(stretch, key=lambda at: points[at].y), max(stretch, key=lambda at: points[at].y)}
+    return [points[at] for at in sorted(kept)]
 
 
-def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Round values between two, some `wanted` of them.
+def ticks(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> list[float]:
+    """Round values between two, some `wanted` of them. whole: no fractions.
 
-    >>> ticks(0.0, 1.0)
-    [0.0, 0.5, 1.0]
+    >>> ticks(0.0, 1.0), ticks(0.0, 1.0, whole=True)
+    ([0.0, 0.5, 1.0], [0.0, 1.0])
     """
     span = high - low
     if not math.isfinite(span) or span <= 0:
@@ -77,8 +83,10 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     raw = span / wanted
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw)
+    step = max(1.0, step) if whole else step
     first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    digits = max(0, 2 - math.floor(math.log10(step)))  # index * step is not round
+    return [round(index * step, digits) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def short(value: float) -> str:
@@ -107,7 +115,7 @@ def bounds(values: Sequence[float], zero: bool) -> tuple[float, float]:
 
 def line_chart(title: str, lines: Sequence[Line], *, x_name: str = "version", zero: bool = False) -> Markup:
     """Lines over one axis, with their intervals as bands."""
-    lines = [msgspec.structs.replace(line, points=thin(line.points)) for line in lines if line.points]
+    lines = [line for line in (msgspec.structs.replace(one, points=thin(one.points)) for one in lines) if line.points]
     every = [point for line in lines for point in line.points]
     if not every:
         return Markup('<p class="none">nothing yet</p>')
@@ -167,32 +175,70 @@ def _hit(left: float, wide: float) -> str:
     return f'<rect class="hit" x="{left:.1f}" y="{TOP}" width="{wide:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
 
 
-def area_chart(title: str, xs_at: Sequence[float], layers: Mapping[str, Sequence[float]], *, x_name: str) -> Markup:
-    """Areas, one upon the other, in the order of the mapping; their names are the legend's."""
-    if not xs_at or not layers:
+class Bins(msgspec.Struct, frozen=True):
+    """Whole numbers in `count` bins of `width`, from `first` on.
+
+    Example: Bins(first=40, width=2, count=100)
+    """
+
+    first: int
+    width: int
+    count: int
+
+    def at(self, x: int) -> int:
+        """Which bin a number is in."""
+        return (x - self.first) // self.width
+
+
+def bins_of(low: int, high: int, at_most: int = 120) -> Bins:
+    """Bins from `low` to `high`, each as wide as the next.
+
+    >>> bins_of(3, 8), bins_of(0, 300)
+    (Bins(first=3, width=1, count=6), Bins(first=0, width=3, count=101))
+    """
+    width = -(-(high - low + 1) // at_most)
+    return Bins(low, width, (high - low) // width + 1)
+
+
+def area_chart(
+    title: str, bins: Bins, layers: Mapping[str, Sequence[float]], *, x_name: str, origin: int = 0
+) -> Markup:
+    """Areas, one upon the other, in the order of the mapping, in steps: between two bins nothing is made up. Their names are
+    the legend's. layers: a value for each bin. origin: what the axis counts from.
+    """
+    if not layers:
         return Markup('<p class="none">nothing yet</p>')
     totals = [sum(values) for values in zip(*layers.values(), strict=True)]
-    xs = Scale(min(xs_at), max(xs_at), LEFT, WIDTH - RIGHT)
+    edges = [bins.first - origin + index * bins.width for index in range(bins.count + 1)]
+    xs = Scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
     ys = Scale(0.0, max(totals) * 1.05 or 1.0, HEIGHT - BOTTOM, TOP)
-    floor = [0.0] * len(xs_at)
-    parts = [_grid(xs, ys, x_name)]
+    floor = [0.0] * bins.count
+    named = Scale(edges[0], edges[-1] - bins.width, xs(edges[0] + bins.width / 2), xs(edges[-1] - bins.width / 2))
+    parts = [_grid(named, ys, x_name)]
     for colour, (name, values) in enumerate(layers.items()):
         roof = [below + value for below, value in zip(floor, values, strict=True)]
-        upper = [f"{xs(x)},{ys(y)}" for x, y in zip(xs_at, roof, strict=True)]
-        lower = [f"{xs(x)},{ys(y)}" for x, y in zip(reversed(xs_at), reversed(floor), strict=True)]
+        upper, lower = _stairs(edges, roof, xs, ys), _stairs(edges, floor, xs, ys)[::-1]
         told = f"{name}: {sum(values):,.0f}"
         parts.append(
             f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{safe(told)}</title></polygon>'
         )
         floor = roof
     # Over the areas, so that the pointer names every layer at once.
-    place_of = {xs(x): at for at, x in enumerate(xs_at)}
-    for at, left, wide in _rooms(sorted(place_of), xs):
-        index = place_of[at]
-        counts = [f"{name} {values[index]:,.0f}" for name, values in layers.items() if values[index]]
-        where = "\n".join([_x_label(xs_at[index], x_name), *counts])
-        parts.append(f"<g>{_hit(left, wide)}<title>{safe(where)}</title></g>")
+    for index, (left, right) in enumerate(pairwise(edges)):
+        counts = [f"{name} {values[index]:,.0f}" for name, values in layers.items() if values[index]] or ["nothing"]
+        where = _x_label(left, x_name) + (f" to {_x_label(right - 1, x_name)}" if bins.width > 1 else "")
+        told = "\n".join([where, *counts])
+        parts.append(f"<g>{_hit(xs(left), xs(right) - xs(left))}<title>{safe(told)}</title></g>")
     return _svg(title, parts)
+
+
+def _stairs(edges: Sequence[float], values: Sequence[float], xs: Scale, ys: Scale) -> list[str]:
+    """A level for each bin, from its left edge to its right one."""
+    return [
+        f"{xs(edge)},{ys(value)}"
+        for (left, right), value in zip(pairwise(edges), values, strict=True)
+        for edge in (left, right)
+    ]
 
 
 def spark(values: Sequence[float], title: str) -> Markup:
@@ -228,13 +274,13 @@ def _grid(xs: Scale, ys: Scale, x_name: str) -> str:
         y = ys(value)
         found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         found.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + 3}">{short(value)}</text>')
-    for value in ticks(xs.low, xs.high, 5) if xs.high > xs.low else [xs.low]:
+    for value in ticks(xs.low, xs.high, 5, whole=x_name == "version") if xs.high > xs.low else [xs.low]:
         found.append(f'<text class="tick mid" x="{xs(value)}" y="{HEIGHT - 6}">{_x_label(value, x_name)}</text>')
     return "".join(found)
 
 
 def _x_label(value: float, x_name: str) -> str:
-    return f"v{value:g}" if x_name == "version" else f"{value:g}m"
+    return f"v{value:.0f}" if x_name == "version" else f"{value:.10g}m"
 
 
 def _svg(title: str, parts: Sequence[str]) -> Markup:

@@ -4,6 +4,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infra.cli.console.index import key_of
+
 SHOWN = 100
 
 
@@ -68,6 +70,12 @@ def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
             "SELECT id, time_ms, tenant FROM answers WHERE sealed > 0 ORDER BY n DESC LIMIT 20"
         ).fetchall(),
     }
+
+
+def fate_of(database: sqlite3.Connection, answer: str) -> str:
+    """What became of an answer, "" while that is open."""
+    row = database.execute("SELECT fate FROM answers WHERE key = ?", (key_of(answer),)).fetchone()
+    return str(row["fate"]) if row else ""
 
 
 def openings_of(database: sqlite3.Connection, answer: str) -> Sequence[sqlite3.Row]:

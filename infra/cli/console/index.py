@@ -47,6 +47,7 @@ CREATE TABLE orders (offset INTEGER PRIMARY KEY, time_ms INTEGER, word TEXT, own
 CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, time_ms INTEGER, version INTEGER);
 CREATE TABLE fence (token INTEGER);
 CREATE TABLE published (version INTEGER PRIMARY KEY, step INTEGER, time_ms INTEGER);
+CREATE INDEX by_time ON answers (time_ms);
 CREATE INDEX by_group ON answers (grp);
 CREATE INDEX by_lane ON answers (lane);
 CREATE INDEX by_tenant ON answers (tenant);
@@ -64,6 +65,7 @@ CREATE INDEX by_sealed ON answers (sealed) WHERE sealed > 0;
 """
 # Beside the file, of one connection: what became of which answers, until it is written.
 ENDED = "CREATE TEMP TABLE ended (n INTEGER PRIMARY KEY, fate TEXT)"
+OLD = "CREATE TEMP TABLE old (n INTEGER PRIMARY KEY)"  # and which are to be forgotten
 COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
 TRAINED = "trained"
 
@@ -107,6 +109,7 @@ class ConsoleIndex:
         self._inode = inode(path)
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute(ENDED)
+        self.database.execute(OLD)
         # A cache of the log: what the machine loses of it is read again.
         self.database.execute("PRAGMA synchronous = OFF" if self.is_writer else "PRAGMA query_only = ON")
         self.database.execute("PRAGMA cache_size = -32000")
@@ -160,25 +163,22 @@ class ConsoleIndex:
         )
 
     def prune(self, before_ms: int, at_most: int = 20_000) -> int:
-        """Forget answers older than the log keeps, some at a time; how many."""
-        last = self.database.execute(
-            "SELECT max(n) FROM (SELECT n, time_ms FROM answers ORDER BY n LIMIT ?) WHERE time_ms < ?",
-            (at_most, before_ms),
-        ).fetchone()[0]
-        if last is None:
+        """Forget answers older than the log keeps, some at a time, in whatever order they were read; how many."""
+        old = self.database.execute("SELECT n FROM answers WHERE time_ms < ? LIMIT ?", (before_ms, at_most)).fetchall()
+        if not old:
             return 0
         with self.database:
+            self.database.execute("DELETE FROM old")
+            self.database.executemany("INSERT INTO old VALUES (?)", old)
+            those = "IN (SELECT n FROM old)"
             self.database.execute(
                 "INSERT INTO words (words, rowid, asked, answered)"
-                " SELECT 'delete', n, asked, answered FROM texts WHERE n <= ?",
-                (last,),
+                f" SELECT 'delete', n, asked, answered FROM texts WHERE n {those}"
             )
-            self.database.execute("DELETE FROM texts WHERE n <= ?", (last,))
-            self.database.execute(
-                "DELETE FROM scores WHERE n <= ? AND name IN (SELECT DISTINCT name FROM scores)", (last,)
-            )
-            self.database.execute("DELETE FROM uses WHERE n <= ?", (last,))
-            gone = self.database.execute("DELETE FROM answers WHERE n <= ?", (last,)).rowcount
+            self.database.execute(f"DELETE FROM texts WHERE n {those}")
+            self.database.execute(f"DELETE FROM scores WHERE n {those} AND name IN (SELECT DISTINCT name FROM scores)")
+            self.database.execute(f"DELETE FROM uses WHERE n {those}")
+            gone = self.database.execute(f"DELETE FROM answers WHERE n {those}").rowcount
             self.database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
             self.database.execute("DELETE FROM letters WHERE time_ms < ?", (before_ms,))
         return gone

@@ -111,8 +111,8 @@ class Keeper:
             await asyncio.to_thread(self._prune)
 
     def _prune(self) -> None:
-        newest = self.index.database.execute("SELECT time_ms FROM answers ORDER BY n DESC LIMIT 1").fetchone()
-        if newest is not None:
+        newest = self.index.database.execute("SELECT max(time_ms) FROM answers").fetchone()
+        if newest[0] is not None:
             self.index.prune(newest[0] - int(self._keep_s * 1000))
 
     async def _close(self) -> None:

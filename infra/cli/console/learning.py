@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from infra.cli.console.charts import Line, Point, area_chart, line_chart
+from infra.cli.console.charts import Line, Point, area_chart, bins_of, line_chart
 
 # What a chart is called, the end of the names it draws, and whether its axis begins at zero.
 CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -88,45 +88,22 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> tuple[list[tu
         totals[row["fate"]] = totals.get(row["fate"], 0) + row["count"]
     names = sorted((name for name in totals if totals[name] > 0), key=lambda name: (name != "trained", -totals[name]))
     kept = names[:MAX_FATES]
-    xs = sorted({row["x"] for row in rows})
-    xs = _binned(xs)
-    layers = {_fate(name): [0.0] * len(xs) for name in kept}
-    rest = [0.0] * len(xs)
+    bins = bins_of(rows[0]["x"], rows[-1]["x"]) if rows else bins_of(0, 0)
+    layers = {_fate(name): [0.0] * bins.count for name in kept}
+    rest = [0.0] * bins.count
     for row in rows:
-        at = _bin(xs, row["x"])
-        target = layers.get(_fate(row["fate"])) if row["fate"] in kept else rest
-        if target is not None:
-            target[at] += row["count"]
+        values = layers[_fate(row["fate"])] if row["fate"] in kept else rest
+        values[bins.at(row["x"])] += row["count"]
     if any(rest):
         layers["others"] = rest
-    first = xs[0] if xs else 0
-    shown = [x - first if by_time else x for x in xs]
     legend = [(name, colour % 8, int(sum(values))) for colour, (name, values) in enumerate(layers.items())]
-    chart = area_chart("What became of answers", shown, layers, x_name="time" if by_time else "version")
-    return legend, chart
+    origin = bins.first if by_time else 0
+    x_name = "time" if by_time else "version"
+    return legend, area_chart("What became of answers", bins, layers, x_name=x_name, origin=origin)
 
 
 def _fate(name: str) -> str:
     return name or "pending"
-
-
-def _binned(xs: Sequence[float], at_most: int = 120) -> list[float]:
-    """Every x, or bins of equal width that begin where these do."""
-    if len(xs) <= at_most:
-        return list(xs)
-    width = (xs[-1] - xs[0]) / at_most
-    return [xs[0] + index * width for index in range(at_most)]
-
-
-def _bin(xs: Sequence[float], x: float) -> int:
-    if len(xs) < 2:
-        return 0
-    lowest = 0
-    highest = len(xs) - 1
-    while lowest < highest:
-        middle = (lowest + highest + 1) // 2
-        lowest, highest = (middle, highest) if xs[middle] <= x else (lowest, middle - 1)
-    return lowest
 
 
 def _start(database: sqlite3.Connection) -> int:

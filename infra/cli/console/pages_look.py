@@ -19,7 +19,7 @@ from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
 from schemas.errors import NotInLog
-from schemas.ids import ANSWER_PREFIX, group_of
+from schemas.ids import ANSWER_PREFIX, group_of, session_of
 
 HELP = (
     "see-what-happened",
@@ -72,8 +72,8 @@ async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """Search; the id of an answer that the index lists goes straight to its page."""
     asked = dict(request.query_params)
     text = asked.get("text", "").strip()
-    is_id: bool = await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX)))
-    if is_id:
+    is_listed = await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX)))
+    if is_listed:
         return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
     query, faults = query_of(asked)
     began_s = time.perf_counter()
@@ -101,11 +101,12 @@ async def show_answer(
 ) -> Response:
     """The page of one answer. opened: its sealed texts are shown, this once."""
     neighbours = await pages.reading.ask(lambda one: beside(one, trace.id))
+    fate = await pages.reading.ask(lambda one: data.fate_of(one, trace.id))
     openings = await pages.reading.ask(lambda one: data.openings_of(one, trace.id))
     return pages.show(
         request, viewer, "answer.html", trace=trace, view=view, one=view.one, scores=scores_of(trace), opened=opened,
         judged=trace.judged, beside=neighbours, openings=openings, group=group_of(trace.id), whole_limit=1,
-        may_open=viewer.may("unseal"),
+        may_open=viewer.may("unseal"), fate=fate, in_session=bool(session_of(group_of(trace.id))),
     )  # fmt: skip
 
 

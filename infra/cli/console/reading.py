@@ -124,17 +124,21 @@ class Reading:
 
         What the pages list may not be in the index of `trace` yet: then it is waited for.
         """
+        if self.kept.is_traced:
+            with contextlib.suppress(NotInLog):
+                return await self._traced(ref, anew=False)
+        is_listed = await self.ask(lambda database: lists(database, ref))
+        for _ in range(TRACE_WAITS - 1 if is_listed else 0):
+            with contextlib.suppress(NotInLog):
+                return await self._traced(ref, anew=True)
+            await asyncio.sleep(TRACE_WAIT_S)  # out of turn: others ask for theirs meanwhile
+        return await self._traced(ref, anew=True)
+
+    async def _traced(self, ref: str, *, anew: bool) -> AnswerTrace:
+        """One look, in turn. anew: what has come since the last is read first."""
         async with self._turn("trace"):
-            if self.kept.is_traced:
-                with contextlib.suppress(NotInLog):
-                    return await trace_answer(self.log, self._trace, ref)
-            is_listed = await self.ask(lambda database: lists(database, ref))
-            for _ in range(TRACE_WAITS - 1 if is_listed else 0):
+            if anew:
                 await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
-                with contextlib.suppress(NotInLog):
-                    return await trace_answer(self.log, self._trace, ref)
-                await asyncio.sleep(TRACE_WAIT_S)
-            await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
             return await trace_answer(self.log, self._trace, ref)
 
     async def learned(self, version: int) -> PolicyTrace:

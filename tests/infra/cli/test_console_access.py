@@ -1,6 +1,7 @@
 """The console's doors: who may look, who may act, and from where."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -10,8 +11,9 @@ import httpx
 import pytest
 
 from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
-from infra.cli.console.access import RELOAD_S, Viewer
+from infra.cli.console.access import RELOAD_S, Access, Viewer
 from infra.cli.console.actions import SCOPES
+from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
 from schemas.topics import Topic
 from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, console, live
@@ -151,6 +153,36 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
             assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
         assert client.get("/enter", params={"link": "another"}).status_code == 401
+
+
+def test_while_one_request_waits_for_a_slow_store_the_others_are_answered_by_what_was_known() -> None:
+    class Slow(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open, self.asked = threading.Event(), threading.Event()
+            self.open.set()
+
+        def keys(self, prefix: str = "") -> Iterator[str]:
+            self.asked.set()
+            assert self.open.wait(timeout=30)
+            return iter([*super().keys(prefix)])
+
+    async def main() -> None:
+        store, now_s = Slow(), [1000.0]
+        access = Access(store, LINK, lambda: now_s[0])
+        await access.refresh()
+        store.open.clear()
+        store.asked.clear()
+        now_s[0] += RELOAD_S
+        first = asyncio.create_task(access.refresh())
+        assert await asyncio.to_thread(store.asked.wait, 30)
+        async with asyncio.timeout(30):
+            await access.refresh()
+        assert not first.done()
+        store.open.set()
+        await first
+
+    asyncio.run(main())
 
 
 def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -> None:

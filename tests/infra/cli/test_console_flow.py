@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from infra.cli.console.answers import level_of
-from infra.cli.console.charts import Line, Point, area_chart, bounds, line_chart, short, spark, thin, ticks
+from infra.cli.console.charts import Bins, Line, Point, area_chart, bounds, line_chart, short, spark, thin, ticks
 from infra.cli.console.flow import boxes_of, sentence
 from infra.cli.console.versions import MAX_PAIRED, Budget, marked
 from infra.cli.settings import load_settings
@@ -96,7 +96,7 @@ def test_ticks_lie_within_what_they_measure(one: float, other: float) -> None:
 
 
 def test_areas_lie_upon_each_other_and_name_themselves() -> None:
-    chart = area_chart("fates", [0, 1, 2], {"trained": [1, 2, 3], "<late>": [0, 1, 0]}, x_name="version")
+    chart = area_chart("fates", Bins(0, 1, 3), {"trained": [1, 2, 3], "<late>": [0, 1, 0]}, x_name="version")
     assert chart.count("<polygon") == 2 and "&lt;late&gt;: 1" in chart
     assert spark([1.0], "none") == Markup("")
     assert thin([Point(float(at), 0.0) for at in range(1000)], 10)[-1].x == 999.0

@@ -271,6 +271,27 @@ def test_an_index_that_is_removed_under_a_console_is_made_again(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_what_is_forgotten_goes_by_its_time_and_not_by_the_order_it_was_read_in(tmp_path: Path) -> None:
+    """After an index was made anew, what teachers said, which was read first, is newer than what was read after it."""
+    index = ConsoleIndex(tmp_path / "console.sqlite")
+    members = [
+        (9_000_000, live(0, "new, read first", "a")),
+        (1_000, live(1, "old", "b")),
+        (9_000_000, live(2, "new", "c")),
+    ]
+    with index.database:
+        for one in members:
+            index.add([one])
+    assert index.prune(5_000_000) == 1 and index.prune(5_000_000) == 0
+    assert [row[0] for row in index.database.execute("SELECT asked FROM texts ORDER BY n")] == [
+        "new, read first",
+        "new",
+    ]
+    assert index.database.execute("SELECT rowid FROM words WHERE words MATCH 'old'").fetchall() == []
+    assert len(index.database.execute("SELECT rowid FROM words WHERE words MATCH 'new'").fetchall()) == 2
+    index.close()
+
+
 def test_an_index_of_another_layout_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "console.sqlite"
     with sqlite3.connect(path) as old:
