@@ -84,6 +84,10 @@ def releases_of(roles: Sequence[State]) -> dict[str, list[str]]:
 
 def _show_waiting(console: Console, state: State) -> None:
     """What waits at the roles, and what of it is stored."""
+    if waiting := state["waiting"]:
+        console.print(
+            f"waiting    {waiting['answers']:,} answers wait for feedback, the first closes in {span(waiting['first_s'])}"
+        )
     for role in state["roles"]:
         if held := role["gauges"].get("held_back", 0.0):
             why = "tenants or users had their share of the last step (tenant_share, subject_share)"
@@ -96,6 +100,18 @@ def _show_waiting(console: Console, state: State) -> None:
             console.print(
                 f"snapshots  {stored / 1e6:,.1f} MB of waiting answers stored by {role['instance']}", markup=False
             )
+
+
+def span(seconds: float) -> str:
+    """How long something still takes.
+
+    >>> span(84_000), span(90), span(0.4)
+    ('23 h', '2 min', '0 s')
+    """
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def accuracy_text(found: State) -> str:

@@ -17,7 +17,9 @@ from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
+from schemas import FeedbackWait
 from streams.collect.collector import Collector, CollectSettings, TakenAway
+from streams.collect.state import together
 from streams.stages.stage import Delivery, end_for
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,10 @@ class Inbox:
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return 0 if self._collector is None else self._collector.num_held()
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        return FeedbackWait() if self._collector is None else self._collector.waits()
 
     def mark(self) -> int:
         """Grows while records are folded, in a rebuild too."""
@@ -211,6 +217,10 @@ class CollectDriver:
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
         return sum(inbox.num_held() for inbox in self._inboxes.values())
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        return together(inbox.waits() for inbox in self._inboxes.values())
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is folded or rebuilt."""

@@ -20,6 +20,7 @@ from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
 from infra.log.kafka_reader import METADATA_AGE_MS
 from infra.log.log import Log
+from schemas import FeedbackWait
 from schemas.topics import MAX_RECORD_BYTES, Topic
 from streams.stages.stage import Delivery, end_crashed, end_for
 
@@ -58,6 +59,9 @@ class Driver(Protocol):
 
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is worked on."""
