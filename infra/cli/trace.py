@@ -14,9 +14,11 @@ from infra.cli.connect import connected, reading
 from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
+from infra.cli.waits import waits_for
 from infra.ledger.following import follow
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
+from infra.log.memory import wall_ms
 from schemas import Experience, Span
 from schemas.errors import ConfigError
 
@@ -36,7 +38,8 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
                 await index.refresh(log, lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"))
             if ref is not None:
                 answer = await trace_answer(log, index, ref)
-                print_json(answer_json(answer)) if as_json else show_answer(console, answer)
+                waits = waits_for(answer, settings, wall_ms())
+                print_json(answer_json(answer, waits)) if as_json else show_answer(console, answer, waits)
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
                 print_json(msgspec.to_builtins(made)) if as_json else show_policy(console, made)
@@ -71,10 +74,11 @@ def print_json(value: object) -> None:
     print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
-def answer_json(answer: AnswerTrace) -> dict[str, object]:
-    """The trace as plain data; experiences without their token arrays."""
-    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__}
+def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
+    """The trace as plain data; experiences without their token arrays, and of its group the answer alone."""
+    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__ if name != "arrived"}
     return plain | {
+        "waits": waits,
         "published": header(answer.published),
         "judged": header(answer.judged),
         "buffered": [(time_ms, header(one)) for time_ms, one in answer.buffered],
@@ -88,8 +92,8 @@ def header(one: Experience | None) -> dict[str, object] | None:
     return {name: getattr(one, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
-def show_answer(console: Console, answer: AnswerTrace) -> None:
-    """From question to policy, in the order it happened."""
+def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
+    """From question to policy, in the order it happened. waits: what it waits for, see `infra.cli.waits`."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -124,7 +128,7 @@ def show_answer(console: Console, answer: AnswerTrace) -> None:
             f"learned in version {answer.first_version}; {since} versions since, the newest is {answer.newest_version}"
         )
     else:
-        console.print("no published version has learned from it")
+        console.print(f"no published version has learned from it{': ' if waits else ''}{waits}", markup=False)
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:
