@@ -1,6 +1,10 @@
-"""The walk of the README: init, up, a first answer with the openai client, and status shows that it was recorded."""
+"""The walk of the README: init, up, answers and feedback with the openai client, and a version that learned from them.
+
+On the way `status` and `trace` say what an answer waits for.
+"""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,36 +23,65 @@ pytestmark = pytest.mark.slow
 
 ASK: Any = [{"role": "user", "content": "37+45="}]
 LIMIT_S = 180.0
+NUM_RATED = 80  # a step takes 64, and an answer of a single token is dropped
 
 
 def headrace(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "infra.cli.main", *arguments]
 
 
-def test_init_up_a_first_answer_and_status_shows_that_it_was_recorded(tmp_path: Path) -> None:
+def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tmp_path: Path) -> None:
     folder, listen = tmp_path / "support", f"127.0.0.1:{choose_address().port}"
     subprocess.run(headrace("init", str(folder), "--engine", "torch"), check=True, capture_output=True, timeout=60)
     build_char_model(folder / "model", seed=0)
     config = folder / "headrace.toml"
     said = folder / "up.out"
-    # The one difference from the README: a port of its own, and short answers from a model that never learned to end one.
-    command = headrace(
-        "up", "-c", str(config), "--set", f"gateway.listen={listen}", "--set", "gateway.limits.max_tokens=8"
-    )
+    # The differences from the README: a port of its own, short answers from a model that never learned to end one, and a
+    # version after ten seconds for those that wait for this test; by the file the first comes after five minutes.
+    sets = (f"gateway.listen={listen}", "gateway.limits.max_tokens=8", "trainer.version_every=10s")
+    command = headrace("up", "-c", str(config), *(word for one in sets for word in ("--set", one)))
     with said.open("wb") as output:
         up = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         base_url, key = door(said, up)
         assert base_url == f"http://{listen}/v1"
-        answer = first_answer(openai.OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=60), up, said)
+        client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=60)
+        answer = first_answer(client, up, said)
         assert answer.choices[0].message.content is not None and answer.id.startswith("hr-")
         assert recorded(config)["newest"] == answer.id
         assert answer.id in subprocess.run(
             headrace("status", "-c", str(config)), check=True, capture_output=True, text=True, timeout=60
         ).stdout.replace("\n", "")
+        say_once(config, "trace", answer.id, until=r"it waits for user until \d\d-\d\d \d\d:\d\d:\d\d")
+        say_once(config, "status", until=r"1 answers wait for feedback, the first closes in \d+ (min|s)")
+        rate(client, [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))])
+        say_once(config, "trace", answer.id, until=r"learned in version [1-9]")
     finally:
         up.send_signal(signal.SIGINT)
         up.wait(timeout=60)
+
+
+def ask(client: openai.OpenAI) -> Any:
+    return client.chat.completions.create(model="main", messages=ASK)
+
+
+def rate(client: openai.OpenAI, answers: list[str]) -> None:
+    """Every second one is good: of what is all alike none has an advantage."""
+    for number, answer in enumerate(answers):
+        client.post("/feedback", cast_to=object, body={"answer_id": answer, "value": float(number % 2)})
+
+
+def say_once(config: Path, *command: str, until: str) -> None:
+    """Type a command again until it says what is expected."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        typed = headrace(*command, "-c", str(config))
+        told = subprocess.run(typed, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+        if re.search(until, told.stdout):
+            return
+        logs = "".join(log.read_text()[-800:] for log in config.parent.glob("logs/*.log"))
+        assert time.monotonic() < deadline, told.stdout + told.stderr + logs
+        time.sleep(0.5)
 
 
 def door(said: Path, up: "subprocess.Popen[bytes]") -> tuple[str, str]:
@@ -65,7 +98,7 @@ def first_answer(client: openai.OpenAI, up: "subprocess.Popen[bytes]", said: Pat
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            return client.chat.completions.create(model="main", messages=ASK)
+            return ask(client)
         except openai.APIConnectionError:
             logs = "".join(log.read_text()[-1000:] for log in said.parent.glob("logs/serve.log"))
             assert up.poll() is None and time.monotonic() < deadline, said.read_text() + logs

@@ -74,7 +74,7 @@ def test_the_installed_command_finds_its_documentation_and_its_examples(installe
     shown = re.search(r"Documentation: (\S+)", run(installed, tmp_path, "-m", "headrace", "--help"))
     assert shown and Path(shown[1]) == installed / "headrace/infra/docs/README.md" and Path(shown[1]).is_file()
     for example in sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "headrace.toml").is_file()):
-        run(installed, tmp_path, "-m", "headrace", "init", example, "--from", example, "--engine", "torch")
+        run(installed, tmp_path, "-m", "headrace", "init", example, "--from", example, "--engine", "torch", "--tiny")
         run(installed, tmp_path, "-m", "headrace", "check", "-c", f"{example}/headrace.toml")
 
 

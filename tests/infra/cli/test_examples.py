@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from actors.engines.scripted import ScriptedEngine
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
+from infra.cli.demo.char_model import build_char_model
 from infra.cli.init import EXAMPLES, files_of
 from infra.cli.main import app
 from infra.cli.settings import load_settings
+from infra.model.model import load_tokenizer
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Feedback, Message, Task
 from tests.actors.rig import EOS
@@ -24,6 +26,14 @@ from tests.infra.test_docs import parse
 from tests.infra.test_sdk import said
 
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "headrace.toml").is_file())
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, and what opens one loaded before `no_plugins_left` looks at what is."""
+    folder = build_char_model(tmp_path_factory.mktemp("tiny") / "m", seed=0)
+    load_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +53,9 @@ def copied(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_a_folder_that_check_accepts(name: str, tmp_path: Path) -> None:
+def test_an_example_is_a_folder_that_check_accepts_beside_a_model(name: str, tmp_path: Path, tiny_model: Path) -> None:
     config = copied(name, tmp_path / "Mine")
+    (config.parent / "m").symlink_to(tiny_model)
     settings = load_settings(config)
     assert (settings.app, settings.policy.model, settings.engine.use) == (
         "mine", "m", "actors.engines.torch:TorchEngine"

@@ -31,12 +31,12 @@ def test_a_tiny_model_is_written_beside_the_settings_that_name_it_and_nowhere_el
 
 def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: Path) -> None:
     folder = tmp_path / "Support Bot"
-    done = headrace("init", str(folder), "--engine", "torch")
+    done = headrace("init", str(folder), "--engine", "torch", "--tiny")
     assert done.exit_code == 0, done.stderr
     assert load_settings(folder / "headrace.toml").app == "support-bot"
     checked = headrace("check", "-c", str(folder / "headrace.toml"))
     assert checked.exit_code == 0, checked.stderr
-    for word in ("not_trivial", "brief", "csat", "webhook", "/v1/feedback"):
+    for word in ("not_trivial", "brief", "webhook", "/v1/feedback", "correct"):
         assert word in checked.stdout
     (folder / "plugins" / "mine.py").write_text("mine = 1")
     again = headrace("init", str(folder))
