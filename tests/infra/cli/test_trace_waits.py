@@ -168,6 +168,11 @@ def test_a_turn_that_has_all_it_waits_for_waits_for_the_rest_of_its_session(tmp_
             "it waits in the trainer's buffer for a step of lane live of 64 answers or more, 5m after the last version at "
             "the earliest",
         ),
+        (
+            "[trainer.lanes]\nlive = {}\n",
+            "it waits in the trainer's buffer for a step of lane live of 64 answers or more, 5m after the last version at "
+            "the earliest",
+        ),
         ("[trainer.lanes]\nusual = {}\nlive = {}\n", "it waits in the trainer's buffer for a step of lane live"),
         ("", "no lane takes it: [trainer.lanes] has usual, and it is of lane live"),
     ],
