@@ -1,13 +1,16 @@
 """When time alone decides about an open group, by the rules of now.
 
 Guarantee: settings that changed hold for what waits, too: a group that was saved under other rules goes by these from the
-start on, as if the log were folded anew.
+start on, as if the log were folded anew. What would have closed by now does so in portions, so that no record closes all of it.
 """
 
 from streams.collect.credit import is_labelled
 from streams.collect.group import Group
 from streams.collect.rules import Rules
 from streams.collect.state import State
+
+PORTION = 1000  # groups that new rules close at one moment
+APART_MS = 1000
 
 
 def due_ms(group: Group, rules: Rules) -> int:
@@ -19,12 +22,17 @@ def due_ms(group: Group, rules: Rules) -> int:
 
 def go_by(state: State, rules: Rules) -> int:
     """Let what waits go by these rules. Returns the groups about which time decides at another moment now."""
-    moved = 0
+    moved = passed = 0
     for group in state.groups.values():
         if group.is_closed or group.is_ready or not group.attempts:
             continue
         at_ms = group.came_ms if may_be_labelled(group, rules) else due_ms(group, rules)
-        moved += at_ms != group.due_ms
+        if at_ms == group.due_ms:
+            continue
+        if at_ms < state.now_ms:
+            at_ms = state.now_ms + passed // PORTION * APART_MS
+            passed += 1
+        moved += 1
         state.schedule(group, at_ms)
     return moved
 

@@ -13,7 +13,7 @@ from streams.collect.collector import Collector
 from streams.collect.credit import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.state import State
-from streams.collect.windows import go_by
+from streams.collect.windows import APART_MS, PORTION, go_by
 from tests.streams.collect.collecting import Inbox, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_collector import closed_groups, fold_everything, opened
 
@@ -112,6 +112,20 @@ def test_of_several_answers_of_a_group_all_must_be_rated_before_it_closes() -> N
     inbox.append(tick())
     assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
     assert state.waits() == FeedbackWait(2, state.oldest_ms() + DAY_MS)
+
+
+def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:
+    count = 2 * PORTION + 500
+    inbox = Inbox(step_ms=1).extend(block(answer(f"a{at}.0", 0, size=1, lane="live")) for at in range(count))
+    state, now = State(), rules(csat=1)
+    assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
+    assert go_by(state, now) == count
+    closed = []
+    for _ in range(4):
+        inbox.append(tick(), after_ms=APART_MS if closed else 0)
+        closed.append(len(decisions(folded(inbox, now, state=state))))
+    assert closed == [PORTION + 1, PORTION + 1, 498, 0], "and the last two when their own time comes"
+    assert state.waits() == FeedbackWait()
 
 
 def test_rules_that_did_not_change_move_nothing() -> None:
