@@ -1,6 +1,6 @@
 """The walk of the README: init, up, answers and feedback with the openai client, and a version that learned from them.
 
-On the way `status` and `trace` say what an answer waits for.
+On the way `status` and `trace` say what an answer waits for; at the end an edit becomes a demonstration.
 """
 
 import json
@@ -56,6 +56,9 @@ def test_init_up_a_first_answer_and_a_version_that_learned_from_what_was_said(tm
         say_once(config, "status", until=r"1 answers wait for feedback, the first closes in \d+ (min|s)")
         rate(client, [answer.id, *(ask(client).id for _ in range(NUM_RATED - 1))])
         say_once(config, "trace", answer.id, until=r"learned in version [1-9]")
+        edited = {"answer_id": ask(client).id, "correction": "82"}
+        client.post("/feedback", cast_to=object, body=edited)
+        say_once(config, "peek", "buffer", "-n", "5", until=r"lane expert")
     finally:
         up.send_signal(signal.SIGINT)
         up.wait(timeout=60)
