@@ -24,7 +24,7 @@ from schemas.records import (
     Task,
     Tick,
 )
-from schemas.reports import Answered, Client, MasterState, Progress
+from schemas.reports import Answered, Client, FeedbackWait, MasterState, Progress
 from schemas.wire.block import Block
 from schemas.wire.frame import decode, encode, kafka_headers, kind_of
 
@@ -47,6 +47,7 @@ __all__ = [
     "EvalResult",
     "Experience",
     "Feedback",
+    "FeedbackWait",
     "Fence",
     "Image",
     "Issued",

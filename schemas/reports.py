@@ -62,6 +62,18 @@ class MasterState(Struct, frozen=True):
         return self.state in ("drained", "done")
 
 
+class FeedbackWait(Struct, frozen=True):
+    """What waits for feedback at a stream worker.
+
+    answers: how many. first_ms: when the window of the one that has waited longest passes, by the log's clock; 0 for none.
+
+    Example: FeedbackWait(answers=386, first_ms=1763715600000)
+    """
+
+    answers: Count = 0
+    first_ms: Count = 0
+
+
 MAX_HELD = 16_384
 
 
@@ -70,7 +82,7 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
 
     For people alone: counters, which only grow within one `instance`; gauges, which are of now; both by the names of the
     Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
-    says nothing: life; is_canary, of a gateway; master; holds.
+    says nothing: life; is_canary, of a gateway; master; holds; waits, of a stream worker.
     chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds; of an
     explorer those of `tasks` that it reads, from which the master decides what it gets.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
@@ -96,3 +108,4 @@ class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     alarms: Annotated[tuple[str, ...], Bounds(max_length=64)] = ()
     holds: Annotated[dict[Id, Count], Bounds(max_length=MAX_HELD)] | None = None
     release: str = ""
+    waits: FeedbackWait | None = None

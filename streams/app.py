@@ -26,6 +26,7 @@ from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
 from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.state import together
 from streams.config import StreamsConfig
 from streams.sources.companion import companions
 from streams.sources.source import build_sources, run_sources
@@ -145,13 +146,13 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> Non
 
 def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:
     """How this worker is doing; sets the gauges that are read, not counted."""
+    waits = together(driver.waits() for host in hosts for driver in host.drivers.values())
     for host in hosts:
         if host.stage == "collect":
             metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
             came = [came_ms for driver in host.drivers.values() if (came_ms := driver.oldest_ms())]
             metrics.gauge("oldest_waiting_s").set(max(0.0, time.time() - min(came) / 1000) if came else 0.0)
-            due = [due_ms for driver in host.drivers.values() if (due_ms := driver.next_due_ms())]
-            metrics.gauge("next_due_timestamp_s").set(min(due, default=0) / 1000)
+            metrics.gauge("answers_waiting").set(waits.answers)
             metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
@@ -165,6 +166,7 @@ def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, sta
         chains={host.stage: host.chain for host in hosts},
         partitions={} if state == STOPPED else {host.stage: host.partitions() for host in hosts},
         release=full_release(),
+        waits=None if state == STOPPED else waits,
     )
 
 

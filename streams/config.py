@@ -91,8 +91,9 @@ class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
     name: of the score. from: where it listens. use: a @feedback function. window: how long collect waits for it after the
-    answer. default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window
-    does where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
+    answer; once `process` is started again, another window, or a source less, holds for the answers that wait, too.
+    default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window does
+    where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
     retrain (once for each verdict, in lane human, in the place of a copy that was not drawn yet; not where that lane's
     loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how
     much better than usual the turn after it was rated; that is for learning alone, and no rating. 0 credits the named

@@ -1,5 +1,7 @@
 """[trainer]: what the trainer reads of the TOML; lanes, objective, optimizer, learner, and when things are written."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +17,8 @@ BUILT_IN = (
     "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
     "dpo",
 )  # fmt: skip
+
+LEAST: Mapping[Lane, int] = MappingProxyType({"live": 64})  # of a step, where the settings leave it open
 
 
 def loss_use(loss: str) -> str:
@@ -41,9 +45,11 @@ class LaneConfig(Section, frozen=True):
 
     bound: mean |log w| above which a group of an unpaced lane is dropped at the draw, 0 for none. optional: a step need
     not wait for this lane. least: sequences for which a step without the usual lane waits, unless the run drains; Adam
-    makes a full-sized step of however few there are. kl: β of β·KL(π_θ‖π_ref), for any loss: see trainer.losses.penalty; the
-    reference is a second model in memory, with [trainer.lora] a second adapter. entropy: of -β·H(π_θ), exact over the
-    vocabulary, at every sampled token. Both are means over the lane's sampled tokens, whatever its loss is a mean over.
+    makes a full-sized step of however few there are. 0 takes 64 for the lane live, 1 for others; such a step takes
+    pacing.groups_per_step, or so many if that is more. kl: β of β·KL(π_θ‖π_ref), for any loss: see
+    trainer.losses.penalty; the reference is a second model in memory, with [trainer.lora] a second adapter. entropy: of
+    -β·H(π_θ), exact over the vocabulary, at every sampled token. Both are means over the lane's sampled tokens, whatever
+    its loss is a mean over.
 
     tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
     where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a
@@ -61,13 +67,19 @@ class LaneConfig(Section, frozen=True):
     correction: Share | None = None
     bound: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     optional: bool = False
-    least: Positive = 1
+    least: NonNegative = 0
     kl: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     entropy: Annotated[float, msgspec.Meta(ge=0, description="a number of 0 or more")] = 0.0
     tenant_share: PartShare = 0.5
     subject_share: PartShare = 0.25
     max_waiting: Positive = 1_000_000
     options: Table = {}
+
+    def __post_init__(self) -> None:
+        if self.least > self.max_waiting:
+            raise ValueError(
+                f"least: got {self.least}, expected at most max_waiting = {self.max_waiting}: no step would come"
+            )
 
     @property
     def exponent(self) -> float:
@@ -192,7 +204,8 @@ class TrainerConfig(Section, frozen=True):
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
     publications. keep_checkpoints: so many remain. version_every: a step without the usual lane waits until the last
-    version is so old, unless the run drains, since every gateway and explorer loads each version. max_steps: optimizer
+    version is so old, unless the run drains, since every gateway and explorer loads each version; "" takes 5m where there
+    is a lane live, else 0s. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
     policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
     writes none. ranks: processes that train together. ranks_timeout: how long one of them waits for another before all
@@ -225,7 +238,7 @@ class TrainerConfig(Section, frozen=True):
     threads: NonNegative = 1
     checkpoint_every: Positive = 20
     keep_checkpoints: Annotated[int, msgspec.Meta(ge=3, description="a whole number of 3 or more")] = 3
-    version_every: Duration = "0s"
+    version_every: Duration | Literal[""] = ""
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()
@@ -238,6 +251,16 @@ class TrainerConfig(Section, frozen=True):
     ranks_timeout: Duration = "10m"
     routing: Literal["own", "replay"] = "own"
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
+
+    def least(self, lane: Lane) -> int:
+        """Sequences of a lane for which a step without the usual lane waits."""
+        config = self.lanes[lane]
+        return config.least or min(LEAST.get(lane, 1), config.max_waiting)
+
+    @property
+    def between_versions(self) -> str:
+        """How old the last version is at a step without the usual lane."""
+        return self.version_every or ("5m" if "live" in self.lanes else "0s")
 
     def __post_init__(self) -> None:
         if "usual" in self.lanes and self.lanes["usual"].draw == "priority":

@@ -2,7 +2,6 @@
 
 import getpass
 import json
-import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
+from infra.cli.times import clock
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.channel import Stable, fenced, moved
@@ -98,11 +98,12 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     """Every decision with who made it and on what numbers."""
     rows = Table("when", "what", "version", "by", "why")
     for one in made:
-        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(one.time_ms / 1000))
         what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
         what = "on trial" if one.channel == "canary" else what
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
-        rows.add_row(clock, what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style)
+        rows.add_row(
+            clock(one.time_ms), what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style
+        )
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts as it is.
+"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts beside a model.
 
 Guarantee: nothing that is there is overwritten.
 """

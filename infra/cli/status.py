@@ -99,6 +99,7 @@ async def read_status(
             for what in ("episodes", "tokens")
         },
         "caches": caches(roles),
+        "waiting": waiting([one[-1][0] for name, one in reports.items() if name in speaking(roles)], now_s),
         "masked": int(sum(one[-1][0].counters.get("tokens_masked", 0.0) for one in reports.values())),
         "accuracy": {
             message.value.suite: {
@@ -183,6 +184,20 @@ def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
             for partition in report.partitions.get(stage, ()):
                 found.setdefault(stage, {})[str(partition)] = chain
     return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
+
+
+def speaking(roles: Sequence[State]) -> set[str]:
+    """Instances of the roles that have neither fallen silent nor said that they are over."""
+    return {role["instance"] for role in roles if not role["silent"] and role["state"] not in OVER}
+
+
+def waiting(reports: Sequence[Progress], now_s: float) -> State:
+    """What waits for feedback, as the stream workers say: how many answers, and in how many seconds the first window passes."""
+    waits = [one.waits for one in reports if one.waits is not None and one.waits.answers]
+    if not waits:
+        return {}
+    first_ms = min(one.first_ms for one in waits)
+    return {"answers": sum(one.answers for one in waits), "first_s": round(max(0.0, first_ms / 1000 - now_s), 1)}
 
 
 def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:

@@ -1,7 +1,6 @@
 """What `headrace status` prints: its state as tables and lines."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +8,7 @@ from rich.table import Table
 
 from infra.cli.clock import clock_line
 from infra.cli.kept import kept_lines
+from infra.cli.times import clock, span
 from infra.observe.alarms import alarm_of
 
 State = dict[str, Any]
@@ -34,11 +34,10 @@ def show(console: Console, state: State) -> None:
     for refusal in policies["refused"]:
         console.print(f"refused    {refusal}", style="red", markup=False)
     if answers := state["answers"]:
-        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(answers["at_s"]))
-        console.print(f"recorded   {answers['newest']} by v{answers['version']} at {clock}")
+        console.print(f"recorded   {answers['newest']} by v{answers['version']} at {clock(answers['at_s'] * 1000)}")
     learning = state["learning"]
     if learning["state"] != "on":
-        since = time.strftime("%m-%d %H:%M:%S", time.localtime(learning["since_s"]))
+        since = clock(learning["since_s"] * 1000)
         why = f": {learning['reason']}" if learning["reason"] else ""
         console.print(
             f"learning   {learning['state']} by {learning['by']} since {since}{why}", style="yellow", markup=False
@@ -87,8 +86,10 @@ def releases_of(roles: Sequence[State]) -> dict[str, list[str]]:
 
 def _show_waiting(console: Console, state: State) -> None:
     """What waits at the roles, and what of it is stored."""
-    if line := pending_line([role["gauges"] for role in state["roles"] if role["role"] == "process"], time.time()):
-        console.print(f"pending    {line}")
+    if waiting := state["waiting"]:
+        console.print(
+            f"waiting    {waiting['answers']:,} answers wait for feedback, the first closes in {span(waiting['first_s'])}"
+        )
     for role in state["roles"]:
         if held := role["gauges"].get("held_back", 0.0):
             why = "tenants or users had their share of the last step (tenant_share, subject_share)"
@@ -101,34 +102,6 @@ def _show_waiting(console: Console, state: State) -> None:
             console.print(
                 f"snapshots  {stored / 1e6:,.1f} MB of waiting answers stored by {role['instance']}", markup=False
             )
-
-
-def pending_line(workers: Sequence[Mapping[str, float]], now_s: float) -> str:
-    """How many groups wait in collect, and when time decides about the first of them; "" where none waits.
-
-    workers: gauges of each stream worker.
-
-    >>> pending_line([{"groups_pending": 386.0, "next_due_timestamp_s": 83_000.0}, {}], 200.0)
-    '386 groups wait for members, feedback or their session; the first is closed without in 23 h'
-    """
-    waiting = sum(gauges.get("groups_pending", 0.0) for gauges in workers)
-    due = [at for gauges in workers if (at := gauges.get("next_due_timestamp_s", 0.0))]
-    if not waiting:
-        return ""
-    when = f"; the first is closed without in {span_text(max(0.0, min(due) - now_s))}" if due else ""
-    return f"{waiting:,.0f} groups wait for members, feedback or their session{when}"
-
-
-def span_text(seconds: float) -> str:
-    """A time in its largest fitting unit, as settings write it.
-
-    >>> span_text(42.4), span_text(600.0), span_text(82_800.0), span_text(864_000.0)
-    ('42 s', '10 min', '23 h', '10 d')
-    """
-    for unit, size in (("d", 172_800.0), ("h", 7_200.0), ("min", 120.0)):
-        if seconds >= size:
-            return f"{seconds / {'d': 86_400, 'h': 3_600, 'min': 60}[unit]:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def accuracy_text(found: State) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from infra.cli.connect import connected, reading
 from infra.cli.peek import cut
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
-from infra.cli.waits import waits
+from infra.cli.times import clock
+from infra.cli.waits import waits_for
 from infra.ledger.following import follow
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
-from infra.settings.config import duration_s
+from infra.log.memory import wall_ms
 from schemas import Experience, Span
 from schemas.errors import ConfigError
 
@@ -38,11 +38,8 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
                 await index.refresh(log, lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"))
             if ref is not None:
                 answer = await trace_answer(log, index, ref)
-                waiting = waits(answer, {one.name: duration_s(one.window) for one in settings.feedback})
-                if as_json:
-                    print_json(answer_json(answer) | {"waits": waiting})
-                else:
-                    show_answer(console, answer, waiting)
+                waits = waits_for(answer, settings, wall_ms())
+                print_json(answer_json(answer, waits)) if as_json else show_answer(console, answer, waits)
             elif policy is not None:
                 made = await trace_policy(log, index, policy)
                 print_json(msgspec.to_builtins(made)) if as_json else show_policy(console, made)
@@ -77,10 +74,11 @@ def print_json(value: object) -> None:
     print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
-def answer_json(answer: AnswerTrace) -> dict[str, object]:
-    """The trace as plain data; experiences without their token arrays."""
-    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__}
+def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
+    """The trace as plain data; experiences without their token arrays, and of its group the answer alone."""
+    plain = {name: getattr(answer, name) for name in AnswerTrace.__struct_fields__ if name != "arrived"}
     return plain | {
+        "waits": waits,
         "published": header(answer.published),
         "judged": header(answer.judged),
         "buffered": [(time_ms, header(one)) for time_ms, one in answer.buffered],
@@ -94,8 +92,8 @@ def header(one: Experience | None) -> dict[str, object] | None:
     return {name: getattr(one, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
-def show_answer(console: Console, answer: AnswerTrace, waiting: str = "") -> None:
-    """From question to policy, in the order it happened. waiting: what comes next."""
+def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
+    """From question to policy, in the order it happened. waits: what it waits for, see `infra.cli.waits`."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -130,7 +128,7 @@ def show_answer(console: Console, answer: AnswerTrace, waiting: str = "") -> Non
             f"learned in version {answer.first_version}; {since} versions since, the newest is {answer.newest_version}"
         )
     else:
-        console.print(f"no published version has learned from it{waiting and ': it ' + waiting}", markup=False)
+        console.print(f"no published version has learned from it{': ' if waits else ''}{waits}", markup=False)
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:
@@ -184,8 +182,3 @@ def scores(one: Experience) -> str:
     """Every verdict."""
     found: Sequence[str] = [f"{score.name} {score.value:g}" for score in one.scores]
     return ", ".join(found) or "no scores"
-
-
-def clock(time_ms: int) -> str:
-    """Local time of a log-append time, "" for none."""
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(time_ms / 1000)) if time_ms else ""

@@ -1,37 +1,85 @@
-"""What an answer waits for on its way to a policy, in words."""
+"""What an answer waits for, and until when: told from its records and the settings, as collect and the trainer go by them."""
 
-import time
-from collections.abc import Mapping
-
+from infra.cli.settings import Settings
+from infra.cli.times import clock
 from infra.ledger.trace import AnswerTrace
+from infra.settings.config import duration_s
+from schemas import DropMarker, Experience, Feedback
+from schemas.ids import group_of
+from streams.collect.credit import is_labelled
+from streams.collect.feedback import answer_of, take_feedback
+from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
+from streams.collect.rules import Rules
+from streams.collect.turns import NO_TURN, depth_of
+from streams.collect.windows import due_ms
+from streams.worker import rules_of
+from trainer.batch.age import PACED
 
-DROPPED = "dropped"
+Arrivals = tuple[tuple[int, Experience | DropMarker | Feedback], ...]
 
 
-def waits(answer: AnswerTrace, windows: Mapping[str, float]) -> str:
-    """What comes next for an answer that no published version has learned from; "" where nothing does.
-
-    windows: seconds that collect waits for each source of feedback, as the settings have it now. An answer that came under
-    other settings waits as these said.
-    """
-    if answer.dropped or answer.first_version is not None:
+def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
+    """A clause about an answer that no published version has learned from: what comes next; "" where nothing does."""
+    lasting = [use for use in answer.uses if not use.undone]
+    if answer.first_version is not None or answer.dropped:
         return ""
-    if any(not use.undone for use in answer.uses):
-        return "trained; waits for the next version"
-    if answer.buffered:
-        return "waits in the buffer for a step that draws it"
-    if any(closure.outcome == DROPPED for _, closure in answer.closures):
-        return ""
+    if lasting:
+        return f"the version behind step {lasting[-1].step} is not published yet"
+    if answer.given_up:
+        return f"the trainer took it out: {answer.given_up}"
+    ended = [closure for _, closure in answer.closures if closure.outcome != "superseded"]
+    if ended:
+        return waits_for_step(answer, settings) if ended[-1].outcome == "buffered" and answer.buffered else ""
     if answer.judged is None:
-        return "waits for verify"
-    lane = answer.judged.lane
-    last = {(one.source, one.rater): one.type for _, one in answer.feedback}
-    said = {source for (source, _), kind in last.items() if kind != "retraction"}
-    if lane == "live" and (silent := [name for name in windows if name not in said]):
-        until = answer.judged_ms / 1000 + max(windows.values())
-        return (
-            f"waits for feedback of {', '.join(silent)}, until {time.strftime('%m-%d %H:%M:%S', time.localtime(until))}"
-        )
-    if answer.judged.turn >= 0:
-        return "waits for the rest of its session"
-    return "waits for the others of its group"
+        return "it waits to be verified and scored by process"
+    if any(closure.attempt == answer.judged.attempt for _, closure in answer.closures):
+        return ""
+    return waits_for_close(answer.judged, answer.arrived, rules_of(settings, settings.streams()), now_ms)
+
+
+def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
+    """What the trainer still wants before it draws a copy that lies in its buffer."""
+    lane, lanes = answer.buffered[-1][1].lane, settings.trainer.lanes
+    if lane not in lanes or lanes[lane].weight == 0.0:
+        return f"no lane takes it: [trainer.lanes] has {', '.join(lanes)}, and it is of lane {lane}"
+    if PACED in lanes:
+        return f"it waits in the trainer's buffer for a step of lane {lane}"
+    least, every = settings.trainer.least(lane), settings.trainer.between_versions
+    of = f" of {least} answers or more" if least > 1 else ""
+    apart = f", {every} after the last version at the earliest" if duration_s(every) > 0 else ""
+    return f"it waits in the trainer's buffer for a step of lane {lane}{of}{apart}"
+
+
+def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms: int) -> str:
+    """What collect waits for before it closes the group of an answer."""
+    group = group_as_it_is(judged, arrived)
+    until_ms = due_ms(group, rules)
+    until = f"until {clock(until_ms)}"
+    if group.winner < 0:
+        return f"it waits for the rest of its group {until}"
+    known = [record.id for _, record in arrived if isinstance(record, Experience) and record.attempt == group.winner]
+    silent = [
+        name
+        for name, source in rules.sources.items()
+        if not all(is_labelled(group.feedback.get(one), {name: source}) for one in known)
+    ]
+    if judged.lane in rules.waiting and silent and until_ms > now_ms:
+        return f"it waits for {' and '.join(silent)} {until}"
+    if depth_of(judged) != NO_TURN and rules.session_ms:
+        return f"it waits for the rest of its session, until none of it came for {rules.session_ms / 1000:g} s"
+    return "it is closed by process with the next record it reads"
+
+
+def group_as_it_is(judged: Experience, arrived: Arrivals) -> Group:
+    """What collect knows of the group, from its records in `verified`, in their order; the attempt is that of the answer."""
+    group, number = Group(group_of(judged.id)), judged.attempt
+    for place, (time_ms, record) in enumerate(arrived):
+        if isinstance(record, Feedback):
+            on_answer = group.feedback.setdefault(answer_of(record.ref), AnswerFeedback())
+            take_feedback(on_answer, LoggedFeedback(record, place, time_ms))
+        elif record.attempt == number:
+            first = Attempt(number, record.group_size, judged.lane, judged.sequence, time_ms)
+            came = record.reason if isinstance(record, DropMarker) else BlockPlace(place, 0)
+            group.attempts.setdefault(number, first).add(record, came)
+    group.winner = number if group.attempts[number].is_complete else -1
+    return group

@@ -22,11 +22,11 @@ import xxhash
 from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log
-from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
+from schemas import Batch, Drawn, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.ids import group_of, partition_key, session_of
 from schemas.topics import Topic
 
-LAYOUT = 6
+LAYOUT = 7
 # Their header or their key is the group, so that no record has to be opened.
 KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
@@ -254,6 +254,9 @@ class LogIndex:
         with self._database:
             if topic in KEYED:
                 self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
+                self._database.executemany(
+                    "INSERT INTO places VALUES (?, ?, ?, ?, ?)", given_up_in(log, topic, records)
+                )
                 self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", keys_of(records))
             else:
                 for record in records:
@@ -327,6 +330,19 @@ def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, i
             about = headers.get("group", record.key).decode(errors="replace")
             rows.append((number(about), topic.name, record.partition, record.offset, record.timestamp_ms))
     return rows
+
+
+def given_up_in(log: Log, topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, int, int, int]]:
+    """Rows of the groups that the trainer says it will never train; none of a topic that does not hold its words."""
+    if topic != topics.PROGRESS:
+        return []
+    drawn = [(one, log.decode(one).value) for one in records if dict(one.headers).get("kind") == b"drawn"]
+    return [
+        (number(group), topic.name, record.partition, record.offset, record.timestamp_ms)
+        for record, value in drawn
+        if isinstance(value, Drawn)
+        for group in value.dropped
+    ]
 
 
 def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:

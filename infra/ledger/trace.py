@@ -5,14 +5,14 @@ Read from the log through the index; nothing is inferred: each line of a trace i
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from infra.ledger.index import IndexPlace, LogIndex, TrainedStep
 from infra.log.log import Log, LogMessage
 from infra.store.seal import FORGOTTEN, Keys, open_text
-from schemas import Batch, Block, Closure, DropMarker, Experience, Feedback, PolicyEvent, topics
+from schemas import Batch, Block, Closure, Drawn, DropMarker, Experience, Feedback, PolicyEvent, topics
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.ids import ANSWER_PREFIX, group_of
 from schemas.topics import by_name
@@ -40,19 +40,22 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the log says about one answer.
 
     published: as its explorer or gateway wrote it. judged: as it left verify. buffered: as collect sent it on, by
-    revision. first_version: the first published policy that learned from it, None for none. newest_version: of all.
+    revision. arrived: all of its group as it lies in `verified`, in the order of the log. given_up: why the trainer will never
+    train the newest copy, "" where it may. first_version: the first published policy that learned from it, None for none.
+    newest_version: of all.
     """
 
     id: str
     published: Experience | None = None
     published_ms: int = 0
     judged: Experience | None = None
-    judged_ms: int = 0
     dropped: str = ""
     feedback: tuple[tuple[int, Feedback], ...] = ()
     closures: tuple[tuple[int, Closure], ...] = ()
     buffered: tuple[tuple[int, Experience], ...] = ()
+    arrived: tuple[tuple[int, Experience | DropMarker | Feedback], ...] = ()
     uses: tuple[TrainedUse, ...] = ()
+    given_up: str = ""
     first_version: int | None = None
     newest_version: int = -1
 
@@ -101,7 +104,6 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
         published=published[0][1] if published else None,
         published_ms=published[0][0] if published else 0,
         judged=judged[0][1] if judged else None,
-        judged_ms=judged[0][0] if judged else 0,
         dropped=next(
             (
                 f"{one.reason} (by {one.processor})" if one.processor else one.reason
@@ -117,7 +119,9 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
             if isinstance(one, Closure) and one.group == group
         ),
         buffered=tuple(buffered),
+        arrived=tuple(arrivals(by_topic.get("verified", ()), group)),
         uses=tuple(uses),
+        given_up=given_up(by_topic.get("progress", ()), group, buffered[-1][0] if buffered else 0),
         first_version=index.first_version_after(lasting[0]) if lasting else None,
         newest_version=index.newest_version(),
     )
@@ -190,6 +194,37 @@ def members(records: Iterable[tuple[IndexPlace, object]], name: str) -> list[tup
         for member in record.experiences
         if member.id == name
     ]
+
+
+def arrivals(
+    records: Iterable[tuple[IndexPlace, object]], group: str
+) -> Iterator[tuple[int, Experience | DropMarker | Feedback]]:
+    """Everything about a group in these records of `verified`, with when it was stored."""
+    for place, record in records:
+        if isinstance(record, Block) and record.group == group:
+            yield from ((place.time_ms, member) for member in record.experiences)
+        elif (isinstance(record, DropMarker) and record.group == group) or (
+            isinstance(record, Feedback) and is_about(record, group)
+        ):
+            yield place.time_ms, record
+
+
+def is_about(feedback: Feedback, group: str) -> bool:
+    """Whether a word is about an answer of a group."""
+    try:
+        return group_of(feedback.ref) == group
+    except ValueError:
+        return False
+
+
+def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms: int) -> str:
+    """Why the trainer said, at since_ms or later, that it will never train a group; "" where it did not."""
+    found = [
+        one.dropped[group]
+        for place, one in records
+        if isinstance(one, Drawn) and group in one.dropped and place.time_ms >= since_ms
+    ]
+    return found[-1] if found else ""
 
 
 async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:

@@ -129,9 +129,7 @@ MEASURES = (
     _gauge("lag", "process", "records that wait in a topic, in the partitions of this worker", "topic"),
     _gauge("groups_pending", "process", "groups that have not ended"),
     _gauge("oldest_waiting_s", "process", "for how long the oldest group that has not ended waits, 0 where none does"),
-    _gauge(
-        "next_due_timestamp_s", "process", "when time alone decides about a group that waits, next; 0 where it does not"
-    ),
+    _gauge("answers_waiting", "process", "answers that wait for feedback"),
     _gauge("turns_held", "process", "turns that wait for the rest of their session"),
     _counter("snapshots_written", "process", "states of a partition stored"),
     _counter("snapshots_failed", "process", "times that one could not be stored; it is tried again"),

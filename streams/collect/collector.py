@@ -23,7 +23,7 @@ from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
-from schemas import Block, Closure, Tick, encode
+from schemas import Block, Closure, FeedbackWait, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.carrier import Carrier, Often
@@ -39,6 +39,7 @@ from streams.collect.pending import PendingFile
 from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import crediting, session_named
+from streams.collect.windows import go_by
 from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,10 @@ class Collector:
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return self._state.num_held()
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        return self._state.waits()
 
     @property
     def closures_known_to(self) -> int:
@@ -275,9 +280,11 @@ class Collector:
                 await self._fold_all(records, counted=False)
 
     def _load(self) -> None:
-        """The state of the file, whose blocks may lie in the log alone."""
+        """The state of the file, whose blocks may lie in the log alone, under the rules of now."""
         self._state = self._pending.load(self._memories())
         self._state.frames.fetch = self._fetch
+        if moved := go_by(self._state, self._rules):
+            logger.info("collect_windows_changed partition=%d groups=%d", self.partition, moved)
 
     def _clear(self) -> None:
         """Forget everything, to be rebuilt."""

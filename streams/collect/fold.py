@@ -30,6 +30,7 @@ from streams.collect.limits import beyond, charge
 from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import NO_TURN, crediting, depth_of, late_credit, new_credits
+from streams.collect.windows import due_ms
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
@@ -134,7 +135,9 @@ class _Fold:
     async def fire(self, group: Group) -> None:
         """Time has come for an open group: its deadline, its feedback window, or that of feedback without an answer."""
         self.state.touched.add(group.id)
-        if group.winner >= 0:
+        if group.winner >= 0 and not group.is_ready and due_ms(group, self.rules) > self.state.now_ms:
+            await self._close_unless_waiting(group)  # the rules are others than those it was saved under
+        elif group.winner >= 0:
             await self._end(group)
         elif group.attempts:
             await self._settle(group, fullest(group.attempts))
@@ -219,7 +222,7 @@ class _Fold:
             first_ms = self.arrival.timestamp_ms
             attempt = Attempt(number, record.group_size, record.lane, record.sequence, first_ms)
             group.attempts[number] = attempt
-            self.state.schedule(group, self._due_ms(group))
+            self.state.schedule(group, due_ms(group, self.rules))
         if attempt.add(record, arrived):
             return True
         if record.episode >= attempt.group_size:
@@ -249,13 +252,14 @@ class _Fold:
     async def _close_unless_waiting(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
-            due_ms = self._due_ms(group)
+            until_ms = due_ms(group, self.rules)
             await self.state.frames.bring(attempt.places(done_only=True))
             members = self._members(attempt, self.state.frames.get)
             unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
-            if unlabelled and due_ms > self.state.now_ms:
+            if unlabelled and until_ms > self.state.now_ms:
                 self.state.unhold(group)
-                self.state.schedule(group, due_ms)
+                self.state.wait(group)
+                self.state.schedule(group, until_ms)
                 return
         await self._end(group)
 
@@ -391,9 +395,3 @@ class _Fold:
 
     def _members(self, attempt: Attempt, block_at: Callable[[int], Block]) -> list[Experience]:
         return [block_at(place.offset).experiences[place.index] for place in attempt.places(done_only=True)]
-
-    def _due_ms(self, group: Group) -> int:
-        """When time alone decides about an open group that has an attempt."""
-        if group.winner >= 0:
-            return group.attempts[group.winner].first_ms + self.rules.window_ms
-        return min(attempt.first_ms for attempt in group.attempts.values()) + self.rules.deadline_ms

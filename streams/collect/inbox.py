@@ -17,7 +17,9 @@ from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
+from schemas import FeedbackWait
 from streams.collect.collector import Collector, CollectSettings, TakenAway
+from streams.collect.state import together
 from streams.stages.stage import Delivery, end_for
 
 logger = logging.getLogger(__name__)
@@ -74,13 +76,13 @@ class Inbox:
         """When the group came that has waited longest, 0 for none."""
         return 0 if self._collector is None else self._collector.oldest_ms()
 
-    def next_due_ms(self) -> int:
-        """When time alone decides about a group next, 0 for none."""
-        return 0 if self._collector is None else self._collector.next_due_ms()
-
     def num_held(self) -> int:
         """Turns that wait for their session."""
         return 0 if self._collector is None else self._collector.num_held()
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        return FeedbackWait() if self._collector is None else self._collector.waits()
 
     def mark(self) -> int:
         """Grows while records are folded, in a rebuild too."""
@@ -212,13 +214,13 @@ class CollectDriver:
         """When the group came that has waited longest, 0 for none."""
         return min((came_ms for inbox in self._inboxes.values() if (came_ms := inbox.oldest_ms())), default=0)
 
-    def next_due_ms(self) -> int:
-        """When time alone decides about a group next, 0 for none."""
-        return min((due_ms for inbox in self._inboxes.values() if (due_ms := inbox.next_due_ms())), default=0)
-
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
         return sum(inbox.num_held() for inbox in self._inboxes.values())
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        return together(inbox.waits() for inbox in self._inboxes.values())
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is folded or rebuilt."""

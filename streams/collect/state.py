@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from infra.chain.processor import Memory
-from schemas import Block, decode, encode
+from schemas import Block, FeedbackWait, decode, encode
 from schemas.ids import session_of
 from schemas.wire.sections import FindSeal
 from streams.collect.group import BlockPlace, Group
@@ -87,6 +87,16 @@ class Frames:
             self._decoded_bytes -= self._decoded.popitem(last=False)[1][1]
 
 
+def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
+    """What waits at several places.
+
+    >>> together([FeedbackWait(2, 7000), FeedbackWait(), FeedbackWait(3, 5000)])
+    FeedbackWait(answers=5, first_ms=5000)
+    """
+    found = [one for one in waits if one.answers]
+    return FeedbackWait(sum(one.answers for one in found), min((one.first_ms for one in found), default=0))
+
+
 class State:
     """One partition. next_offset: of `verified`, everything below is folded; last_ms: log-append time of the record
     before it. now_ms: newest log-append time seen.
@@ -105,6 +115,9 @@ class State:
         self._sessions: dict[str, set[str]] = {}
         self._due: list[tuple[int, str]] = []
         self._held: dict[str, int] = {}  # turns that wait for their session, and when they came
+        self._waiting: dict[
+            str, int
+        ] = {}  # groups that wait for feedback, about in the order they came, and their answers
         self._closed: deque[tuple[int, str]] = deque()
 
     def schedule(self, group: Group, due_ms: int) -> None:
@@ -125,15 +138,26 @@ class State:
         """Know a group no longer."""
         del self.groups[group_id]
         self._held.pop(group_id, None)
+        self._waiting.pop(group_id, None)
         if session := session_of(group_id):
             turns = self._sessions[session]
             turns.discard(group_id)
             if not turns:
                 del self._sessions[session]
 
+    def wait(self, group: Group) -> None:
+        """A group waits for feedback."""
+        self._waiting[group.id] = len(group.attempts[group.winner].places(done_only=True))
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
+        first = next(iter(self._waiting), None)
+        return FeedbackWait(sum(self._waiting.values()), 0 if first is None else self.groups[first].due_ms)
+
     def hold(self, group: Group, came_ms: int) -> None:
         """A turn is ready, and waits for its session."""
         group.is_ready = True
+        self._waiting.pop(group.id, None)
         self._held[group.id] = came_ms
 
     def unhold(self, group: Group) -> None:
@@ -159,6 +183,8 @@ class State:
         self.add(group)
         if group.is_ready and not group.is_closed:
             self.hold(group, group.attempts[group.winner].first_ms)
+        elif group.winner >= 0 and not group.is_closed:
+            self.wait(group)
         if group.due_ms:
             heapq.heappush(self._due, (group.due_ms, group.id))
 
@@ -186,6 +212,7 @@ class State:
         """Mark a group closed now."""
         group.closed_ms = max(self.now_ms, 1)
         self.unhold(group)
+        self._waiting.pop(group.id, None)
         self.schedule(group, 0)
         self._closed.append((group.closed_ms, group.id))
 

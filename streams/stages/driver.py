@@ -20,6 +20,7 @@ from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
+from schemas import FeedbackWait
 from schemas.errors import RecordTooLarge
 from streams.stages.recall import recall
 from streams.stages.stage import Delivery, Handled, count, end_for, publish_all, read
@@ -132,13 +133,13 @@ class WindowDriver:
         """0: nothing waits."""
         return 0
 
-    def next_due_ms(self) -> int:
-        """0: nothing waits."""
-        return 0
-
     def num_held(self) -> int:
         """None: no record waits for another."""
         return 0
+
+    def waits(self) -> FeedbackWait:
+        """Nothing."""
+        return FeedbackWait()
 
     def marks(self) -> dict[int, int]:
         """Nothing moves here but the group's offset."""

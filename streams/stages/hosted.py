@@ -20,6 +20,7 @@ from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
 from infra.log.kafka_reader import METADATA_AGE_MS
 from infra.log.log import Log
+from schemas import FeedbackWait
 from schemas.topics import MAX_RECORD_BYTES, Topic
 from streams.stages.stage import Delivery, end_crashed, end_for
 
@@ -56,11 +57,11 @@ class Driver(Protocol):
     def oldest_ms(self) -> int:
         """When the group came that has waited longest, by the log's clock; 0 where none waits."""
 
-    def next_due_ms(self) -> int:
-        """When time alone decides about a group next, by the log's clock; 0 where it decides about none."""
-
     def num_held(self) -> int:
         """Turns of production that wait for their session."""
+
+    def waits(self) -> FeedbackWait:
+        """What waits for feedback."""
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is worked on."""

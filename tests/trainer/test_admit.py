@@ -22,7 +22,7 @@ def live(number: int) -> Block:
 
 
 def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
-    config = {"live": LaneConfig(weight=1.0, bound=bound), **lanes}
+    config = {"live": LaneConfig(weight=1.0, bound=bound, least=1), **lanes}
     return run_of(live(0), live(1), version=NOW, lanes=config)
 
 

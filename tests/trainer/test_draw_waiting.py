@@ -149,14 +149,16 @@ def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used
     assert "l2.0" in taken(decide(run_of(live(0, advantage=0.0), live(2, advantage=0.5), lanes=lanes), now_s=0.0))
 
 
-@pytest.mark.parametrize("lane", [LaneConfig(loss="sft"), LaneConfig(loss="grpo", options={"kl": 0.1})])
+@pytest.mark.parametrize(
+    "lane", [LaneConfig(loss="sft", least=1), LaneConfig(loss="grpo", least=1, options={"kl": 0.1})]
+)
 def test_a_loss_that_learns_without_advantages_trains_where_they_are_0(lane: LaneConfig) -> None:
     assert taken(decide(run_of(live(0, advantage=0.0), lanes={"live": lane}), now_s=0.0)) == ["l0.0"]
-    assert taken(decide(run_of(live(0), lanes={"live": LaneConfig()}), now_s=0.0)) == ["l0.0"], "nobody set one"
+    assert taken(decide(run_of(live(0), lanes={"live": LaneConfig(least=1)}), now_s=0.0)) == ["l0.0"], "nobody set one"
 
 
 def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> None:
-    run = run_of(live(0), lanes={"live": LaneConfig()})
+    run = run_of(live(0), lanes={"live": LaneConfig(least=1)})
     run.supply.config = msgspec.structs.replace(run.supply.config, version_every="5m")
     assert taken(decide(run, now_s=50.0)) == ["l0.0"], "nothing was published yet"
     run.supply.published_s = 50.0
@@ -167,6 +169,29 @@ def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> Non
     paced.config = msgspec.structs.replace(paced.config, version_every="5m")
     paced.supply.published_s = 50.0
     assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
+
+
+def test_a_lane_of_production_alone_waits_for_64_answers_and_five_minutes_where_its_settings_say_nothing() -> None:
+    run = run_of(*(live(number) for number in range(63)), lanes={"live": LaneConfig()})
+    assert decide(run, now_s=0.0).wait
+    arrive(run, live(63))
+    run.supply.published_s = 0.0
+    assert decide(run, now_s=299.0).wait and len(taken(decide(run, now_s=300.0))) == 64
+    run.supply.config = msgspec.structs.replace(run.supply.config, version_every="0s")
+    assert len(taken(decide(run, now_s=1.0))) == 64
+
+
+def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
+    run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
+    assert len(taken(decide(run, now_s=0.0))) == 9
+    with pytest.raises(ValueError, match="least: got 10, expected at most max_waiting = 9"):
+        LaneConfig(least=10, max_waiting=9)
+
+
+def test_other_lanes_alone_wait_for_nothing_where_their_settings_say_nothing() -> None:
+    run = run_of(expert(0), lanes={"expert": LaneConfig(loss="sft")})
+    run.supply.published_s = 0.0
+    assert taken(decide(run, now_s=1.0)) == ["e0.0"]
 
 
 def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
@@ -185,14 +210,16 @@ def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
 
 
 def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first() -> None:
-    run = run_of(*(live(number) for number in range(5)), lanes={"live": LaneConfig(max_waiting=3)}, groups_per_step=9)
+    run = run_of(
+        *(live(number) for number in range(5)), lanes={"live": LaneConfig(max_waiting=3, least=1)}, groups_per_step=9
+    )
     draw = decide(run, now_s=0.0)
     assert [(one.group, reason) for one, reason in draw.dropped] == [(f"l{at}.0", "too many waiting") for at in (0, 1)]
     assert sorted(taken(draw)) == ["l2.0", "l3.0", "l4.0"]
 
 
 def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
-    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5)}
+    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5, least=1)}
     many = [live(number, subject="heavy") for number in range(9)]
     run = run_of(*many, live(10, subject="a"), live(11, subject="b"), lanes=lanes, groups_per_step=4)
     draw = decide(run, now_s=0.0)

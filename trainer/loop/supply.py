@@ -63,7 +63,9 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
-        wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else supply.pacing.groups_per_step
+        least = 1 if paced_step or supply.intake.draining else supply.config.least(lane)
+        alone = max(supply.pacing.groups_per_step, least)
+        wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else alone
         if wanted == 0:
             continue
         pool = supply.intake.buffer.drawable(lane)
@@ -71,7 +73,6 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         dropped += [(one, TOO_MANY) for one in pool.chosen(slice(crowd))]
         usable, unusable = fit_of(supply, lane, pool.chosen(slice(crowd, None)))
         dropped += unusable
-        least = 1 if paced_step or supply.intake.draining else config.least
         if usable.column("num_experiences").sum() < least:
             usable = usable.chosen(slice(0))
         draw = drawn_from(
@@ -93,7 +94,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
 
 def is_early(supply: Supply, now_s: float) -> bool:
     """Whether a step without the paced lane would follow the last version too soon."""
-    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.version_every)
+    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.between_versions)
 
 
 def teaches(supply: Supply, one: Candidate) -> bool:

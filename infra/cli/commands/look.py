@@ -94,7 +94,7 @@ def trace(
     """Follow an answer to the steps that trained on it, or a policy back to its answers.
 
     Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
-    that used it with their advantages, and the first version that learned from it.
+    that used it with their advantages, and the first version that learned from it, or what is waited for and until when.
     Where the records lie is kept in an index beside the TOML, which `headrace up` keeps up with the log; without it the
     first trace reads the whole log, and the next ones what has come since.
 

@@ -58,7 +58,11 @@ def boxes_of(state: State, stable: Stable) -> list[Box]:
             _rate(state, "process", ("experiences_in",), "in/s"), link="/data",
         ),
         Box(
-            "Collect", 6, 2, _lines(_wait([lags.get("verified")]), f"{pending:,.0f} open groups"),
+            "Collect", 6, 2,
+            _lines(
+                _wait([lags.get("verified")]), f"{pending:,.0f} open groups",
+                f"{state['waiting']['answers']:,} answers wait for feedback" if state["waiting"] else "",
+            ),
             "/answers?fate=pending", _state(state, "process"),
         ),
         _role(

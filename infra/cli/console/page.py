@@ -19,6 +19,7 @@ from infra.cli.console.charts import short
 from infra.cli.console.learning import Run
 from infra.cli.console.reading import Reading
 from infra.cli.terminal import printable
+from infra.cli.times import clock
 
 NAV = (
     ("/", "Flow"), ("/learning", "Learning"), ("/answers", "Answers"), ("/versions", "Versions"), ("/data", "Data"),
@@ -81,11 +82,6 @@ def _safe(value: object) -> object:
     if isinstance(value, str) and not isinstance(value, Markup):
         return printable(value)
     return value
-
-
-def clock(time_ms: float | None) -> str:
-    """Local time, as the commands show it."""
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(time_ms / 1000)) if time_ms else ""
 
 
 def iso(time_ms: float | None) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -373,3 +374,19 @@ def test_a_role_that_cannot_start_is_an_alarm_with_its_reason(config: Path) -> N
     shown = json.loads(printed(config, "status", "--check", "--json", code=1))
     (line,) = [alarm for alarm in shown["alarms"] if alarm.startswith("no explore runs")]
     assert "policy.model" in line
+
+
+def test_trace_says_what_an_answer_waits_for_and_until_when(kafka: str, app_name: str, config: Path) -> None:
+    source = 'feedback = [{ name = "csat", use = "mine:csat", window = "24h", from = { file = "tickets.jsonl" } }]\n'
+    config.write_text(source + config.read_text())
+    waiting = block("a.0", (0,), lane="live")
+    waiting = Block((structs.replace(waiting.experiences[0], group_size=1),))
+    began_s = time.time()
+    publish(kafka, app_name, [(topics.EXPERIENCES, waiting), (topics.VERIFIED, waiting)])
+    ended_s = time.time()
+    told = printed(config, "trace", "hr-a.0.0-0-0")
+    found = re.search(r"no published version has learned from it: it waits for csat until (\S+ \S+)", told)
+    assert found is not None, told
+    closes_s = time.mktime(time.strptime(f"{time.localtime(began_s + 86_400).tm_year}-{found[1]}", "%Y-%m-%d %H:%M:%S"))
+    assert int(began_s) <= closes_s - 86_400 <= ended_s, "a day after the broker stored it"
+    assert json.loads(printed(config, "trace", "hr-a.0.0-0-0", "--json"))["waits"].startswith("it waits for csat until")

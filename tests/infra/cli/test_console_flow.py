@@ -35,7 +35,7 @@ def role(
 
 def state(*roles: State, learning: State | None = None, **lags: int) -> State:
     return {
-        "roles": list(roles), "learning": learning or {"state": "on"}, "lags": lags, "dropped": {}, "alarms": [],
+        "roles": list(roles), "learning": learning or {"state": "on"}, "lags": lags, "dropped": {}, "waiting": {}, "alarms": [],
         "policies": {"published": 3, "refused": [], "newest_refused": False},
     }  # fmt: skip
 
@@ -76,6 +76,15 @@ def test_a_part_that_does_not_run_and_one_with_an_alarm_are_told_apart() -> None
     explorer = role("explore") | {"alarms": ["engine is odd"]}
     found = {box.name: box.state for box in boxes_of(state(explorer, role("train")), Stable(version=2))}
     assert found["Explorers"] == "alarm" and found["Trainer"] == "" and found["Gateway"] == "quiet"
+
+
+def test_the_box_of_collect_says_how_many_answers_wait_for_feedback() -> None:
+    (lines,) = (
+        box.lines
+        for box in boxes_of(state(role("process")) | {"waiting": {"answers": 1386, "first_s": 9.0}}, Stable())
+        if box.name == "Collect"
+    )
+    assert "1,386 answers wait for feedback" in lines
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=400))

@@ -43,7 +43,7 @@ def copied(name: str, folder: Path, *more: str) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_a_folder_that_check_accepts(name: str, tmp_path: Path) -> None:
+def test_an_example_is_a_folder_that_check_accepts_beside_a_model(name: str, tmp_path: Path) -> None:
     config = copied(name, tmp_path / "Mine", "--tiny")
     settings = load_settings(config)
     assert (settings.app, settings.policy.model, settings.engine.use) == (

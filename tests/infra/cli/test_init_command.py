@@ -36,7 +36,7 @@ def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: 
     assert load_settings(folder / "headrace.toml").app == "support-bot"
     checked = headrace("check", "-c", str(folder / "headrace.toml"))
     assert checked.exit_code == 0, checked.stderr
-    for word in ("not_trivial", "brief", "10m", "webhook", "/v1/feedback"):
+    for word in ("not_trivial", "brief", "10m", "webhook", "/v1/feedback", "correct"):
         assert word in checked.stdout
     assert "csat" not in checked.stdout, "a source that nobody writes would hold every answer"
     (folder / "plugins" / "mine.py").write_text("mine = 1")

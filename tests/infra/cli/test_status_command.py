@@ -12,7 +12,7 @@ from infra.cli.status import alarms, read_status
 from infra.cli.status_screen import accuracy_text, show
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from schemas import Directive, EvalResult, PolicyEvent, Progress, Tick, topics
+from schemas import Directive, EvalResult, FeedbackWait, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
 
@@ -279,3 +279,32 @@ def test_the_release_of_each_role_is_shown_as_the_command_says_its_own() -> None
     lines = told("0.1.0", "0.2.0", "").splitlines()
     assert "release    0.1.0 at explore/vm/0" in lines and "release    0.2.0 at explore/vm/1" in lines
     assert "release" not in told("", "")
+
+
+def worker(number: int, waits: FeedbackWait | None, state: str = "running") -> Progress:
+    return Progress(role="process", instance=f"process/vm/{number}", state=state, waits=waits)
+
+
+def test_how_many_answers_wait_for_feedback_and_when_the_first_closes() -> None:
+    first_ms = START_MS + 23 * 3_600_000
+    state = state_of(
+        (0, worker(1, FeedbackWait(answers=380, first_ms=first_ms + 1000))),
+        (0, worker(2, FeedbackWait(answers=6, first_ms=first_ms))),
+        (0, worker(3, FeedbackWait())),
+        (0, worker(4, FeedbackWait(answers=9, first_ms=1), "stopped")),
+        (0, worker(5, None)),
+        now_s=0,
+    )
+    assert state["waiting"] == {"answers": 386, "first_s": 23 * 3600.0}
+    assert "waiting    386 answers wait for feedback, the first closes in 23 h" in shown(state)
+
+
+def test_what_a_silent_worker_held_is_not_counted_twice_and_where_nothing_waits_no_line_says_so() -> None:
+    state = state_of(
+        (0, worker(1, FeedbackWait(answers=380, first_ms=START_MS))),
+        (100, worker(2, FeedbackWait(answers=380, first_ms=START_MS))),
+        now_s=101,
+    )
+    assert state["waiting"] == {"answers": 380, "first_s": 0.0}, "its window has passed: it closes with the next record"
+    state = state_of((0, worker(1, FeedbackWait())), now_s=1)
+    assert state["waiting"] == {} and "waiting" not in shown(state)
