@@ -9,14 +9,14 @@ import msgspec
 
 from schemas import records
 
-Retention = Literal["keep", "forever", "compact", "day"]
+Retention = Literal["keep", "forever", "compact", "day", "trimmed"]
 
 
 class Topic(msgspec.Struct, frozen=True):
     """One topic: records it may hold (class names; "Block" is the experience block), its key and its cleanup.
 
     partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
-    "day" for a day, of what is of now.
+    "day" for a day, of what is of now, "trimmed" until the trainer removes what no kept checkpoint needs.
 
     Example: Topic("buffer", ("Block",), key="group", partitions=1, retention="keep")
     """
@@ -36,9 +36,9 @@ EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
 FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
 VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group", None, "keep")
 # Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
-BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
+BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
-BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "forever")
+BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "trimmed")
 # Logs of older writers have their reports here, too: whoever reads reports reads both.
 PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
 REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
