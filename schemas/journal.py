@@ -110,7 +110,7 @@ class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
 
 class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
     """What the learner's state was after `step`, written to the journal just before its checkpoint becomes valid; it stays
-    when the checkpoint is pruned, so that a replay can be compared with every one ever made.
+    when the checkpoint is pruned, so that a replay can be compared with every one made inside the horizon.
 
     step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and
     bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of the
@@ -136,7 +136,8 @@ class Effective:
     """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
     Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
-    unique per reader; a repeated one is a retried send. token: highest fence so far.
+    unique per reader; a repeated one is a retried send. Of a journal whose beginning was trimmed the first record stands for
+    the fence before it: the trainer begins what it keeps with one that counted. token: highest fence so far.
     """
 
     def __init__(self, run: str, token: int = -1) -> None:
@@ -152,6 +153,8 @@ class Effective:
         if isinstance(record, Fence):
             self.token = max(self.token, record.token)
             return False
+        if self.token < 0:
+            self.token = record.token
         step = record.from_step if isinstance(record, Rollback) else record.step
         seen = self._seen.setdefault((type(record), record.token), Ranges())
         if record.token < self.token or step in seen:

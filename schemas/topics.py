@@ -9,14 +9,14 @@ import msgspec
 
 from schemas import records
 
-Retention = Literal["keep", "forever", "compact", "day"]
+Retention = Literal["keep", "forever", "compact", "day", "trimmed"]
 
 
 class Topic(msgspec.Struct, frozen=True):
     """One topic: records it may hold (class names; "Block" is the experience block), its key and its cleanup.
 
     partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
-    "day" for a day, of what is of now.
+    "day" for a day, of what is of now, "trimmed" until the trainer removes what no kept checkpoint needs.
 
     Example: Topic("buffer", ("Block",), key="group", partitions=1, retention="keep")
     """
@@ -32,16 +32,21 @@ TASKSET_RAW = Topic("taskset.raw", ("Task",), "task", None, "keep")
 TASKSET = Topic("taskset", ("Task",), "task", None, "compact")
 TASKS = Topic("tasks", ("Task",), "group", None, "keep")
 EXPERIENCES = Topic("experiences", ("Block",), "group", None, "keep")
+# Kept for ever, as much as is loaded: loading again reads which demonstrations are there.
 EXPERTS = Topic("experts", ("Block",), "group", None, "forever")
 FEEDBACK = Topic("feedback", ("Received",), "group", None, "keep")
 VERIFIED = Topic("verified", ("Block", "DropMarker", "Feedback", "Tick"), "group", None, "keep")
 # Trimmed by delete_records below the oldest kept checkpoint, so time alone never removes what a resume needs.
-BUFFER = Topic("buffer", ("Block",), "group", 1, "forever")
+BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
+# Kept for ever: a master whose snapshot does not fit counts it from the beginning, and the gate compares with the results of
+# the stable version, which in a quiet app are older than any retention.
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
-BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "forever")
+BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "trimmed")
 # Logs of older writers have their reports here, too: whoever reads reports reads both.
 PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
 REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
+# Kept for ever: its first record says which log it is (`infra.roles.identity`), and in a quiet app the newest version and the
+# stable one are older than any retention.
 POLICIES = Topic("policies", ("PolicyEvent", "Directive"), "policy", 1, "forever")
 DEAD_LETTERS = Topic("dead-letters", ("DeadLetter",), "original", None, "keep")
 

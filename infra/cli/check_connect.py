@@ -70,7 +70,8 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
     keep_ms, found = int(duration_s(settings.keep.replay) * 1000), []
     async with asking(bootstrap, access) as rights:
         for topic in topics.ALL:
-            wanted: tuple[Right, ...] = ("read", "write", "delete") if topic is topics.BUFFER else ("read", "write")
+            trimmed: tuple[Right, ...] = ("delete",) if topic.retention == "trimmed" else ()
+            wanted: tuple[Right, ...] = ("read", "write", *trimmed)
             name, count = topic_name(settings.app, topic), topic.partitions or settings.kafka.partitions
             asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication))
             what, fault = f"topic {name}", asked.fault

@@ -1,6 +1,7 @@
 """`audit`: reads the kept log and accounts for every published experience. Safe while everything runs.
 
-The topics are read downstream first, so that what moved on meanwhile shows as pending, never as lost.
+The topics are read downstream first, so that what moved on meanwhile shows as pending, never as lost. Where the journal was
+trimmed, what was published before the first record that is kept is left out: what became of it was written there.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from schemas.topics import Topic
 ORDER = (
     topics.BATCHES, topics.PROGRESS, topics.BUFFER, topics.DEAD_LETTERS, topics.VERIFIED, topics.EXPERIENCES, topics.EXPERTS,
 )  # fmt: skip
+PUBLISHED = (topics.EXPERIENCES, topics.EXPERTS)
 SAMPLED = 500  # records of a topic
 MANY = 100_000  # records of a log that is worth a look at what it needs
 
@@ -75,13 +77,23 @@ async def audit(
     with closing(Ledger(run, buffer_begins=min(begins.values()))) as ledger:
         try:
             for topic in ORDER:
+                # Asked behind the journal's reading: what was trimmed meanwhile is left out, too.
+                since_ms = await _journal_begin_ms(log) if topic in PUBLISHED else 0
                 async for message in _messages(log, topic, on_reading):
-                    ledger.fold(topic.name, message)
+                    if message.timestamp_ms >= since_ms:
+                        ledger.fold(topic.name, message)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise ConfigError(f"TMPDIR: {folder} is full; set it to a folder with more room") from error
         return await _added_up(ledger, on_reading)
+
+
+async def _journal_begin_ms(log: Log) -> int:
+    """When the first kept record of a journal was written that was trimmed; 0 where all of it is kept."""
+    begin = (await log.bounds(topics.BATCHES))[0][0]
+    found = await log.at(topics.BATCHES, 0, [begin]) if begin else {}
+    return found[begin].timestamp_ms if found else 0
 
 
 async def _messages(log: Log, topic: Topic, on_reading: OnReading) -> AsyncIterator[LogMessage]:

@@ -236,8 +236,7 @@ class LogIndex:
                 "SELECT part, next FROM reads WHERE topic = ?", (topic.name,)
             )
         }
-        if topic in KEYED:
-            self._prune(topic, begins)
+        self._prune(topic, begins)
         following = {index: max(begin, known.get(index, 0)) for index, begin in begins.items()}
         behind = {index: end for index, end in ends.items() if following[index] < end}
         if not behind:
@@ -273,12 +272,20 @@ class LogIndex:
         for partition, begin in begins.items():
             if begin - known.get(partition, 0) >= self._prune_at:
                 with self._database:
-                    self._database.execute(
-                        "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, partition, begin)
-                    )
+                    self._forget(topic, partition, begin)
                     self._database.execute(
                         "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", (topic.name, partition, begin)
                     )
+
+    def _forget(self, topic: Topic, partition: int, begin: int) -> None:
+        if topic in KEYED:
+            self._database.execute(
+                "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, partition, begin)
+            )
+        elif topic is topics.BATCHES:
+            gone = "SELECT step FROM steps WHERE offset < ?"
+            self._database.execute(f"DELETE FROM trained WHERE step IN ({gone})", (begin,))
+            self._database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
 
     def _control(self, record: Record, value: object) -> None:
         match value:
@@ -306,6 +313,8 @@ class LogIndex:
 
     def _is_fenced(self, token: int) -> bool:
         (highest,) = self._database.execute("SELECT max(token) FROM fence").fetchone()
+        if highest is None:  # the beginning was trimmed: see `schemas.journal.Effective`
+            self._database.execute("INSERT INTO fence VALUES (?)", (token,))
         return highest is not None and token < highest
 
     def _drop(self) -> None:

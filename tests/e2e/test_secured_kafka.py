@@ -166,6 +166,7 @@ def test_check_connect_names_every_right_that_is_missing(secured: Secured, app_n
         await deny(plain, USER, "topic", f"{app_name}.verified", "write")
         await deny(plain, USER, "topic", f"{app_name}.tasks", "read", "write")
         await deny(plain, USER, "topic", f"{app_name}.buffer", "delete")
+        await deny(plain, USER, "topic", f"{app_name}.batches", "delete")
         await deny(plain, USER, "topic", f"{app_name}.evals", "describe")
         await deny(plain, USER, "group", f"{app_name}.collect", "read")
 
@@ -176,6 +177,7 @@ def test_check_connect_names_every_right_that_is_missing(secured: Secured, app_n
     assert found[f"topic {app_name}.verified"] == "may not write: it needs an ACL"
     assert found[f"topic {app_name}.tasks"] == "may not read, write: it needs an ACL"
     assert found[f"topic {app_name}.buffer"] == "may not delete: it needs an ACL"
+    assert found[f"topic {app_name}.batches"] == "may not delete: it needs an ACL"
     assert found[f"topic {app_name}.evals"].startswith("may not describe")
     assert found[f"group {app_name}.collect"] == "may not read: it needs an ACL of the group"
     assert found[f"topic {app_name}.experiences"] == "2 partitions: read, write"

@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.ledger.audit import audit
 from infra.log.memory import MemoryBus
 from infra.settings.config import Keep
 from infra.store.memory import MemoryStore
-from schemas import Batch, topics
+from schemas import Batch, Fence, topics
+from schemas.journal import effective
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
 from trainer.config import SLOTS, LaneConfig
 from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
-from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
+from trainer.journal.horizon import CheckpointTime, journal_begin, kept, trim_below, uses_below
 from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.saving import trim_journal
 
 
 def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[CheckpointTime], list[CheckpointTime]]:
@@ -129,3 +132,56 @@ def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run
     whole = asyncio.run(remembered("30d"))
     assert whole >= 2 * STEPS
     assert asyncio.run(remembered("10s")) < whole / 2
+
+
+def test_the_journal_reaches_back_to_the_newest_checkpoint_older_than_the_horizon() -> None:
+    made = [
+        Manifest(
+            position=Position(step=step, journal_next=10 * step, journal_token=7),
+            state="",
+            size=0,
+            sha256="",
+            time_ms=10**12 + 1000 * step,
+        )
+        for step in range(1, 5)
+    ]
+    stay = {one.place for one in made[1:]}
+    assert journal_begin(made, stay, keep_ms=2000) == (19, 7)
+    assert journal_begin(made, stay, keep_ms=2001) == (0, -1), "another run may have written inside the horizon"
+    assert journal_begin([], set(), keep_ms=1000) == (0, -1)
+
+
+def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_from_what_is_kept() -> None:
+    config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
+    floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="10s"))
+
+    async def main() -> None:
+        tick, store = itertools.count(step=1000), MemoryStore()
+        log = await filled_log(store, MemoryBus(lambda: next(tick)))
+        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=STEPS - 2), floor)
+        (first,), _ = (list(bound.values()) for bound in await log.bounds(topics.BATCHES))
+        assert first > 10, "the journal grows with the life of the run"
+        kept_records = await journal(log)
+        entries, token = effective([one for one in kept_records if not isinstance(one, Fence)], "t")
+        assert token == entries[0].token, "the first record kept says which lease was in force"
+        before = load_newest(store, "t")
+        await train(log, store, ScriptedLearner(), config, floor)  # resumes from what is kept
+        after = load_newest(store, "t")
+        assert before is not None and after is not None and after.position.step > before.position.step
+        account = await audit(log, "t")
+        assert account.is_clean
+
+    asyncio.run(main())
+
+
+def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:
+    async def begins(token: int) -> int:
+        log = await filled_log(MemoryStore())
+        for number in range(6):
+            await log.publish(topics.BATCHES, Fence(run="t", token=token if number == 4 else 9))
+        trimmed = await trim_journal(log, "t", 4, 9)
+        assert trimmed == (token >= 9)
+        return (await log.bounds(topics.BATCHES))[0][0]
+
+    assert asyncio.run(begins(9)) == 4
+    assert asyncio.run(begins(8)) == 0

@@ -38,8 +38,11 @@ def test_the_first_record_of_a_token_and_step_wins() -> None:
     assert effective([first, second], "r")[0] == [first]
 
 
+OF_A_ZOMBIE = ((5, 0), (2, 1), (5, 1))  # token, step
+
+
 def test_another_run_is_another_journal() -> None:
-    assert effective([Fence(run="other", token=9), batch(0, 1)], "r") == ([batch(0, 1)], -1)
+    assert effective([Fence(run="other", token=9), batch(0, 1)], "r") == ([batch(0, 1)], 1)
 
 
 def test_a_batch_and_its_skip_both_count() -> None:
@@ -198,3 +201,10 @@ def test_fences_read_before_a_write_stop_nobody_again() -> None:
     assert asyncio.run(append(log, lease, batch(0, 5), expected=2)).offset == 2
     asyncio.run(log.publish(topics.BATCHES, Fence(run="r", token=5, owner="itself")))
     assert asyncio.run(append(log, lease, batch(1, 5), expected=2)).offset == 4
+
+
+def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it() -> None:
+    first, late, second = (Batch(run="r", token=token, step=step, version=0, items=()) for token, step in OF_A_ZOMBIE)
+    whole = [Fence(run="r", token=5), first, late, second]
+    assert effective(whole, "r") == ([first, second], 5)
+    assert effective(whole[1:], "r") == ([first, second], 5), "what an overtaken trainer wrote counts"

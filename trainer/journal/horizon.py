@@ -1,4 +1,4 @@
-"""What of a run stays: which checkpoints, and from where on `buffer`. Pure; times are log-append times.
+"""What of a run stays: which checkpoints, and from where on `buffer` and `batches`. Pure; times are log-append times.
 
 Kept are the newest few for resuming, the first of each of SLOTS equal spans of the horizon for replaying from about any
 time in it, and the newest one that is older than the horizon, so that all inside it can be replayed.
@@ -45,6 +45,21 @@ def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int) -> set[C
 def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
     """Offset of `buffer` below which no checkpoint that stays needs anything; 0 where there is none."""
     return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
+
+
+def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
+    """Offset of `batches` that the journal may begin with, and the token it must have; (0, -1) while all of it is needed.
+
+    The record before the first one that a checkpoint that stays goes on with, so that whoever reads from there knows the lease
+    in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
+    runs have written there.
+    """
+    left = [one for one in manifests if one.place in stay]
+    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
+    if all(one.time_ms > begins_ms for one in left):
+        return 0, -1
+    first = min(left, key=lambda one: one.position.journal_next).position
+    return max(0, first.journal_next - 1), first.journal_token
 
 
 def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> int:

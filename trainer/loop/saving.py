@@ -1,8 +1,8 @@
 """Writing a checkpoint: a snapshot, stored, told in the journal, then what the horizon no longer needs is removed.
 
 Order: snapshot (in host memory; the next step may begin) → state → Saved record (it counts) → manifest → older checkpoints →
-`buffer` below all that stay → uses and policies of before the horizon. So a manifest belongs to a record that counts, and
-nothing is removed that a checkpoint on disk could ask for.
+`buffer` and `batches` below all that stay → uses and policies of before the horizon. So a manifest belongs to a record that
+counts, and nothing is removed that a checkpoint on disk could ask for.
 """
 
 import logging
@@ -11,11 +11,13 @@ import time
 import msgspec
 
 from infra.log.bus import Partition
+from infra.log.log import Log
 from infra.settings.config import duration_s
 from schemas import Saved, topics
+from schemas.journal import JournalRecord
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
-from trainer.journal.horizon import CheckpointTime, kept, trim_below, uses_below
+from trainer.journal.horizon import CheckpointTime, journal_begin, kept, trim_below, uses_below
 from trainer.journal.origin import made_with
 from trainer.learners.learner import Snapshot, take_snapshot
 from trainer.loop.report import Stopwatch
@@ -103,9 +105,25 @@ async def tidy(run: Run) -> None:
         await run.log.bus.delete_records(Partition(run.log.name(topics.BUFFER), 0), below)
         logger.info("buffer trimmed below=%d", below)
         run.saving.trimmed = below
+    begin, token = journal_begin(manifests, stay, keep_ms)
+    if begin > run.saving.journal_begin and await trim_journal(run.log, run.name, begin, token):
+        run.saving.journal_begin = begin
     if gone := run.supply.intake.buffer.forget_uses(uses_below(manifests, stay, keep_ms)):
         logger.info("uses forgotten groups=%d", gone)
     run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
     oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
     await run.saving.in_thread(run.publisher.prune, keep_ms, oldest)
+
+
+async def trim_journal(log: Log, name: str, begin: int, token: int) -> bool:
+    """Remove the journal below `begin`, if the record there is of this run and has at least this token: it says which lease was
+    in force. False where it is not: a trainer that was overtaken wrote it, and what the next checkpoint goes on from will do.
+    """
+    found = await log.at(topics.BATCHES, 0, [begin])
+    value = (await log.decoded(found[begin])).value if found else None
+    if not isinstance(value, JournalRecord) or value.run != name or value.token < token:
+        return False
+    await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), begin)
+    logger.info("journal trimmed below=%d", begin)
+    return True

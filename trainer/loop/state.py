@@ -71,11 +71,13 @@ class Unread(msgspec.Struct, frozen=True):
 @dataclass(kw_only=True)
 class Saving:
     """How far checkpoints are. saved_step: of the newest own one; trimmed: offset of `buffer` below which this process has
-    removed everything. tasks: where checkpoints and versions are stored beside the next steps; without it steps wait.
+    removed everything; journal_begin: the same of `batches`. tasks: where checkpoints and versions are stored beside the next
+    steps; without it steps wait.
     """
 
     saved_step: int = -2
     trimmed: int = 0
+    journal_begin: int = 0
     # While journaled steps are executed again, position.journal_next is past them all already: what is appended lies
     # there. A checkpoint of that time must still send a restart back to them.
     unread: Unread | None = None

@@ -10,7 +10,7 @@ adds 20 to 25 µs to each record that is read from it.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 
 from actors.config import MasterConfig
@@ -25,7 +25,7 @@ from infra.observe.metrics import Metrics
 from infra.roles.role import Role
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
-from schemas import Closure, Directive, Drawn, Issued, Message, Progress, Task, encode, kafka_headers
+from schemas import Closure, Directive, Drawn, Issued, Message, PolicyEvent, Progress, Task, encode, kafka_headers
 from schemas.topics import POLICIES, PROGRESS, REPORTS, TASKS, TASKSET, Topic
 
 APP = "bench"
@@ -51,21 +51,21 @@ def run(*, counts: tuple[int, ...] = (10_000, 100_000, 1_000_000)) -> dict[str, 
 
 async def _over_reports(count: int) -> dict[str, float]:
     name = f"{count}_reports"
-    before, log, store = await _log(GROUPS), await _log(GROUPS), MemoryStore()
-    _store(before, PROGRESS, [REPORT] * count)
-    _store(log, REPORTS, [REPORT] * count)
-    figures = {f"{name}_master_as_before": await _master(before, MemoryStore())}
-    figures[f"{name}_master_without"] = await _master(log, store)
-    figures[f"{name}_master_snapshot"] = await _master(log, store)
+    before, log, store = await log_of_groups(GROUPS), await log_of_groups(GROUPS), MemoryStore()
+    store_records(before, PROGRESS, [REPORT] * count)
+    store_records(log, REPORTS, [REPORT] * count)
+    figures = {f"{name}_master_as_before": await master_start(before, MemoryStore())}
+    figures[f"{name}_master_without"] = await master_start(log, store)
+    figures[f"{name}_master_snapshot"] = await master_start(log, store)
     for role, act in _READERS.items():
         figures[f"{name}_{role}"] = await _cpu_s(lambda: act(log))  # noqa: B023
     return figures
 
 
 async def _over_groups(count: int) -> dict[str, float]:
-    log, store = await _log(count), MemoryStore()
+    log, store = await log_of_groups(count), MemoryStore()
     name = f"{count}_groups_master"
-    return {f"{name}_without": await _master(log, store), f"{name}_snapshot": await _master(log, store)}
+    return {f"{name}_without": await master_start(log, store), f"{name}_snapshot": await master_start(log, store)}
 
 
 async def _trainer(log: Log) -> None:
@@ -95,7 +95,7 @@ _READERS: dict[str, Callable[[Log], Coroutine[None, None, None]]] = {
 }  # fmt: skip
 
 
-async def _master(log: Log, store: MemoryStore) -> float:
+async def master_start(log: Log, store: MemoryStore) -> float:
     """CPU seconds until it reports, and a snapshot of its state lies in the store."""
     floor = Floor(app=APP, pacing=Pacing(groups_per_step=8))
     metrics, stop = Metrics("master"), asyncio.Event()
@@ -117,9 +117,9 @@ async def _cpu_s(act: Callable[[], Coroutine[None, None, None]]) -> float:
     return time.process_time() - began_s
 
 
-async def _log(groups: int) -> Log:
+async def log_of_groups(groups: int, bus: MemoryBus | None = None) -> Log:
     """A log in which so many groups were issued, closed and drawn."""
-    log = Log(MemoryBus(), APP)
+    log = Log(bus or MemoryBus(), APP)
     await log.create_topics(partitions=1, keep_ms=-1)
     await log.publish(POLICIES, Directive(order="lease", owner="first"))
     tasks = [Task(id=f"t{number}", messages=(Message(role="user", content="1+1="),)) for number in range(NUM_TASKS)]
@@ -128,14 +128,14 @@ async def _log(groups: int) -> Log:
         Issued(group=_group(number), attempt=0, num_episodes=2, max_tokens=4, sequence=number)
         for number in range(groups)
     ]
-    _store(log, TASKS, [Task(id=tasks[0].id, messages=tasks[0].messages, issued=one) for one in issued])
+    store_records(log, TASKS, [Task(id=tasks[0].id, messages=tasks[0].messages, issued=one) for one in issued])
     closed = (Closure(group=one.group, outcome="buffered", sequence=one.sequence, mean_reward=0.5) for one in issued)
     steps = (
         Drawn(token=1, step=at // 8, version=0, groups=tuple(one.group for one in issued[at : at + 8]))
         for at in range(0, groups, 8)
     )
     ended: list[Closure | Drawn] = [*closed, *steps]
-    _store(log, PROGRESS, ended)
+    store_records(log, PROGRESS, ended)
     return log
 
 
@@ -143,7 +143,7 @@ def _group(number: int) -> str:
     return f"t{number % NUM_TASKS}.{number // NUM_TASKS}"
 
 
-def _store(log: Log, topic: Topic, records: list[Task] | list[Progress] | list[Closure | Drawn]) -> None:
+def store_records(log: Log, topic: Topic, records: Sequence[Task | Progress | Closure | Drawn | PolicyEvent]) -> None:
     """Make a topic of these records, at the rate of reports and up to now, behind what it holds."""
     bus = log.bus
     assert isinstance(bus, MemoryBus)

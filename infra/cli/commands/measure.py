@@ -22,6 +22,7 @@ PLAIN = {
     "lora": "What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters.",
     "reprocess": "Verify and collect over 20,000 recorded experiences again, with and without comparing.",
     "sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
+    "days": "What roles read at their start after one day and after thirty: records and CPU. A minute.",
     "starts": "What roles read at their start, over logs of up to 1,000,000 reports and groups. Minutes.",
     "stream": "Events that the gateway streams a second to 240 clients, and how long a stream stands still.",
     "turn": "How long a turn of a conversation of 38,000 tokens holds the event loop of an explorer and of the gateway.",

@@ -46,9 +46,12 @@ def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
     bounds = {topic.name: bound_of(topic, "9d") for topic in topics.ALL}
     endless = {name for name, bound in bounds.items() if bound.startswith("for ever: ")}
     assert endless == set(FOREVER) == {
-        topic.name for topic in topics.ALL if topic.retention == "forever" and topic is not topics.BUFFER
+        topic.name for topic in topics.ALL if topic.retention == "forever"
     }  # fmt: skip
-    assert bounds["buffer"] == "the oldest checkpoint that is kept" and bounds["reports"] == "a day"
+    assert bounds["buffer"] == "the oldest checkpoint that is kept"
+    assert (
+        bounds["batches"] == "9d (keep.replay), and back to the checkpoint before it" and bounds["reports"] == "a day"
+    )
 
 
 def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> No
     (tmp_path / "state" / "trace.sqlite").write_bytes(bytes(1_500_000))
     kept, screen = look(tmp_path)
     assert kept["topic dead-letters"] == Kept("topic dead-letters", "9d (keep.replay)", 3), "two were removed"
-    assert kept["topic batches"].num == 5 and kept["topic batches"].bound.startswith("for ever")
+    assert kept["topic batches"].num == 5 and kept["topic batches"].bound.startswith("9d (keep.replay)")
     assert kept["spool of serve/vm/1"] == Kept("spool of serve/vm/1", "64 MB (gateway.spool_mb)", 2_000_000, "bytes")
     assert kept["uses at serve/vm/1"].num == 42
     assert kept["cache at serve/vm/1"].bound == "20 GB (store.cache_gb)"
@@ -64,7 +67,7 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> No
     assert "the newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
     assert kept["file state/trace.sqlite"].num == 1_500_000 and "file state/console.sqlite" not in kept
     lines = " ".join(screen.split())
-    assert "kept for ever: a record a step" in lines and "topic batches 5 records" in lines
+    assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
     assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
 
 

@@ -1,6 +1,7 @@
 """`audit` over a log: what is on its way shows as pending, and what is trimmed is nobody's fault."""
 
 import asyncio
+import itertools
 
 from infra.ledger.audit import audit
 from infra.log.bus import Partition
@@ -63,5 +64,24 @@ def test_what_was_trained_from_below_the_kept_buffer_is_not_called_unknown() -> 
         assert (await audit(log, RUN)).unknown == ("gone.0.0-0-0",)
         await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 8)
         assert (await audit(log, RUN)).is_clean
+
+    asyncio.run(main())
+
+
+def test_what_was_published_before_the_kept_journal_is_left_out_and_never_called_pending() -> None:
+    async def main() -> None:
+        tick = itertools.count(step=1000)
+        log = Log(MemoryBus(lambda: next(tick)), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        await log.publish(topics.EXPERTS, block("old.0"))
+        await log.publish(topics.BATCHES, batch(0, "old.0.0-0-0", "old.0.0-1-0"))
+        await log.publish(topics.BATCHES, batch(1))
+        await log.publish(topics.EXPERIENCES, block("new.0"))
+        await log.publish(topics.BATCHES, batch(2, "new.0.0-0-0", "new.0.0-1-0"))
+        whole = await audit(log, RUN)
+        assert (whole.published, whole.trained, whole.pending) == (4, 4, 0)
+        await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), 1)
+        kept = await audit(log, RUN)
+        assert (kept.published, kept.trained, kept.pending) == (2, 2, 0)
 
     asyncio.run(main())

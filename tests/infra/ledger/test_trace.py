@@ -265,3 +265,20 @@ def test_what_retention_took_leaves_the_index(tmp_path: Path) -> None:
             index.close()
 
     asyncio.run(main())
+
+
+def test_what_was_trimmed_from_the_journal_leaves_the_index(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        index = LogIndex(tmp_path / "trace.sqlite", run=RUN, policy=POLICY, prune_at=1)
+        try:
+            await index.refresh(log)
+            first, *rest = index.steps_between(0, 99)
+            assert rest
+            await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), first.offset + 1)
+            await index.refresh(log)
+            assert index.steps_between(0, 99) == rest
+        finally:
+            index.close()
+
+    asyncio.run(main())
