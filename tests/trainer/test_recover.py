@@ -21,6 +21,7 @@ from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import Batch, topics
 from schemas.errors import ConfigError
+from tests.infra.chat_models import STYLES, build_chat_model
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, Killed, ends, filled_log, journal, published, train
 from trainer.journal.checkpoint import load_newest, places
 from trainer.journal.recover import highest
@@ -179,8 +180,9 @@ def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
 ) -> None:
     file, store = tmp_path / "headrace.toml", DirectoryStore(tmp_path / "store")
     file.write_text(
-        f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 2\n[policy]\nmodel = "."\n[gateway]\n'
+        f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 2\n[policy]\nmodel = "model"\n[gateway]\n'
     )
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
     floor = msgspec.structs.replace(FLOOR, app=app_name)
 
     def call(*arguments: str) -> tuple[int, str]:
