@@ -181,6 +181,12 @@ def test_a_lane_of_production_alone_waits_for_64_answers_and_five_minutes_where_
     assert len(taken(decide(run, now_s=1.0))) == 64
 
 
+def test_settings_that_leave_open_what_a_step_waits_for_are_the_same_when_they_are_read_again() -> None:
+    config = TrainerConfig(lanes={"live": LaneConfig()})
+    assert decode(msgspec.to_builtins(config), TrainerConfig, "an archive") == config
+    assert config.between_versions == "5m" and config.least("live") == 64
+
+
 def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
     run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
     assert len(taken(decide(run, now_s=0.0))) == 9

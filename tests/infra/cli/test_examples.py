@@ -31,9 +31,11 @@ def no_plugins_left() -> Any:
     """Plugin folders of one test are not those of the next."""
     path, modules = list(sys.path), set(sys.modules)
     yield
+    added = tuple(folder for folder in sys.path if folder not in path)
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        del sys.modules[name]
+        if added and (getattr(sys.modules[name], "__file__", None) or "").startswith(added):
+            del sys.modules[name]
 
 
 def copied(name: str, folder: Path, *more: str) -> Path:
