@@ -10,6 +10,7 @@ from infra.settings.config import (
     Duration,
     Name,
     NonNegative,
+    OpenDuration,
     Positive,
     Seconds,
     Section,
@@ -69,7 +70,7 @@ class StopRule(Section, frozen=True):
     at: Share = 1.0
     versions: NonNegative = 0
     groups: NonNegative = 0
-    after: Duration | Literal[""] = ""
+    after: OpenDuration = ""
 
 
 class GateSuite(Section, frozen=True):
@@ -107,7 +108,7 @@ class PeopleConfig(Section, frozen=True):
 
     bad_below: float = 0.5
     bad_below_of: dict[str, float] = {}
-    mature: Duration | Literal[""] = ""
+    mature: OpenDuration = ""
     block: Duration = "10m"
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, 1 at most")] = 0.5
 

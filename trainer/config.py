@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from infra.settings.config import Duration, NonNegative, Positive, Section, Table, Use
+from infra.settings.config import Duration, NonNegative, OpenDuration, Positive, Section, Table, Use
 from schemas.fields import Lane
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
@@ -204,7 +204,7 @@ class TrainerConfig(Section, frozen=True):
     goes alone. activation_checkpointing: compute activations again in the backward instead of keeping them. dtype: of the
     forward and of what is published. threads: of the CPU, pinned, 0 leaves torch's choice. checkpoint_every: in
     publications. keep_checkpoints: so many remain. version_every: a step without the usual lane waits until the last
-    version is so old, unless the run drains, since every gateway and explorer loads each version. Left out: 5m
+    version is so old, unless the run drains, since every gateway and explorer loads each version; "" takes 5m
     where there is a lane live, else 0s. max_steps: optimizer
     steps after which the trainer ends, 0 for none. max_skips: steps in a row without effect after which the last good
     policy is restored. halt_on: alarms that do so at once. tensorboard: folder of event files, relative to the TOML, ""
@@ -238,7 +238,7 @@ class TrainerConfig(Section, frozen=True):
     threads: NonNegative = 1
     checkpoint_every: Positive = 20
     keep_checkpoints: Annotated[int, msgspec.Meta(ge=3, description="a whole number of 3 or more")] = 3
-    version_every: Duration | None = None
+    version_every: OpenDuration = ""
     max_steps: NonNegative = 0
     max_skips: Positive = 3
     halt_on: tuple[str, ...] = ()

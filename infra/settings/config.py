@@ -32,11 +32,22 @@ _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 60
 Duration = Annotated[
     str, msgspec.Meta(pattern=_DURATION.pattern, description='a duration such as "30d", "2h", "90s" or "500ms"')
 ]
+OpenDuration = Annotated[
+    str,
+    msgspec.Meta(pattern=rf"^$|{_DURATION.pattern}", description='a duration such as "30d", or "" to leave it open'),
+]
 Name = Annotated[
     str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$", description="a name of letters, digits, - and _")
 ]
 UsePath = Annotated[
     str, msgspec.Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description='"module:name" of something importable')
+]
+OpenUsePath = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description='"module:name" of something importable, or "" for none',
+    ),
 ]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number of 1 or more")]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")]
@@ -133,7 +144,7 @@ class StoreConfig(Section, frozen=True):
 
     url: str = "store"
     keys: str = ""
-    use: UsePath | Literal[""] = ""
+    use: OpenUsePath = ""
     options: Table = {}
     cache: str = ""
     cache_gb: Gigabytes = 20.0

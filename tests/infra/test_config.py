@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
+import infra.cli.settings  # noqa: F401 -- every table of the file
 from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s
 from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
@@ -59,6 +61,21 @@ def test_int_is_a_float_and_a_list_is_a_tuple() -> None:
 def test_a_union_takes_either_form() -> None:
     assert decoded({"trainer": {"publish_every": "5m"}}).trainer.publish_every == "5m"
     assert decoded({"trainer": {"publish_every": {"steps": 1}}}).trainer.publish_every == Steps(steps=1)
+
+
+def tables(kind: type[Section]) -> list[type[Section]]:
+    return [one for child in kind.__subclasses__() for one in (child, *tables(child))]
+
+
+@pytest.mark.parametrize(
+    "table", [one for one in tables(Section) if not one.__module__.startswith("tests.")], ids=lambda one: one.__name__
+)
+def test_every_default_can_be_written_down_and_read_again(table: type[Section]) -> None:
+    for field in msgspec.structs.fields(table):
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        if default is not msgspec.NODEFAULT:
+            written = msgspec.to_builtins(default, enc_hook=str)
+            assert msgspec.convert(written, field.type, dec_hook=lambda kind, text: kind(text)) == default, field.name
 
 
 @pytest.mark.parametrize(
