@@ -39,6 +39,7 @@ class ScriptedEngine:
     model: a folder whose model.safetensors holds `bigram.weight` [V, V] float32; "" draws one from the seed.
     script: tokens to answer a prompt with, cut to max_tokens and at the first stop token. token_s: seconds
     from one token to the next, counted from the request on: a token that a busy event loop gives late delays no other.
+    num_vocabulary: token ids, V, of a table that is drawn. max_model_len: tokens of prompt and answer together.
     kv: whether spans say that keys and values were kept over a load.
     """
 

@@ -52,9 +52,10 @@ Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder. max_sequences: sequences sampled at once; more wait. threads: torch's, None leaves them alone.
-    routing: record the experts of each token, for `trainer.routing = "replay"`. kv: what a reload does with the keys and values
-    of running sequences; layers that remember otherwise are computed anew at every step.
+    """model: a folder. dtype: of weights and computation, as torch names it. max_model_len: tokens of prompt and answer
+    together; left out, what the model says. max_sequences: sequences sampled at once; more wait. threads: torch's, None
+    leaves them alone. routing: record the experts of each token, for `trainer.routing = "replay"`. kv: what a reload does
+    with the keys and values of running sequences; layers that remember otherwise are computed anew at every step.
     """
 
     def __init__(

@@ -12,7 +12,13 @@ from infra.settings.plugin import RESERVED_PARAMETERS, find
 from infra.settings.words import words_of
 from trainer.config import BUILT_IN
 
-OWN = {"model", "seed", "config", *RESERVED_PARAMETERS}  # what the role gives, and the settings do not
+OWN = {
+    "model",
+    "seed",
+    "config",
+    "transport",
+    *RESERVED_PARAMETERS,
+}  # what a role or a test gives, and the settings cannot
 PARTS = {
     "Scores": (
         "streams.scores.exact:exact", "streams.scores.format:Format", "streams.scores.math:Math", "streams.scores.code:Code",

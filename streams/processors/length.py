@@ -16,6 +16,7 @@ def length(group: tuple[Experience, ...], *, correct: str = "exact", least: floa
 
     The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3). len: sampled tokens over all parts. Goes before
     `reward` in stage collect, and takes a small weight above 0 in `[reward] blend`; the paper leaves it out at first.
+    correct: name of the score that says which are right. least: its value from which one is.
 
     Example: use = "streams.processors.length:length", stage = "collect", before = "reward"
     """

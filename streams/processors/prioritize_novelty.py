@@ -26,7 +26,7 @@ def novelty(
     """Priority times the mean of 1/√n over what was seen the nth time (Bellemare et al., arXiv 1606.01868, section 4).
 
     of: the task of the group, or each answer to it by its text (whose bulk is then decoded). Counted on this partition;
-    a later revision of a group is not seen again. No factor is below `min_factor`.
+    a later revision of a group is not seen again. min_factor: the smallest factor.
     """
     judged = [member for member in group if is_judged(member)]
     if not judged:

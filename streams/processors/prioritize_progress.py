@@ -28,6 +28,9 @@ def progress(
     |fast − slow| moving average of the mean reward of the task's groups, the slope that Matiisen et al. (arXiv
     1707.00183, section 3) choose tasks by; `full` of it and more is 1, nothing is `min_factor`. A task's first group is 1:
     nothing is known of it. What was forgotten counts too. Followed on this partition; a later revision moves nothing.
+
+    fast, slow: weight of a new group's mean in that average, 0 to 1. full: difference of the two averages
+    from which the factor is 1. min_factor: the smallest factor.
     """
     rewards = rewards_of(group).values()
     if not rewards:

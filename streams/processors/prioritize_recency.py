@@ -15,7 +15,8 @@ def recency(
     group: tuple[Experience, ...], *, memory: Memory, half_life: float = 4.0, min_factor: float = MIN_PRIORITY
 ) -> tuple[Experience, ...]:
     """Priority times 2^(−age / half_life), at least `min_factor`. age: versions from the group's oldest sampled token to
-    the newest that this partition has seen.
+    the newest that this partition has seen. half_life: versions after which the factor is half. min_factor: the smallest
+    factor.
     """
     versions = [span.version for member in group if is_judged(member) for span in member.spans]
     if not versions:

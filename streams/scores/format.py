@@ -13,7 +13,8 @@ MAX_CHARS = 65_536
 
 @score(version=1)
 class Format:
-    r"""1.0 where `pattern` matches the whole response, else 0.0. dotall: "." matches line ends too.
+    r"""1.0 where the regular expression matches the whole response, else 0.0. pattern: it, as Python writes it. dotall: "."
+    matches line ends too.
 
     The whole response, not a part of it: an answer that quotes the shape on the way has not kept to it. Longer
     responses than 65,536 characters have not either. timeout_s: of one match; a pattern that backtracks without end, such

@@ -26,8 +26,9 @@ FRAME = (
 
 @score(version=1)
 class Judge:
-    """The judge's grade, from `low` to `high`, as 0 to 1. endpoint: see `EndpointConfig`. instruction: what to grade by.
-    answer: the reference that is shown, see `Experience.reference`; "" for none.
+    """The judge's grade as 0 to 1. low: the worst grade, which becomes 0. high: the best, which becomes 1. endpoint: see
+    `EndpointConfig`. instruction: what to grade by. answer: the reference that is shown, see `Experience.reference`; "" for
+    none.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ class Overlong:
     """0 up to max_tokens - margin sampled tokens, 1 from max_tokens on, and a straight line between: with weight -1 in
     `[reward] blend` the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
 
-    Of an episode of several parts each is measured alone, and the last one counts.
+    Of an episode of several parts each is measured alone, and the last one counts. max_tokens: sampled tokens of the limit.
+    margin: tokens before it, over which the penalty grows.
 
     Example: max_tokens = 16384, margin = 4096
     """

@@ -33,7 +33,8 @@ class Rubric:
     """The weight of met criteria over all weight, 0 to 1. endpoint: see `EndpointConfig`.
 
     criteria: texts, or tables with text and weight (above 0). key: of meta, where a task brings its own criteria as a
-    JSON list; they come after those of all tasks. Without any criterion there is no verdict.
+    JSON list; they come after those of all tasks. Without any criterion there is no verdict. answer:
+    the reference that is shown, see `Experience.reference`.
     """
 
     def __init__(

@@ -40,11 +40,13 @@ def vision(
 
     answer: see `Experience.reference`.
     kind: "" takes meta["kind"]; a task that says none, or one of another score, asks nothing of an image. count: one
-    number, in digits or words. read: at most max_error edits per character of the reference; case: upper and lower case
-    differ; white space runs are one space. choose: see `k12`, with meta[options].
+    number, in digits or words. read: at most max_error edits per character of the reference; max_error: of read, 0.1 allows
+    one edit in ten characters; case: upper and lower case differ; white space runs are one space. choose: see `k12`, with
+    meta[options]; options: name in meta of what may be chosen.
     box: every box of the JSON in the reference is met by one of the answer's, and none is left over, where met means
     intersection over union of `threshold` or more; format: of the answer's boxes: left, top and right, bottom or width,
-    height; reference_format: of the reference's.
+    height; reference_format: of the reference's;
+    threshold: of that intersection over union.
     partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
     """
     reference = experience.reference(answer)

@@ -15,8 +15,8 @@ from rich.console import Console
 from infra.cli.bench import codec
 from infra.cli.bench.all import BENCHES, BenchRow, command_of, run
 from infra.cli.bench.beside import Beside
-from infra.cli.benches import TARGETS
-from infra.cli.benches_beside import all_table
+from infra.cli.bench.tables import all_table
+from infra.cli.bench.targets import TARGETS
 from infra.cli.main import bench_app
 
 HOP = [

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from infra.cli.bench.beside import Beside, Spent, compared
 from infra.cli.bench.children import cpu_s
-from infra.cli.benches_beside import beside_table
+from infra.cli.bench.tables import beside_table
 
 
 def test_ratios_are_of_best_rounds_and_of_median_rounds() -> None:

@@ -23,7 +23,7 @@ from infra.cli.bench.people import (
     hours_of,
     ratings_drawn,
 )
-from infra.cli.benches import gate_table
+from infra.cli.bench.tables import gate_table
 from infra.policies.channel import Stable
 from schemas import Progress
 from tests.actors.rated import rated

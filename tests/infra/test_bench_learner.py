@@ -8,7 +8,7 @@ import pytest
 from infra.cli.bench import memory, peak
 from infra.cli.bench.learner import NEAR, Compared, LearnerPlan, Machine, Shape, Timed, require_near, run
 from infra.cli.bench.memory_held import MemoryPlan
-from infra.cli.benches import learner_table
+from infra.cli.bench.tables import learner_table
 from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from tests.infra.tiny_families import build_family
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infra.cli.bench.targets import TARGETS
 from infra.cli.bench.weights import WeightsPlan, run
 from infra.cli.bench.weights_sweep import sweep
-from infra.cli.benches import TARGETS
 
 
 @pytest.mark.long

@@ -93,6 +93,10 @@ def test_every_setting_says_what_it_means() -> None:
     assert not list(silent(Settings, ""))
 
 
+def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
+    assert [line for line in docs_parts.parts() if line.startswith("| `") and line.rstrip().endswith("|  |")] == []
+
+
 def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
     shown = (docs.FOLDER / "reference" / "commands.md").read_text(encoding="utf-8")
     assert [line.strip("#` ") for line in re.findall(r"^## .*$", shown, re.MULTILINE)] == list(

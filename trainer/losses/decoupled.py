@@ -20,8 +20,9 @@ def decoupled(
 
     proximal: the policy before the batch, by a forward of its own, or interpolated in log space (2512.06547).
     minibatches: optimizer steps per batch, at least 2 with "recompute": with one, r is 1 everywhere and no clip acts. Each
-    is a step at the full learning rate, so a version moves further than under a loss that takes one. cap: neither paper
-    truncates ρ; AReaL's code drops the tokens above it.
+    is a step at the full learning rate, so a version moves further than under a loss that takes one. cap: the largest ρ;
+    neither paper truncates ρ; AReaL's code drops the tokens above it. low, high: how far below and above 1 the ratio still
+    has a gradient.
     """
     inputs.require_ratio()
     anchor = inputs.proximal

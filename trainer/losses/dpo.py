@@ -10,7 +10,8 @@ from trainer.losses.sequences import required, sums
 def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     """-log σ(β·(log π_θ(y_w)/π_ref(y_w) - log π_θ(y_l)/π_ref(y_l))), sequence sums, mean over pairs.
 
-    arXiv 2305.18290 eq. 7. Each pair's loss lies in equal parts on the tokens of both sides.
+    arXiv 2305.18290 eq. 7. Each pair's loss lies in equal parts on the tokens of both sides. beta: a small one lets the policy
+    go further from the reference.
     """
     pair = required(inputs.pair, "pair")
     if bool((pair < 0).any()):

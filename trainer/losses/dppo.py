@@ -8,7 +8,8 @@ def dppo(inputs: LossInputs, *, delta: float = 0.2, cap: float = 5.0, tau: float
     """-sg(min(w, cap))·A·log π_θ·1[not masked] + τ(log w)². arXiv 2602.04879.
 
     The weight is a constant: differentiating min(w, cap) instead is flat above the cap, so a bad token that has grown
-    would get no push down. delta: in probability. tau: pulls every token, masked or not, towards μ.
+    would get no push down. delta: in probability. cap: the largest w. tau: pulls every token,
+    masked or not, towards μ.
     """
     log_weight = inputs.log_weight
     masked = divergence_mask(inputs.logprob.detach(), inputs.behaviour, inputs.advantage, delta)

@@ -10,7 +10,7 @@ def opmd(inputs: LossInputs, *, tau: float = 0.1) -> LossOutput:
     is here the one that sampled.
 
     A is what [collect.advantage] gives. The paper's r - mean(r) is its kind "mean"; the default divides by the group's
-    standard deviation s as well, which gives the paper's loss with τ·s, divided by s.
+    standard deviation s as well, which gives the paper's loss with τ·s, divided by s. tau: weight of the distance, τ.
     """
     sequence = required(inputs.sequence, "sequence")
     advantage = of_each(inputs.advantage, sequence)

@@ -15,8 +15,8 @@ def ppo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) with A from GAE(γ, λ). arXiv 1707.06347 eq. 7, advantages 1506.02438 eq. 16.
 
-    The old policy is the one that sampled. minibatches: optimizer steps per batch, of policy and critic alike. dual_clip_at:
-    see `dual_clip`, 3 in its paper.
+    The old policy is the one that sampled. low, high: how far below and above 1 the ratio still has a gradient.
+    minibatches: optimizer steps per batch, of policy and critic alike. dual_clip_at: see `dual_clip`, 3 in its paper.
     """
     weight = inputs.log_weight.exp()
     loss = -dual_clip(clipped_surrogate(weight, inputs.advantage, low, high), inputs.advantage, dual_clip_at)

@@ -15,8 +15,9 @@ def drop_weak(
     """Drop an experience whose advantages, also those of its turns, are smaller than `below` in size; one without passes.
 
     What is left of a lane weighs less by as much as was dropped, so that each of its tokens adds what it would have added
-    to the whole. mean: what the lanes' losses are means over (sequences for gspo, topr and opmd). What a loss adds whatever
-    the advantage (its pull to μ, the lane's kl and entropy) is lost with what is dropped.
+    to the whole. below: size of an advantage; the default drops what is 0 but for rounding. mean: what the lanes' losses
+    are means over (sequences for gspo, topr and opmd). What a loss adds whatever the advantage (its pull to μ, the lane's
+    kl and entropy) is lost with what is dropped.
     """
     gone = [
         one.advantage is not None

@@ -16,8 +16,8 @@ def normalize_advantages(
     """(A - mean) / (std + epsilon) over the members of a lane that have an advantage; the others pass. REINFORCE++,
     arXiv 2501.03262. A lane's advantages are of its own kind (a task's group, a person's rating): others do not scale them.
 
-    Each sequence counts once, however long; by how much its turns differ from it is not scaled. center false leaves the
-    mean. Fewer than two, or all alike, pass unchanged.
+    Each sequence counts once, however long; by how much its turns differ from it is not scaled. Fewer
+    than two, or all alike, pass unchanged. center: whether the mean is taken off. epsilon: keeps a tiny std from dividing.
     """
     values: dict[str, list[float]] = {}
     for one in batch:

@@ -16,7 +16,8 @@ Cell = tuple[int, int]
 
 
 class Grid:
-    """rows, columns, walls (share of cells) of a drawn map; `steps` moves at most, then the episode is truncated.
+    """A walk from S to G on a drawn map. rows, columns: cells. walls: share of the cells that are walls, 0 to 1. steps:
+    moves at most, then the episode is truncated.
 
     goal: reward of reaching G. step_cost: taken off in every step. A task whose meta holds "map" is played on that map,
     rows separated by "/".

@@ -15,7 +15,7 @@ import msgspec
 
 from infra.cli.bench.beside import OURS, Beside
 from infra.cli.bench.children import end
-from infra.cli.benches import TARGETS
+from infra.cli.bench.targets import TARGETS
 from infra.local.process import start_watched
 
 Say = Callable[[str], None]

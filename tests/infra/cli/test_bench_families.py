@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from infra.cli.bench.families import Family, examined
+from infra.cli.bench.tables import families_table
 from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
-from infra.cli.benches import families_table
 
 REFUSED = {
     "cohere": r"\(cohere\).*its head is not supported",

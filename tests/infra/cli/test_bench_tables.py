@@ -1,12 +1,18 @@
 """`headrace bench`: figures beside their targets."""
 
 import io
+import json
 
+import pytest
+import typer
 from rich.console import Console
 from rich.table import Table
+from typer.testing import CliRunner
 
 from infra.cli.bench import codec
-from infra.cli.benches import TARGETS, figures_table, number, shapes_table, words
+from infra.cli.bench.tables import figures_table, number, shapes_table, words
+from infra.cli.bench.targets import TARGETS
+from infra.cli.benches import Found, command, show
 
 
 def text(table: Table) -> str:
@@ -36,3 +42,24 @@ def test_targets_read_as_words() -> None:
         "at most 60", "at most 30", *["at most 200", "0", "at most 0.1", "at most 0.1"] * 2,
     ]  # fmt: skip
     assert [number(value) for value in (1234567.0, 0.01234, 1.0, 99.94)] == ["1,234,567", "0.0123", "1", "99.9"]
+
+
+def test_a_find_is_json_or_what_a_person_reads_and_its_code_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = Found({"steps": 1.0}), Found({"rows": []}, lambda: ["no rows"], code=1)
+    assert show("life", [one, other], as_json=True) == 1
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"steps": 1.0}, {"rows": []}]
+    assert show("life", other, as_json=False) == 1 and show("life", one, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert "no rows" in shown and "bench life" in shown
+
+
+def test_a_benchmarks_command_has_its_options_its_help_and_json() -> None:
+    def slow(rounds: int = 3) -> Found:
+        """How slow."""
+        return Found({"rounds": rounds})
+
+    app = typer.Typer()
+    app.command()(command("slow", slow))
+    printed = CliRunner().invoke(app, ["--rounds", "5", "--json"])
+    assert (printed.exit_code, json.loads(printed.stdout)) == (0, {"rounds": 5})
+    assert "How slow." in CliRunner().invoke(app, ["--help"]).stdout

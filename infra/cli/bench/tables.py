@@ -1,0 +1,152 @@
+"""What benchmarks found, as a person reads it: tables with the targets beside the figures."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from infra.cli.bench.beside import OURS, Beside
+from infra.cli.bench.targets import TARGETS
+
+if TYPE_CHECKING:
+    from infra.cli.bench.all import BenchRow
+    from infra.cli.bench.families import Family
+    from infra.cli.bench.gate import Figures as GateFigures
+    from infra.cli.bench.learner import Compared, LearnerPlan, Machine
+
+
+def figures_table(name: str, figures: dict[str, float]) -> Table:
+    """One figure a line, with its target if it has one."""
+    table = Table("figure", title=f"bench {name}")
+    table.add_column("value", justify="right")
+    table.add_column("target", justify="right")
+    targets = TARGETS.get(name, {})
+    for figure, value in figures.items():
+        if figure not in targets:
+            table.add_row(figure, number(value), "")
+            continue
+        low, high = targets[figure]
+        met = low <= value <= high
+        table.add_row(figure, number(value), Text(words(low, high), style="green" if met else "red"), style="bold")
+    return table
+
+
+def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:
+    """Figures of several cases side by side, the first row their names; figures with a target stand out."""
+    (_, *cases), *others = rows
+    table = Table(title=f"bench {name}")
+    table.add_column("figure")
+    for case in cases:
+        table.add_column(case, justify="right")
+    for row in others:
+        table.add_row(*row, style="bold" if "target" in row[0] else None)
+    return table
+
+
+def beside_table(name: str, found: Sequence[Beside]) -> Table:
+    """One row a contestant; of each figure the best round and the median one."""
+    table = Table("case", "", title=f"bench {name}: µs of an answer, best round and median")
+    for title in ("CPU", "wall", "headrace is cheaper by", "target"):
+        table.add_column(title, justify="right")
+    for one in found:
+        times, target = "", ""
+        if one.times is not None:
+            times = f"{one.times[0]:.2f}, {one.times[1]:.2f} times"
+        if one.target is not None:
+            target = f"at least {number(one.target)}"
+        met = one.times is not None and one.target is not None and one.times[0] >= one.target
+        style = "" if one.target is None else "green" if met else "red"
+        cells = [", ".join(number(round(us, 1)) for us in pair) for pair in (one.cpu_us, one.wall_us)]
+        table.add_row(one.case if one.name == OURS else "", one.name, *cells, Text(times, style=style), target)
+    return table
+
+
+def all_table(rows: "Sequence[BenchRow]") -> Table:
+    """One row a figure, green where its target is met and red where it is not."""
+    table = Table("bench", "what", title="bench all")
+    for title in ("headrace", "peer", "ratio or figure", "target"):
+        table.add_column(title, justify="right")
+    for one in rows:
+        has_target = (one.low, one.high) != (float("-inf"), float("inf"))
+        style = ("green" if one.is_met else "red") if has_target else ""
+        both = ["" if value is None else number(round(value, 1)) for value in (one.ours, one.peer)]
+        target = words(one.low, one.high) if has_target else ""
+        table.add_row(one.bench, one.what, *both, Text(number(round(one.value, 3)), style=style), target)
+    return table
+
+
+def learner_about(plan: "LearnerPlan", machine: "Machine") -> str:
+    """What was measured, and on what."""
+    peak = f"{machine.peak_tflops:,.0f} TFLOP/s" if machine.peak_tflops else "a peak that is not known: --peak"
+    return (
+        f"{machine.parameters_m:,.0f} M parameters, {machine.dtype}, microbatches of {plan.max_tokens:,} tokens, on "
+        f"{machine.device} of {peak}"
+    )
+
+
+def learner_table(found: "Sequence[Compared]") -> Table:
+    """Two rows a shape, headrace's step and the plain one; seconds are the least and the median."""
+    table = Table("batch", "step", title="bench learner")
+    for name in ("CPU s", "wall s", "tokens/s", "TFLOP/s", "MFU", "peak MiB", "times as fast"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for name, timed in (("headrace", one.headrace), ("plain", one.plain)):
+            is_ours = timed is one.headrace
+            table.add_row(
+                one.shape if is_ours else "",
+                name,
+                f"{number(timed.cpu_s_min)}, {number(timed.cpu_s_median)}",
+                f"{number(timed.wall_s_min)}, {number(timed.wall_s_median)}",
+                number(round(timed.tokens_per_s, 1)),
+                number(timed.tflops),
+                "" if timed.mfu is None else f"{timed.mfu:.1%}",
+                number(round(timed.peak_mib)),
+                Text(f"{one.faster:.2f}", style="green" if one.faster >= 1 else "red") if is_ours else "",
+            )
+    return table
+
+
+def families_table(found: "Sequence[Family]") -> Table:
+    """One row a family: how the learner reads it, and by how much gradients and logprobs are off; or why it is refused."""
+    table = Table("family", "learner reads rows", title="bench families")
+    table.add_column("gradients off by", justify="right")
+    table.add_column("engine off by, nats", justify="right")
+    table.add_column("refused")
+    for one in found:
+        style = "red" if one.refused else "green" if one.works else "yellow"
+        figures = ("", "") if one.refused else (number(one.gradient), number(one.engine))
+        table.add_row(one.name, one.reading, *figures, Text(one.refused), style=style)
+    return table
+
+
+def gate_table(found: "Sequence[GateFigures]") -> Table:
+    """One row a line, green where its promise is kept and red where it is not."""
+    table = Table("test", "what differs", title="bench gate: turned away, taken back or held")
+    for name in ("paths", "found", "", "let through", "restless", "ratings"):
+        table.add_column(name, justify="right")
+    for one in found:
+        style = {True: "green", False: "red", None: None}[one.kept]
+        wanted = "" if one.kept is None else "at least 80 %" if one.worse else "at most 1 %"
+        share = Text(f"{one.failed:.1%} ± {one.error:.1%}", style=style or "")
+        cells = (f"{one.passed:.0%}", f"{one.restless:.0%}", number(round(one.ratings)) if one.ratings else "")
+        table.add_row(one.test, one.name, str(one.paths), share, wanted, *cells)
+    return table
+
+
+def words(low: float, high: float) -> str:
+    """A range as a person says it.
+
+    >>> words(90.0, float("inf"))
+    'at least 90'
+    """
+    if low == high:
+        return number(low)
+    if high == float("inf"):
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}" if low > 0 else f"at most {number(high)}"
+
+
+def number(value: float) -> str:
+    """Whole from 100 on, else three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
