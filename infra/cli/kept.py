@@ -1,23 +1,28 @@
 """What an app keeps, how much of it there is now, and what bounds it: `kept` of `headrace status`.
 
-Nothing is listed or read for it: topics are asked for their first and last offset, roles have told their sizes, and files are
-of the machine where it is asked. How large folders of the store are, the bucket says; here is what bounds them.
+Nothing is listed or read for it: topics are asked for their first and last offset, roles have told their sizes, and files, of
+which the rows of the console's index are counted, are of the machine where it is asked. How large folders of the store are, the
+bucket says; here is what bounds them.
 """
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from infra.cli.console import bounds
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.store.snapshots import KEPT
 from schemas import topics
 from trainer.config import SLOTS
 
-FILES = ("trace.sqlite", "console.sqlite")
+CONSOLE = "console.sqlite"
+FILES = ("trace.sqlite", CONSOLE)
 # What grows for as long as the app lives, and by what (how that was had: infra/docs/explanation/measured.md). Why nothing of it
 # may be removed stands in `schemas.topics`.
 FOREVER: Mapping[str, str] = {
@@ -93,6 +98,21 @@ def _in_files(settings: Settings) -> Iterable[Kept]:
         path: Path = settings.folder / "state" / name
         if path.exists():
             yield Kept(f"file {path.parent.name}/{name}", "rows of what the topics keep", path.stat().st_size, "bytes")
+            if name == CONSOLE:
+                yield from _in_console(path, settings.keep.replay)
+
+
+def _in_console(path: Path, replay: str) -> Iterable[Kept]:
+    """The tables of the console's index; where it cannot be read, what bounds them."""
+    rows: dict[str, int] = {}
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(_reader_of(path)) as database:
+        rows = bounds.sizes(database)
+    for table, bound in bounds.bounds_of(replay).items():
+        yield Kept(f"console {table}", bound, rows.get(table), "rows")
+
+
+def _reader_of(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
 
 
 def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:

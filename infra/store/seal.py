@@ -88,6 +88,11 @@ def seal_text(text: str, keys: "Keys", answer: str) -> str:
     return _shut(text.encode(), keys, (session,), _about(answer))
 
 
+def is_sealed(text: str) -> bool:
+    """Whether it is what `seal_text` made."""
+    return _SEALED_TEXT.fullmatch(text) is not None
+
+
 def open_text(text: str, keys: "Keys", answer: str) -> str:
     """The text again; one that was not sealed is as it was. Blocks; raises StoreError, Sealed where the key is gone, and
     BadFrame where it was altered or is about another answer.

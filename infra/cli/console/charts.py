@@ -1,7 +1,7 @@
-"""Charts as SVG, drawn here: no script, no style attribute, and every figure is also text.
+"""Charts as SVG, drawn here: no script and no style attribute. What lines and areas draw is also a table (`tables`).
 
 Colours are classes of the one stylesheet (`s0` to `s7`), so that light and dark are its business. Each point has a title, which
-a browser shows where the pointer rests.
+a browser shows where the pointer rests; who has no pointer reads the table.
 """
 
 import math
@@ -19,13 +19,14 @@ MAX_POINTS = 240
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point of a line. low, high: of its interval. title: shown where the pointer rests."""
+    """A point of a line. low, high: of its interval. title: shown where the pointer rests. version: that it is of."""
 
     x: float
     y: float
     title: str = ""
     low: float | None = None
     high: float | None = None
+    version: int = -1
 
 
 class Line(msgspec.Struct, frozen=True):

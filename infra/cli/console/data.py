@@ -7,33 +7,46 @@ from typing import Any
 from infra.cli.console.index import key_of
 
 SHOWN = 100
+MAX_NAMED = 5000  # tasks of one beginning that are put in order
 
 
 def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Sequence[sqlite3.Row], int]:
     """Dead letters below a number of the index, the newest first; and the number to look on from, 0 at the end."""
     which = "reason = ? AND" if reason else "? = '' AND"
     found = database.execute(
-        f"SELECT * FROM letters WHERE {which} n < ? ORDER BY n DESC LIMIT ?",
+        "SELECT letters.*, marks.n IS NOT NULL AS done, coalesce(done_by, '') AS done_by FROM letters LEFT JOIN marks"
+        f" USING (part, offset) WHERE {which} letters.n < ? ORDER BY letters.n DESC LIMIT ?",
         (reason, before or 2**62, SHOWN + 1),
     ).fetchall()
     return found[:SHOWN], found[SHOWN - 1]["n"] if len(found) > SHOWN else 0
 
 
+def mark_of(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
+    """When and by whom the letter that lies there was delivered again."""
+    asked = "SELECT time_ms, done_by FROM marks WHERE part = ? AND offset = ?"
+    row: sqlite3.Row | None = database.execute(asked, (partition, offset)).fetchone()
+    return row
+
+
 def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
     """How many letters there are of each reason and stage, and how many went back."""
     return database.execute(
-        "SELECT reason, stage, count(*) AS count, sum(done) AS done FROM letters GROUP BY reason, stage ORDER BY count DESC"
-        " LIMIT 50"
+        "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
+        " GROUP BY reason, stage ORDER BY count DESC LIMIT 50"
     ).fetchall()
 
 
 def tasks(database: sqlite3.Connection, order: str, named: str) -> Sequence[sqlite3.Row]:
-    """Tasks with their mean score: the hardest, the easiest or the most asked ones."""
-    by = {"hardest": "share, judged DESC", "easiest": "share DESC, judged DESC"}.get(order, "judged DESC")
+    """Tasks with their mean score: the hardest, the easiest or the most asked ones. named: what they begin with; of more than
+    MAX_NAMED the first by name are put in order.
+    """
+    by = {"hardest": "total / judged, judged DESC", "easiest": "total / judged DESC, judged DESC"}.get(
+        order, "judged DESC"
+    )
+    those = "SELECT * FROM tasks WHERE task >= ? AND task < ? || char(1114111) ORDER BY task LIMIT ?"
+    source, asked = (f"({those})", (named, named, MAX_NAMED)) if named else ("tasks", ())
     return database.execute(
-        "SELECT task, judged, total / judged AS share, newest FROM tasks WHERE task >= ? AND task < ? || char(1114111)"
-        f" ORDER BY {by} LIMIT ?",
-        (named, named, SHOWN),
+        f"SELECT task, judged, total / judged AS share, newest FROM {source} ORDER BY {by} LIMIT ?", (*asked, SHOWN)
     ).fetchall()
 
 

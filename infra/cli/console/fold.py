@@ -133,11 +133,11 @@ class Folder:
             [(score.name, score.value, key_of(one.id)) for _, one in members for score in one.scores],
         )
         self._index.many(
-            "INSERT INTO tasks VALUES (?, 1, ?, ?) ON CONFLICT DO UPDATE SET judged = judged + 1,"
-            " total = total + excluded.total, newest = max(newest, excluded.newest)",
+            "INSERT INTO tasks VALUES (?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET judged = judged + 1, total = total +"
+            " excluded.total, newest = max(newest, excluded.newest), time_ms = max(time_ms, excluded.time_ms)",
             [
-                (one.task, sum(score.value for score in one.scores) / len(one.scores), one.max_version)
-                for _, one in members
+                (one.task, sum(score.value for score in one.scores) / len(one.scores), one.max_version, time_ms)
+                for time_ms, one in members
                 if one.task and one.scores
             ],
         )
@@ -189,6 +189,7 @@ class Folder:
                 continue
             match one:
                 case Fence():
+                    database.execute("DELETE FROM fence")
                     database.execute("INSERT INTO fence VALUES (?)", (one.token,))
                 case Batch():
                     row = (one.step, one.token, time_ms, one.version)
@@ -231,11 +232,15 @@ class Folder:
                     self._index.many("INSERT OR REPLACE INTO published VALUES (?, ?, ?)", [row])
                 case Directive() if one.order not in ("lease", "eval"):
                     row = (record.offset, time_ms, one.order, one.owner, one.about, one.reason)
-                    self._index.many("INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?)", [row])
-                case DeadLetter() if one.stage == MARK:
-                    row = (one.error[:2000], one.partition, one.offset)
                     self._index.many(
-                        "UPDATE letters SET done = 1, done_by = ? WHERE part = ? AND offset = ? AND done = 0", [row]
+                        "INSERT OR IGNORE INTO orders (offset, time_ms, word, owner, about, reason) VALUES (?, ?, ?, ?, ?, ?)",
+                        [row],
+                    )
+                case DeadLetter() if one.stage == MARK:
+                    # Not in the row of the letter: that may lie in another partition, and be read after its mark.
+                    row = (one.partition, one.offset, time_ms, one.error[:2000])
+                    self._index.many(
+                        "INSERT OR IGNORE INTO marks (part, offset, time_ms, done_by) VALUES (?, ?, ?, ?)", [row]
                     )
                 case DeadLetter():
                     where = f"{one.topic}/{one.partition}@{one.offset}"

@@ -1,8 +1,9 @@
 """What the pages search and draw: a SQLite file beside the run, folded from the log.
 
 Guarantees: a cache of the log and of nothing else, which may be removed at any time; a log that begins anew makes it begin
-anew; of what is sealed it holds headers and never text; what is older than the log keeps goes. One process writes it, any
-number read. Text is held up to MAX_TEXT characters: the last question, and the answer; of the whole answer its length and hash.
+anew; of what is sealed it holds headers and never text; what is older than the log keeps goes, and every table has a bound
+(`bounds`). One process writes it, any number read. Text is held up to MAX_TEXT characters: the last question, and the answer;
+of the whole answer its length and hash.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
 
-LAYOUT = 4
+LAYOUT = 5
 MAX_TEXT = 2000
 SCHEMA = """
 CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
@@ -35,15 +36,16 @@ CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEG
 CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
 CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
   WITHOUT ROWID;
-CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER) WITHOUT ROWID;
+CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER, time_ms INTEGER) WITHOUT ROWID;
 CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
   PRIMARY KEY (name, version)) WITHOUT ROWID;
 CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
   PRIMARY KEY (suite, version)) WITHOUT ROWID;
 CREATE TABLE letters (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT,
-  reason TEXT, error TEXT, size INTEGER, done INTEGER NOT NULL DEFAULT 0, done_by TEXT NOT NULL DEFAULT '',
-  UNIQUE (part, offset));
-CREATE TABLE orders (offset INTEGER PRIMARY KEY, time_ms INTEGER, word TEXT, owner TEXT, about TEXT, reason TEXT);
+  reason TEXT, error TEXT, size INTEGER, UNIQUE (part, offset));
+CREATE TABLE marks (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, done_by TEXT, UNIQUE (part, offset));
+CREATE TABLE orders (n INTEGER PRIMARY KEY, offset INTEGER UNIQUE, time_ms INTEGER, word TEXT, owner TEXT, about TEXT,
+  reason TEXT);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, time_ms INTEGER, version INTEGER);
 CREATE TABLE fence (token INTEGER);
 CREATE TABLE published (version INTEGER PRIMARY KEY, step INTEGER, time_ms INTEGER);
@@ -58,6 +60,12 @@ CREATE INDEX by_said ON answers (said) WHERE said > 0;
 CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
 CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
 CREATE INDEX by_reason ON letters (reason);
+CREATE INDEX by_curve ON curves (version);
+CREATE INDEX by_eval ON evals (version);
+CREATE INDEX by_share ON tasks (total / judged, judged DESC);
+CREATE INDEX by_ease ON tasks (total / judged DESC, judged DESC);
+CREATE INDEX by_judged ON tasks (judged);
+CREATE INDEX by_judging ON tasks (time_ms);
 CREATE INDEX by_answer ON uses (n);
 CREATE INDEX by_task ON answers (task) WHERE task != '';
 CREATE INDEX by_made ON answers (made) WHERE made > 0;
@@ -163,7 +171,9 @@ class ConsoleIndex:
         )
 
     def prune(self, before_ms: int, at_most: int = 20_000) -> int:
-        """Forget answers older than the log keeps, some at a time, in whatever order they were read; how many."""
+        """Forget answers older than the log keeps, some at a time, in whatever order they were read; how many. What has bounds
+        of its own goes by `bounds.trim`.
+        """
         old = self.database.execute("SELECT n FROM answers WHERE time_ms < ? LIMIT ?", (before_ms, at_most)).fetchall()
         if not old:
             return 0
@@ -180,7 +190,6 @@ class ConsoleIndex:
             self.database.execute(f"DELETE FROM uses WHERE n {those}")
             gone = self.database.execute(f"DELETE FROM answers WHERE n {those}").rowcount
             self.database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
-            self.database.execute("DELETE FROM letters WHERE time_ms < ?", (before_ms,))
         return gone
 
     def add(self, members: Sequence[tuple[int, Experience]]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.connect import connected, log_to_stderr
+from infra.cli.console.bounds import trim
 from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.settings import Settings, load_settings
@@ -112,8 +113,9 @@ class Keeper:
 
     def _prune(self) -> None:
         newest = self.index.database.execute("SELECT max(time_ms) FROM answers").fetchone()
-        if newest[0] is not None:
-            self.index.prune(newest[0] - int(self._keep_s * 1000))
+        before_ms = (newest[0] or 0) - int(self._keep_s * 1000)
+        self.index.prune(before_ms)
+        trim(self.index.database, before_ms)
 
     async def _close(self) -> None:
         await self._follower.close()

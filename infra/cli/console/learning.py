@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from infra.cli.console.charts import Line, Point, area_chart, bins_of, line_chart
+from infra.cli.console.tables import area_table, line_table, shown
 
 # What a chart is called, the end of the names it draws, and whether its axis begins at zero.
 CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -23,13 +24,14 @@ Run = tuple[str, sqlite3.Connection]
 
 
 def charts_of(runs: Sequence[Run], *, by_time: bool) -> list[tuple[str, list[tuple[str, int]], Markup]]:
-    """Every chart with its title and legend (name and colour). runs: this one first."""
+    """Every chart, its table below it, with its title and legend (name and colour). runs: this one first."""
     x_name = "time" if by_time else "version"
     found = []
     for title, lines in [*_evals(runs, by_time), *_curves(runs, by_time)]:
         zero = next((zero for name, _, zero in CURVES if name == title), True)
         legend = list(dict.fromkeys((line.name, line.colour) for line in lines))
-        found.append((title, legend, line_chart(title, lines, x_name=x_name, zero=zero)))
+        chart = line_chart(title, lines, x_name=x_name, zero=zero)
+        found.append((title, legend, chart + shown(title, line_table(lines, x_name))))
     return found
 
 
@@ -47,7 +49,7 @@ def _evals(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
                 within = "" if row["low"] is None else f" ({row['low']:.1%} to {row['high']:.1%})"
                 x = (row["time_ms"] - start) / 60_000 if by_time else row["version"]
                 told = f"v{row['version']}: {share:.1%}{within}, {row['right']} of {row['asked']}"
-                points.append(Point(x, share, told, row["low"], row["high"]))
+                points.append(Point(x, share, told, row["low"], row["high"], row["version"]))
             suites.setdefault(suite, []).append(Line(run, points, number, dashed=number > 0))
     return [(f"Suite {suite}", lines) for suite, lines in suites.items()]
 
@@ -68,6 +70,7 @@ def _curves(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
                         (row["time_ms"] - start) / 60_000 if by_time else row["version"],
                         row["value"],
                         f"v{row['version']}: {row['value']:.4g}",
+                        version=row["version"],
                     )
                     for row in rows
                 ]
@@ -78,7 +81,7 @@ def _curves(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
 
 
 def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> tuple[list[tuple[str, int, int]], Markup]:
-    """What became of answers, as stacked areas: legend (name, colour, count) and chart."""
+    """What became of answers, as stacked areas: legend (name, colour, count) and chart, its table below it."""
     column = "minute" if by_time else "version"
     rows = database.execute(
         f"SELECT {column} AS x, fate, sum(count) AS count FROM fates WHERE version >= 0 GROUP BY x, fate ORDER BY x"
@@ -99,7 +102,9 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> tuple[list[tu
     legend = [(name, colour % 8, int(sum(values))) for colour, (name, values) in enumerate(layers.items())]
     origin = bins.first if by_time else 0
     x_name = "time" if by_time else "version"
-    return legend, area_chart("What became of answers", bins, layers, x_name=x_name, origin=origin)
+    title = "What became of answers"
+    chart = area_chart(title, bins, layers, x_name=x_name, origin=origin)
+    return legend, chart + shown(title, area_table(bins, layers, x_name, origin))
 
 
 def _fate(name: str) -> str:

@@ -8,12 +8,13 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from infra.cli.console import data, learning, versions
+from infra.cli.console import bounds, data, learning, versions
 from infra.cli.console.access import Viewer
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
 from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
 from infra.cli.console.index import MAX_TEXT, lists
+from infra.cli.console.letters import shown_letter
 from infra.cli.console.page import Pages
 from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
@@ -31,6 +32,7 @@ HELP = (
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 DRAWN_S = 10.0  # a curve that was drawn is shown again: drawing one of thousands of versions takes a processor's time
+COUNTED_S = 60.0  # rows that were counted
 SHOWN = 20  # answers on the page of what learned from them
 
 
@@ -173,11 +175,27 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     ask = pages.reading.ask
     letters, older = await ask(lambda one: data.letters(one, reason, before))
+    tenths = await pages.reading.held("tenths", lambda: ask(data.task_shares), held_s=DRAWN_S)
+    rows = await pages.reading.held("sizes", lambda: ask(bounds.sizes), held_s=COUNTED_S)
     return pages.show(
         request, viewer, "data.html", reason=reason, order=order, named=named, letters=letters, older=older,
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
-        tenths=await ask(data.task_shares), made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
+        tenths=tenths, rows=rows, bounds=bounds.bounds_of(pages.reading.settings.keep.replay), max_named=data.MAX_NAMED,
+        made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
     )  # fmt: skip
+
+
+async def letter(pages: Pages, request: Request, viewer: Viewer) -> Response:
+    """One dead letter, and what it holds."""
+    place = [str(request.path_params[name]) for name in ("partition", "offset")]
+    if not all(one.isascii() and one.isdecimal() and len(one) <= 18 for one in place):
+        raise NotInLog(f"got {place[0][:40]!r}, {place[1][:40]!r}, expected a partition and an offset")
+    partition, offset = map(int, place)
+    time_ms, found = await pages.reading.letter(partition, offset)
+    mark = await pages.reading.ask(lambda one: data.mark_of(one, partition, offset))
+    return pages.show(
+        request, viewer, "letter.html", letter=found, time_ms=time_ms, mark=mark, view=shown_letter(found)
+    )
 
 
 async def privacy(pages: Pages, request: Request, viewer: Viewer) -> Response:
@@ -213,6 +231,7 @@ LOOKS: Mapping[str, Callable[[Pages, Request, Viewer], Awaitable[Response]]] = {
     "/versions/compare": compare,
     "/versions/{version}": version,
     "/data": all_data,
+    "/data/letters/{partition}/{offset}": letter,
     "/privacy": privacy,
     "/help/{name}": help_page,
 }

@@ -22,6 +22,7 @@ import msgspec
 
 from infra.cli.channel import ChannelDecision, PolicyWords, decisions
 from infra.cli.clock import LogClock
+from infra.cli.console.fold import MARK
 from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
 from infra.cli.expected import OVER, wanted_of
@@ -36,7 +37,7 @@ from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
-from schemas import PolicyEvent, topics
+from schemas import DeadLetter, PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, StoreError
 
 HELD_S = 3.0
@@ -140,6 +141,15 @@ class Reading:
             if anew:
                 await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
             return await trace_answer(self.log, self._trace, ref)
+
+    async def letter(self, partition: int, offset: int) -> tuple[int, DeadLetter]:
+        """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
+        begins, _ = await self.log.bounds(topics.DEAD_LETTERS)
+        found = await self.log.at(topics.DEAD_LETTERS, partition, [offset]) if partition in begins else {}
+        letter = (await self.log.decoded(found[offset])).value if offset in found else None
+        if not isinstance(letter, DeadLetter) or letter.stage == MARK:
+            raise NotInLog(f"there is no letter at {partition}@{offset}: the log keeps none for ever")
+        return found[offset].timestamp_ms, letter
 
     async def learned(self, version: int) -> PolicyTrace:
         """What a version learned from. Raises NotInLog."""

@@ -1,10 +1,15 @@
 """Charts of the console: what they name, what they keep, and what they do not make up."""
 
+import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
 from infra.cli.console.charts import MAX_POINTS, Bins, Line, Point, area_chart, bins_of, line_chart, thin
+from infra.cli.console.tables import area_table, line_table
+from tests.infra.cli.console_rig import looking
+from tests.infra.cli.test_console_pages import filled, text_of
 
 
 @pytest.mark.parametrize(
@@ -51,3 +56,33 @@ def test_where_nobody_sampled_an_area_is_empty() -> None:
     inner = [y for x, y in places if low + 0.25 * (high - low) < x < high - 0.25 * (high - low)]
     assert inner and set(inner) == {floor}
     assert re.findall("<title>(v2[^<]*)", chart) == ["v2\nnothing"]
+
+
+@pytest.mark.parametrize("over", ["versions", "time"])
+def test_every_figure_of_the_learning_page_is_also_a_table_that_a_keyboard_opens(tmp_path: Path, over: str) -> None:
+    async def main() -> None:
+        async with looking(tmp_path, await filled()) as (client, _):
+            page = await client.get(f"/learning?over={over}")
+            figures = re.findall("<figure>.*?</figure>", page.text, re.DOTALL)
+            assert len(figures) > 4
+            for figure in figures:
+                table = figure.partition("<details")[2]
+                first = table.partition('<th scope="col">')[2].partition("<")[0]
+                assert "<summary>" in table and first in ("version", "minute"), figure
+                assert table.count('<th scope="row">') >= 1 and 'tabindex="0"' in table
+            (suite,) = [one for one in figures if "<figcaption>Suite dev" in one]
+            assert re.search("v5</th>(<td>[^<]*</td>)?<td>0.6667</td><td>0.2 to 0.9</td>", suite)
+            if over == "versions":
+                assert "Suite dev as a table version value 95 % interval v0 0.6667" in text_of(page)
+
+    asyncio.run(main())
+
+
+def test_the_table_of_a_figure_holds_what_is_drawn_and_no_more() -> None:
+    points = [Point(at, float(at), version=at) for at in range(10_000)]
+    table = line_table([Line("a", points), Line("b", [Point(0, 0.5, low=0.25, high=0.75, version=0)])], "version")
+    assert table.columns == ["version", "of", "value", "95 % interval"]
+    assert len(table.rows) == MAX_POINTS + 1 and table.rows[-1] == ["v0", "b", "0.5", "0.25 to 0.75"]
+    areas = area_table(Bins(4, 2, 3), {"trained": [1.0, 0.0, 2_000.0], "late": [0.0, 0.0, 3.0]}, "version")
+    assert areas.columns == ["version", "trained", "late"]
+    assert areas.rows == [["v4 to v5", "1", "0"], ["v8 to v9", "2,000", "3"]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.cli.console.index import ConsoleIndex
 from infra.cli.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
 from infra.cli.settings import load_settings
 from infra.cli.status import read_status
@@ -69,6 +70,24 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> No
     lines = " ".join(screen.split())
     assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
     assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
+
+
+def test_tables_of_the_console_are_shown_with_their_rows_and_bounds_and_without_rows_where_the_file_is_broken(
+    tmp_path: Path,
+) -> None:
+    index = ConsoleIndex(tmp_path / "state" / "console.sqlite")
+    with index.database:
+        index.many("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(7)])
+    index.close()
+    kept, screen = look(tmp_path)
+    assert kept["console curves"] == Kept("console curves", "the newest 50,000 versions", 7, "rows")
+    assert kept["console answers"] == Kept("console answers", "9d (keep.replay)", 0, "rows")
+    assert "kept the newest 50,000 versions: console published 0 rows, console curves 7 rows" in " ".join(
+        screen.split()
+    )
+    (tmp_path / "state" / "console.sqlite").write_bytes(b"no index at all" * 1000)
+    kept, _ = look(tmp_path)
+    assert kept["console curves"] == Kept("console curves", "the newest 50,000 versions", None, "rows")
 
 
 def test_looking_at_what_is_kept_loads_no_torch() -> None:

@@ -1,0 +1,62 @@
+"""What bounds each table of the console's index, and how many rows there are.
+
+Rows of what the log keeps for a time go with it. What it keeps for ever (`policies`, `evals`), and what may come faster than a
+page can list, has a number of rows that stay: the newest.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+
+# What goes with the log, by the time of its record.
+TIMED = ("answers", "scores", "uses", "texts", "words", "fates", "letters", "marks", "tasks")
+# By which number the newest rows are told, and how many numbers stay.
+NEWEST: Mapping[str, tuple[str, int]] = {
+    "letters": ("n", 50_000),
+    "marks": ("n", 50_000),
+    "orders": ("n", 50_000),
+    "steps": ("step", 100_000),
+    "published": ("version", 50_000),
+    "curves": ("version", 50_000),
+    "evals": ("version", 50_000),
+}
+MAX_TASKS = 200_000
+FIXED = {"fence": "one row", "reads": "a row for each partition"}
+
+
+def trim(database: sqlite3.Connection, before_ms: int) -> None:
+    """Forget what is beyond the bounds, but for what goes with its answer (`ConsoleIndex.prune`). before_ms: how far back the
+    log keeps."""
+    with database:
+        for table in ("letters", "marks", "tasks"):
+            database.execute(f"DELETE FROM {table} WHERE time_ms < ?", (before_ms,))
+        for table, (number, at_most) in NEWEST.items():
+            database.execute(
+                f"DELETE FROM {table} WHERE {number} <= (SELECT max({number}) FROM {table}) - ?", (at_most,)
+            )
+        database.execute(
+            "DELETE FROM tasks WHERE task IN (SELECT task FROM tasks ORDER BY time_ms"
+            " LIMIT max(0, (SELECT count(*) FROM tasks) - ?))",
+            (MAX_TASKS,),
+        )
+
+
+def bounds_of(replay: str) -> dict[str, str]:
+    """Each table with its bound, in words. replay: how long the log keeps.
+
+    >>> bounds_of("30d")["letters"]
+    '30d (keep.replay), at most the newest 50,000'
+    """
+    kept = {table: f"{replay} (keep.replay)" for table in TIMED}
+    for table, (number, at_most) in NEWEST.items():
+        what = f"the newest {at_most:,}" + ("" if number == "n" else f" {number}s")
+        kept[table] = f"{kept[table]}, at most {what}" if table in kept else what
+    kept["tasks"] += f", at most the newest {MAX_TASKS:,}"
+    return kept | FIXED
+
+
+def sizes(database: sqlite3.Connection) -> dict[str, int]:
+    """How many rows each table has. Texts are not counted, which reads all of them: an answer that is not sealed has one."""
+    tables = bounds_of("").keys() - {"texts", "words"}
+    found = {table: int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]) for table in sorted(tables)}
+    (num_sealed,) = database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()
+    return found | dict.fromkeys(("texts", "words"), found["answers"] - num_sealed)
