@@ -46,7 +46,7 @@ class Case:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class WorldOutcome:
     """Tokens by what became of them, and how the trainer spent its time, both of the measured steps."""
 
     trained: int = 0
@@ -84,12 +84,12 @@ class World:
         self.idle_since: float | None = 0.0
         self.offset = 0
         self.blocks: dict[int, Block] = {}
-        self.outcome = Outcome()
+        self.outcome = WorldOutcome()
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time_s, next(self.order), act))
 
-    def run(self) -> Outcome:
+    def run(self) -> WorldOutcome:
         self.issue()
         while self.step < 2 * self.case.steps:
             self.now_s, _, act = heapq.heappop(self.events)

@@ -78,7 +78,7 @@ def fake_langfuse() -> Iterator[FakeLangfuse]:
     """One that listens until the block ends."""
     fake = FakeLangfuse()
 
-    class Handler(BaseHTTPRequestHandler):
+    class LangfuseHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -92,7 +92,7 @@ def fake_langfuse() -> Iterator[FakeLangfuse]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), LangfuseHandler)
     fake.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True)
     thread.start()

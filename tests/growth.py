@@ -26,7 +26,7 @@ class Look(msgspec.Struct, frozen=True):
     values: dict[str, float]
 
 
-class Life(msgspec.Struct):
+class ProcessLife(msgspec.Struct):
     """A process from its start to its end, or what lies on disk. began_s: since the run began."""
 
     name: str
@@ -77,9 +77,9 @@ def slope(looks: Sequence[Look], name: str) -> float | None:
     return float(np.median((values[second] - values[first]) / (hours[second] - hours[first])))
 
 
-def longest(lives: Sequence[Life]) -> dict[str, Life]:
+def longest(lives: Sequence[ProcessLife]) -> dict[str, ProcessLife]:
     """By name, in the order of their first appearance."""
-    found: dict[str, Life] = {}
+    found: dict[str, ProcessLife] = {}
     for life in lives:
         if life.looks and (life.name not in found or len(life.looks) > len(found[life.name].looks)):
             found[life.name] = life
@@ -95,7 +95,7 @@ def shown(looks: Sequence[Look], name: str) -> tuple[str, str]:
     return (f"{values[0]:,.1f} → {values[-1]:,.1f}".replace(".0", ""), f"{by_hour:+,.1f}")
 
 
-def tables(lives: Sequence[Life], settle_s: float) -> tuple[Table, Table]:
+def tables(lives: Sequence[ProcessLife], settle_s: float) -> tuple[Table, Table]:
     """Of processes, and of what lies on disk."""
     processes = Table("process", "lives", "minutes", title=f"from {settle_s / 60:g} minutes after a start on")
     for name in OF_PROCESSES:
@@ -115,7 +115,7 @@ def tables(lives: Sequence[Life], settle_s: float) -> tuple[Table, Table]:
     return processes, disk
 
 
-def plot(lives: Sequence[Life], out: Path) -> None:
+def plot(lives: Sequence[ProcessLife], out: Path) -> None:
     """Memory of every life above what it was at its first look, and what lies on disk, over minutes."""
     import matplotlib
 

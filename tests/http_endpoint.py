@@ -13,7 +13,7 @@ POLL_S = 0.005  # how often the server looks whether it is to end: each test wai
 def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None]) -> Iterator[str]:
     """Its address until the block ends. answer: status and body for a path, headers and a body; None says nothing at all."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class EndpointHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             reply = answer(self.path, dict(self.headers), body)
@@ -28,7 +28,7 @@ def http_endpoint(answer: Callable[[str, Mapping[str, str], bytes], Reply | None
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EndpointHandler)
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     try:

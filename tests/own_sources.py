@@ -40,7 +40,7 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """What the rules ask of one file: read, parsed and walked once."""
 
     docstring: str | None
@@ -66,7 +66,7 @@ def children(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> Iterator[ast.AS
 
 
 @cache
-def read(path: Path) -> Source:
+def read(path: Path) -> SourceFile:
     module = ast.parse(text_of(path), filename=str(path))
     kinds = STATEMENTS if name_of(path).startswith("tests/") else WITH_PARTS  # of tests no rule asks for expressions
     imports, odd, functions, calls, reads = [], [], [], [], []
@@ -86,7 +86,9 @@ def read(path: Path) -> Source:
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         types_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         waiting += [(child, at_top and not inside and not types_only) for child in children(node, kinds)]
-    return Source(ast.get_docstring(module), tuple(imports), tuple(odd), tuple(functions), tuple(calls), tuple(reads))
+    return SourceFile(
+        ast.get_docstring(module), tuple(imports), tuple(odd), tuple(functions), tuple(calls), tuple(reads)
+    )
 
 
 def _reads_numbers(node: ast.AST) -> bool:

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from infra.local.broker import EmbeddedKafka
 from tests.e2e.light_system import REPOSITORY, Fleet, LightSystem, Running, opened, prepare
-from tests.growth import DISK, Life, Look, of_process, plot, size_mb, tables
+from tests.growth import DISK, Look, ProcessLife, of_process, plot, size_mb, tables
 
 APP = "soak"
 SINGLE = ("train", "master")
@@ -58,7 +58,7 @@ class Soak:
     def __init__(self, folder: Path, system: LightSystem, broker_pid: int) -> None:
         self.folder, self.system = folder, system
         self.started_s = time.monotonic()
-        self.lives = [Life("kafka", 0.0), Life(DISK, 0.0)]
+        self.lives = [ProcessLife("kafka", 0.0), ProcessLife(DISK, 0.0)]
         self.kills = 0
         self._pids: dict[str, int] = {"kafka": broker_pid}
         self._running: dict[str, Running] = {}
@@ -73,7 +73,7 @@ class Soak:
         began_s = self.now_s
         one = await self.system.start(REPOSITORY, name.partition(" ")[0])
         self._running[name], self._pids[name] = one, one.pid
-        self.lives.append(Life(name, began_s))
+        self.lives.append(ProcessLife(name, began_s))
 
     async def look(self) -> None:
         """Until cancelled; every minute what is known so far is written."""
@@ -111,7 +111,7 @@ class Soak:
 
 async def soak(
     folder: Path, *, minutes: float, settle: float, seed: int, dtype: str
-) -> tuple[list[Life], dict[str, object]]:
+) -> tuple[list[ProcessLife], dict[str, object]]:
     """Run it; who lived, and what the ledgers say."""
     with EmbeddedKafka(folder / "kafka") as broker:
         key = prepare(folder, broker.bootstrap, app=APP, dtype=dtype)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from tests.growth import DISK, Life, Look, longest, of_process, plot, size_mb, slope, tables
+from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, size_mb, slope, tables
 from tests.soak import APP, on_disk
 
 
@@ -36,8 +36,8 @@ def test_two_looks_are_no_line() -> None:
 
 
 def test_a_process_that_came_back_begins_anew_and_the_longest_life_counts() -> None:
-    first = Life("explore", 0.0, looks([500.0] * 30))
-    second = Life("explore", 150.0, looks([200.0 + at / 720 for at in range(200)], from_s=150.0))
+    first = ProcessLife("explore", 0.0, looks([500.0] * 30))
+    second = ProcessLife("explore", 150.0, looks([200.0 + at / 720 for at in range(200)], from_s=150.0))
     assert longest([first, second])["explore"] is second
     processes, _ = tables([first, second], settle_s=60.0)
     name, lives, minutes, held, growth, *_ = said(processes)
@@ -46,13 +46,13 @@ def test_a_process_that_came_back_begins_anew_and_the_longest_life_counts() -> N
 
 
 def test_what_comes_before_it_has_settled_is_left_out() -> None:
-    life = Life("train", 100.0, looks([50.0 * at for at in range(20)] + [1000.0] * 20, from_s=100.0))
+    life = ProcessLife("train", 100.0, looks([50.0 * at for at in range(20)] + [1000.0] * 20, from_s=100.0))
     assert slope(life.settled(0.0), "MB") != 0.0
     assert slope(life.settled(100.0), "MB") == 0.0
 
 
 def test_a_life_that_was_too_short_has_no_growth() -> None:
-    processes, _ = tables([Life("explore 2", 0.0, looks([1.0] * 10))], settle_s=600.0)
+    processes, _ = tables([ProcessLife("explore 2", 0.0, looks([1.0] * 10))], settle_s=600.0)
     assert said(processes)[:5] == ["explore 2", "1", "0", "", ""]
 
 
@@ -94,8 +94,10 @@ def test_a_file_of_holes_takes_no_disk(tmp_path: Path) -> None:
 
 
 def test_tables_and_picture_of_a_whole_run_are_made(tmp_path: Path) -> None:
-    disk = Life(DISK, 0.0, [Look(5.0 * at, {"topic tasks MB": at / 720, "versions": float(at)}) for at in range(30)])
-    lives = [Life("train", 0.0, looks([100.0] * 30)), Life("serve 2", 0.0, looks([90.0] * 30)), disk]
+    disk = ProcessLife(
+        DISK, 0.0, [Look(5.0 * at, {"topic tasks MB": at / 720, "versions": float(at)}) for at in range(30)]
+    )
+    lives = [ProcessLife("train", 0.0, looks([100.0] * 30)), ProcessLife("serve 2", 0.0, looks([90.0] * 30)), disk]
     console = Console(width=140, record=True, file=(tmp_path / "said").open("w"))
     for table in tables(lives, settle_s=30.0):
         console.print(table)

@@ -11,12 +11,12 @@ import pytest
 
 from actors.config import MasterConfig
 from infra.settings.config import Pacing
-from tests.episode_world import Case, Outcome, World
+from tests.episode_world import Case, World, WorldOutcome
 
 GROUPS = 32
 
 
-def outcome(pacing: Pacing, *, steps: int = 60) -> Outcome:
+def outcome(pacing: Pacing, *, steps: int = 60) -> WorldOutcome:
     return World(Case(pacing=pacing, master=MasterConfig(num_episodes=16), steps=steps)).run()
 
 

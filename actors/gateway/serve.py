@@ -27,7 +27,7 @@ from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import Site
 from actors.gateway.http.heads import bounded_heads
-from actors.gateway.http.listen import Server, bound, make_server, serve_on
+from actors.gateway.http.listen import GatewayServer, bound, make_server, serve_on
 from actors.gateway.recording.feedback_intake import FeedbackIntake
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
@@ -125,7 +125,7 @@ class _Loops(msgspec.Struct, frozen=True):
     book: KeyBook
     canary: Canary | None
 
-    async def run(self, server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
+    async def run(self, server: GatewayServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
         """Until the role is stopped, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -264,7 +264,7 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
 
 
 async def _end(
-    server: Server,
+    server: GatewayServer,
     gateway: Gateway,
     config: GatewayConfig,
     stop: asyncio.Event,

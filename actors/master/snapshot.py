@@ -40,10 +40,10 @@ Places = Mapping[str, Mapping[int, int]]  # by topic and partition, the first of
 Bounds = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]  # of each topic where it begins and ends
 
 
-class Head(msgspec.Struct, frozen=True):
+class SnapshotHead(msgspec.Struct, frozen=True):
     """What a snapshot is of. shaping: of the settings that the state rests on. log: how the log begins. clock_ms: its time.
 
-    Example: Head(format=1, shaping="9f…", log="3a…", release="0.1.0", clock_ms=1763715600000, places={"tasks": {0: 812}})
+    Example: SnapshotHead(format=1, shaping="9f…", log="3a…", release="0.1.0", places={"tasks": {0: 812}})
     """
 
     format: int
@@ -78,7 +78,7 @@ class Snapshots:
         self._number = 0
         self._begun = ""
         self._written: list[str] = []
-        self._waiting: asyncio.Queue[tuple[str, Head, bytes]] = asyncio.Queue(maxsize=1)
+        self._waiting: asyncio.Queue[tuple[str, SnapshotHead, bytes]] = asyncio.Queue(maxsize=1)
 
     async def restored(self, make: Callable[[], Plan], policy: str) -> tuple[Plan, Places]:
         """A plan as the newest snapshot that fits has it, and where to read on; a new one, and nowhere, without one."""
@@ -111,7 +111,7 @@ class Snapshots:
             return
         self._due_s = self._clock() + self._every_s
         self._number += 1
-        head = Head(
+        head = SnapshotHead(
             format=FORMAT,
             shaping=shaping(plan.config, policy),
             log=self._begun,
@@ -162,7 +162,7 @@ def summed(data: bytes) -> bytes:
     return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
 
 
-def opened(stored: bytes, plan: Plan, policy: str, begun: str) -> Head:
+def opened(stored: bytes, plan: Plan, policy: str, begun: str) -> SnapshotHead:
     """Put the state of a snapshot into a new plan. begun: how the log begins. Raises Unfit; the plan is of no use then."""
     told, _, rest = stored.partition(b"\n")
     if told != hashlib.sha256(rest).hexdigest().encode():
@@ -171,7 +171,7 @@ def opened(stored: bytes, plan: Plan, policy: str, begun: str) -> Head:
     try:
         if (number := msgspec.json.decode(head_, type=_Numbered).format) != FORMAT:
             raise Unfit(f"of format {number}, this release reads {FORMAT}: another release wrote it")
-        head = msgspec.json.decode(head_, type=Head)
+        head = msgspec.json.decode(head_, type=SnapshotHead)
         if head.log != begun:
             raise Unfit(f"of the log {head.log[:8]}, this is {begun[:8]}")
         if head.shaping != shaping(plan.config, policy):

@@ -15,7 +15,7 @@ MIDDLE_DIFFICULTY = 0.5
 _RESORT = 64  # success rates between two orders by what was measured, at least
 
 
-class Pool(msgspec.Struct, frozen=True):
+class TaskPool(msgspec.Struct, frozen=True):
     """Tasks of a split from easy to hard, and their priorities as `curriculum.choose` draws from them."""
 
     tasks: list[Task]
@@ -32,7 +32,7 @@ class TaskBook:
         self._rounds: dict[str, int] = {}
         self._success: dict[str, float] = {}
         self._ordered: dict[str, list[Task]] = {}
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, TaskPool] = {}
         self._num_rated = 0
         self._num_ordered = 0  # rated when they were last put in order
 
@@ -51,7 +51,7 @@ class TaskBook:
             self._ordered[split] = sorted(tasks, key=lambda task: self._difficulty(task, measured=False))
         return self._ordered[split]
 
-    def pool(self, split: str, *, measured: bool = False) -> Pool:
+    def pool(self, split: str, *, measured: bool = False) -> TaskPool:
         """What the curriculum draws from. measured: tasks without a difficulty of their own are placed by their success
         rates, put in order anew now and then."""
         if measured and self._num_rated - self._num_ordered >= max(_RESORT, len(self.tasks) // 10):
@@ -59,10 +59,10 @@ class TaskBook:
             self._pools.pop(split, None)
         if split not in self._pools:
             tasks = sorted(self.of_split(split), key=lambda task: self._difficulty(task, measured=measured))
-            self._pools[split] = Pool(tasks, running_sum(task.priority for task in tasks))
+            self._pools[split] = TaskPool(tasks, running_sum(task.priority for task in tasks))
         return self._pools[split]
 
-    def chosen(self, pool: Pool, config: MasterConfig, sequence: int) -> Task | None:
+    def chosen(self, pool: TaskPool, config: MasterConfig, sequence: int) -> Task | None:
         """The task for the group of this `sequence`, None where every task has priority 0."""
         index = choose(
             config.curriculum,

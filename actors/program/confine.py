@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from actors.program import inside
-from actors.program.door import Door
-from actors.program.launch import Access, in_thread_of_its_own, printed, variables
+from actors.program.door import ProgramSocket
+from actors.program.launch import ProgramInput, in_thread_of_its_own, printed, variables
 from actors.rollout.failure import EpisodeFailed
 from infra.sandbox.child import SandboxChild
 from infra.sandbox.command import PROGRAM, SandboxLimits
@@ -56,7 +56,7 @@ class Confined:
     def __init__(self, options: Confinement) -> None:
         asked = decode({**msgspec.structs.asdict(LIMITS), **options.limits}, SandboxLimits, "program.sandbox.limits")
         folders = [path for folder in options.folders for path in _readable(folder)]
-        self._door = Door()
+        self._door = ProgramSocket()
         folders.append(f"{sys.base_prefix}/bin")  # an environment's python is a link to one of there
         try:
             self._sandbox = Sandbox(asked, readable=(*folders, self._door.path), concurrency=AT_ONCE, sockets=True)
@@ -64,7 +64,7 @@ class Confined:
             raise ConfigError(f"program.sandbox: {error}") from error
         self._script = Path(inside.__file__).read_bytes()
 
-    async def run(self, command: Sequence[str], access: Access, environment: Mapping[str, str], port: int) -> Any:
+    async def run(self, command: Sequence[str], access: ProgramInput, environment: Mapping[str, str], port: int) -> Any:
         """As `run_command`. port: where the policy is, on the loopback. Raises EpisodeFailed."""
         await self._door.open(port)
         inner = msgspec.structs.replace(access, base_url=ADDRESS)

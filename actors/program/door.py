@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.program.inside import joined_to
 
 
-class Door:
+class ProgramSocket:
     """path: of the socket, in a folder that this user alone enters; a sandbox shows it to one program."""
 
     def __init__(self) -> None:

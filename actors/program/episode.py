@@ -27,7 +27,7 @@ from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.http.requests import ParsedRequest
 from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
-from actors.rollout.parts import AT_ONCE, Follow, Part
+from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
 from actors.rollout.session import LONG_CHARS, Session
 from infra.store.images import Pixels, images_of
 from schemas import Score
@@ -58,7 +58,7 @@ class EpisodeLimits(msgspec.Struct, frozen=True):
     pixels: int = 16 * 1024 * 1024
 
 
-class Episode:
+class ProgramEpisode:
     """The policy as one program meets it. own_sampling: temperature, top_p and seed as the program asks, not as the task
     says.
     """
@@ -86,8 +86,8 @@ class Episode:
         self._deposited: set[str] = set()
         self._places = Places(limits.at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
-        self._places_of: dict[str, list[Part]] = {}
-        self._scored: dict[str, tuple[Part, int]] = {}
+        self._places_of: dict[str, list[GrowingPart]] = {}
+        self._scored: dict[str, tuple[GrowingPart, int]] = {}
         self._answered: OrderedDict[str, InFlight] = OrderedDict()
 
     @property
@@ -211,7 +211,7 @@ class Episode:
         part.scores.append(Score(name=name, value=value, at=at))
         return True
 
-    def _record(self, in_flight: InFlight, index: int, part: Part) -> None:
+    def _record(self, in_flight: InFlight, index: int, part: GrowingPart) -> None:
         answer: SampledAnswer = in_flight.answers[index]
         if in_flight.parsed(index).unread:
             self._num_unread += 1

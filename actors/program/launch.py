@@ -29,7 +29,7 @@ LAST_WORDS = 300
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
-class Access(msgspec.Struct, frozen=True):
+class ProgramInput(msgspec.Struct, frozen=True):
     """What a program is given. base_url: without /v1. task: as JSON takes it."""
 
     base_url: str
@@ -38,7 +38,7 @@ class Access(msgspec.Struct, frozen=True):
     task: Mapping[str, Any]
 
 
-async def call(function: Callable[..., Any], access: Access, aside: Aside) -> Any:
+async def call(function: Callable[..., Any], access: ProgramInput, aside: Aside) -> Any:
     """What a function returns. It is called with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
 
     base_url: with /v1, as OpenAI's clients take it. aside: where an async one runs.
@@ -78,7 +78,7 @@ async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
     return await done
 
 
-def variables(access: Access) -> dict[str, str]:
+def variables(access: ProgramInput) -> dict[str, str]:
     """The environment of a command."""
     return {
         "OPENAI_BASE_URL": f"{access.base_url}/v1",
@@ -90,7 +90,7 @@ def variables(access: Access) -> dict[str, str]:
     }
 
 
-async def run_command(command: Sequence[str], access: Access, environment: Mapping[str, str]) -> Any:
+async def run_command(command: Sequence[str], access: ProgramInput, environment: Mapping[str, str]) -> Any:
     """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
 
     The task is on its standard input. environment: besides a few names like PATH.
@@ -169,7 +169,7 @@ def _last_json(out: bytes) -> Any:
         raise EpisodeFailed("reward", f"the program's last line is no JSON: {lines[-1][:LAST_WORDS]!r}") from error
 
 
-async def ask_service(url: str, access: Access, tls: ssl.SSLContext | None) -> Any:
+async def ask_service(url: str, access: ProgramInput, tls: ssl.SSLContext | None) -> Any:
     """What a service answers to the task, the address and the key. tls: of an https address; to make one takes a while.
     Raises EpisodeFailed.
     """

@@ -31,7 +31,7 @@ from actors.gateway.http.heads import bounded_heads
 from actors.gateway.http.listen import bound, make_server, serve_on
 from actors.gateway.http.openapi import COUNT_PATH
 from actors.gateway.http.stream import EventStream
-from actors.program.episode import Episode
+from actors.program.episode import ProgramEpisode
 from infra.observe.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ProgramSite:
 
     def __init__(self, listen: str) -> None:
         self._listen = listen
-        self._episodes: dict[str, Episode] = {}
+        self._episodes: dict[str, ProgramEpisode] = {}
         self._metrics = Metrics("program")
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._turns = asyncio.Lock(), asyncio.Lock()
@@ -84,11 +84,11 @@ class ProgramSite:
         host = self._listen.rpartition(":")[0]
         return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{self.port}"
 
-    def open(self, episode: Episode) -> None:
+    def open(self, episode: ProgramEpisode) -> None:
         """Let its key in."""
         self._episodes[episode.key] = episode
 
-    def close(self, episode: Episode) -> None:
+    def close(self, episode: ProgramEpisode) -> None:
         """Let its key in no more."""
         self._episodes.pop(episode.key, None)
 
@@ -104,7 +104,7 @@ class ProgramSite:
         return Starlette(routes=routes)
 
     def _guarded(
-        self, api: Api, handler: Callable[[Request, Episode], Awaitable[Response]]
+        self, api: Api, handler: Callable[[Request, ProgramEpisode], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             try:
@@ -122,7 +122,7 @@ class ProgramSite:
 
         return handle
 
-    async def _answer(self, request: Request, episode: Episode, api: Api) -> Response:
+    async def _answer(self, request: Request, episode: ProgramEpisode, api: Api) -> Response:
         body = await read_body(request, LIMITS)
         async with self._turns:  # one in each round of the loop: of thousands that come together none holds it for all
             await asyncio.sleep(0)
@@ -147,11 +147,11 @@ class ProgramSite:
         ended()
         return _json(api.whole(reply))
 
-    async def _count(self, request: Request, episode: Episode) -> Response:
+    async def _count(self, request: Request, episode: ProgramEpisode) -> Response:
         parsed = read_count(await read_body(request, LIMITS), LIMITS)
         return _json(msgspec.json.encode({"input_tokens": await asyncio.to_thread(episode.count, parsed)}))
 
-    async def _models(self, request: Request, episode: Episode) -> Response:
+    async def _models(self, request: Request, episode: ProgramEpisode) -> Response:
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
         return _json(msgspec.json.encode({"object": "list", "data": [one]}))
 
@@ -164,7 +164,7 @@ def allow_descriptors(most: int = 65_536) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def _reply(in_flight: InFlight, episode: Episode) -> Reply:
+def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:
     return Reply(in_flight=in_flight, decode=episode.decode, created=0, version=episode.version)
 
 
@@ -179,13 +179,15 @@ def _once_more(api: Api, reply: Reply) -> Response:
     return Response(b"".join([*events, *writer.end()]), media_type="text/event-stream")
 
 
-async def _streamed(episode: Episode, reply: Reply, api: Api, ended: Callable[[], None]) -> AsyncGenerator[bytes, None]:
+async def _streamed(
+    episode: ProgramEpisode, reply: Reply, api: Api, ended: Callable[[], None]
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(EventStream(episode, reply, api, ended=ended).events()) as events:
         async for event in events:
             yield event
 
 
-async def _let_go(episode: Episode, in_flight: InFlight) -> None:
+async def _let_go(episode: ProgramEpisode, in_flight: InFlight) -> None:
     episode.release(in_flight)
 
 

@@ -16,8 +16,8 @@ from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
 from actors.program.aside import Aside
 from actors.program.confine import Confined, Confinement
-from actors.program.episode import Episode, EpisodeLimits, RequestTokenizer
-from actors.program.launch import Access, ask_service, call, run_command
+from actors.program.episode import EpisodeLimits, ProgramEpisode, RequestTokenizer
+from actors.program.launch import ProgramInput, ask_service, call, run_command
 from actors.program.result import Result, finite, result_of
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.failure import EpisodeFailed
@@ -89,12 +89,12 @@ class Program:
         options = self._options
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
-        episode = Episode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
+        episode = ProgramEpisode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
         shown = await asyncio.to_thread(told, task, session.images) if images_of(task.messages) else told(task)
         await self._site.start()
         self._site.open(episode)
         try:
-            said = await self._run(Access(self._site.address, episode.key, MODEL, shown))
+            said = await self._run(ProgramInput(self._site.address, episode.key, MODEL, shown))
             result = result_of(said)
         except EpisodeFailed:
             if episode.stopped is not None:
@@ -120,7 +120,7 @@ class Program:
                 self._parser = parser
         return self._parser
 
-    async def _run(self, access: Access) -> Any:
+    async def _run(self, access: ProgramInput) -> Any:
         if self._confined is not None:
             options = self._options
             return await self._confined.run(options.command, access, options.environment, self._site.port)
@@ -159,7 +159,7 @@ def _content(message: Message, images: ImageReader | None) -> list[dict[str, Any
     return [*parts, {"type": "text", "text": message.content}]
 
 
-def _scored(result: Result, episode: Episode, session: Session) -> tuple[Score, ...]:
+def _scored(result: Result, episode: ProgramEpisode, session: Session) -> tuple[Score, ...]:
     scores = result.scores()
     for turn in result.turns:
         for name, value in turn.rewards.items():

@@ -25,7 +25,7 @@ CUT = "a stop string cut the turn before"
 OTHER = "another conversation"
 
 
-class Part(msgspec.Struct):
+class GrowingPart(msgspec.Struct):
     """One token sequence being grown.
 
     rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled, said: its text. reason:
@@ -73,7 +73,7 @@ class Part(msgspec.Struct):
 class Found(NamedTuple):
     """Where a turn goes. part: None for a new one. prompt: its tokens. reason: of a new part."""
 
-    part: Part | None
+    part: GrowingPart | None
     prompt: list[int]
     reason: str
 
@@ -83,8 +83,8 @@ class Parts:
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
-        self.all: list[Part] = []
-        self.last: Part | None = None
+        self.all: list[GrowingPart] = []
+        self.last: GrowingPart | None = None
 
     def find(self, conversation: Conversation, rendered: Sequence[int], follow: Follow) -> Found:
         """The part that a conversation goes on, the newest first. rendered: the conversation as the template writes it."""
@@ -107,9 +107,9 @@ class Parts:
             reason = HISTORY_REWRITTEN if begun else OTHER
         return Found(None, list(rendered), reason)
 
-    def begin(self, reason: str) -> Part:
+    def begin(self, reason: str) -> GrowingPart:
         """A new part."""
-        self.all.append(Part(reason=reason))
+        self.all.append(GrowingPart(reason=reason))
         return self.all[-1]
 
 

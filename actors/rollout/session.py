@@ -20,7 +20,7 @@ from typing import Protocol, TypedDict, Unpack
 
 from actors.engines.engine import Engine, Sampling
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
-from actors.rollout.parts import Conversation, Found, Part, Parts
+from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
 from actors.rollout.routing import Rows
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, make_experience
@@ -146,7 +146,7 @@ class Session:
         own: End = "terminal" if self.stopped or not self.parts.all else "truncated"
         failed: tuple[End, str] | None = ("failed", "") if failure else None
         end, reason = failed or self._end or (own, "")
-        parts = self.parts.all or [Part()]
+        parts = self.parts.all or [GrowingPart()]
         whole = header.get("scores", ())
         fields: SessionHeader = {"group_size": 1, **header}
         return [
@@ -250,6 +250,6 @@ class CachedTokenizer:
         return self._tokenizer
 
 
-def _header(fields: SessionHeader, part: Part, *, scores: tuple[Score, ...]) -> SessionHeader:
+def _header(fields: SessionHeader, part: GrowingPart, *, scores: tuple[Score, ...]) -> SessionHeader:
     """Header fields of one part, which has verdicts of its own."""
     return {**fields, "scores": (*part.scores, *scores)}

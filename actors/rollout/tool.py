@@ -28,10 +28,10 @@ MAX_ARGUMENT_CHARS = 100_000
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs.
 
-    Example: Tool(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
+    Example: ToolSpec(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
     """
 
     name: str
@@ -65,11 +65,11 @@ class ToolResult(msgspec.Struct, frozen=True):
 class ToolServer(Protocol):
     """Offers several tools. It is asked before every episode."""
 
-    async def tools(self) -> tuple[Tool, ...]:
+    async def tools(self) -> tuple[ToolSpec, ...]:
         """What may be called. Raises EpisodeFailed."""
 
 
-def load_tool(use: str, options: Mapping[str, object]) -> Tool:
+def load_tool(use: str, options: Mapping[str, object]) -> ToolSpec:
     """The tool `use` names; raises ConfigError for a function whose arguments cannot be described."""
     function = load(use, options, "tool")
     if not callable(function):
@@ -80,10 +80,10 @@ def load_tool(use: str, options: Mapping[str, object]) -> Tool:
     if parameters is None:
         parameters = schema_of(function, use)
     description = inspect.getdoc(bare if inspect.isroutine(bare) else type(bare)) or ""
-    return sound_tool(use, Tool(name=name, description=description, parameters=parameters, function=function))
+    return sound_tool(use, ToolSpec(name=name, description=description, parameters=parameters, function=function))
 
 
-def sound_tool(use: str, tool: Tool) -> Tool:
+def sound_tool(use: str, tool: ToolSpec) -> ToolSpec:
     """The tool itself. Raises ConfigError for a name that cannot be called, or parameters that are no schema."""
     if not _NAME.match(tool.name):
         raise ConfigError(f"tool: {use}: got the name {tool.name!r}, expected letters, digits, - and _")
@@ -140,7 +140,7 @@ def read_call(text: str) -> ParsedCall:
     return ParsedCall(name=decoded["name"], arguments=arguments)
 
 
-async def answer(call: ParsedCall, tools: Sequence[Tool], *, timeout_s: float) -> ToolResult:
+async def answer(call: ParsedCall, tools: Sequence[ToolSpec], *, timeout_s: float) -> ToolResult:
     """Check the call against the tool's schema, run it, and say what came of it."""
     if call.fault:
         return ToolResult(f"error: {call.fault}", failed=True)

@@ -11,10 +11,10 @@ from rich.markup import escape
 from infra.cli.connect import bootstrap_of, reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
-from infra.ledger.backup import Backup, Shelf, Tell, committed_offsets, copy_all, open_backup, require_unfinished
+from infra.ledger.backup import Backup, BackupTarget, Tell, committed_offsets, copy_all, open_backup, require_unfinished
 from infra.ledger.restore import describe, put_keys, restore
 from infra.log.access import access_of
-from infra.log.placing import Placing
+from infra.log.placing import PlacingConnection
 from infra.settings.config import duration_s
 from infra.store.open import open_store
 from infra.store.store import PRIVATE, Store
@@ -35,15 +35,18 @@ async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> in
         if one is not None:
             require_unfinished(one)
     with _telling(f"backup of {settings.app}") as tell:
-        async with reading(settings) as log, Placing(bootstrap_of(settings), access=access_of(settings)) as placing:
+        async with (
+            reading(settings) as log,
+            PlacingConnection(bootstrap_of(settings), access=access_of(settings)) as placing,
+        ):
             committed = await committed_offsets(log, await placing.groups(log.group("")))
             newest = await asyncio.to_thread(_newest, settings, store)
-            shelf = Shelf(place, tell)
+            shelf = BackupTarget(place, tell)
             copied = await copy_all(log, store, shelf, committed)
             if newest and newest not in await asyncio.to_thread(_manifests, settings, store):
                 raise ConfigError(FOLLOWS)
         if secrets is not None:
-            private = Shelf(secrets, tell)
+            private = BackupTarget(secrets, tell)
             await asyncio.to_thread(private.copy, store, lambda key: key.startswith(PRIVATE))
             private.finish(msgspec.structs.replace(copied, topics={}, committed={}))
         whole = shelf.finish(copied)
@@ -81,7 +84,7 @@ async def _restore_data(settings: Settings, store: Store, place: Store) -> Backu
     with _telling(f"restore of {settings.app}") as tell:
         async with (
             reading(settings, create=True) as log,
-            Placing(bootstrap_of(settings), access=access_of(settings)) as placing,
+            PlacingConnection(bootstrap_of(settings), access=access_of(settings)) as placing,
         ):
             keep_ms, replication = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
             await restore(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)

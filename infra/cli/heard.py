@@ -21,7 +21,7 @@ CELL_MS = 15_000
 MARK = 20  # cells: five minutes
 
 
-class Hour:
+class LastHour:
     """The last hour of `reports`, for one look or for many: a cell is read once.
 
     follower: over `reports`; without one each look connects a reader. Bound: the number of cells in an hour, and one record

@@ -13,7 +13,7 @@ import msgspec
 from infra.cli.clock import LogClock
 from infra.cli.connect import reading
 from infra.cli.expected import OVER, missing, wanted_of
-from infra.cli.heard import Hour
+from infra.cli.heard import LastHour
 from infra.cli.kept import kept_of
 from infra.cli.newest import Newest, newest, newest_reports
 from infra.cli.settings import load_settings
@@ -50,7 +50,7 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
         try:
             clock = LogClock(log, follower, silent_s=GONE_S)
             now_s = await clock.now_s()
-            state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=Hour(log, follower))
+            state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=LastHour(log, follower))
         finally:
             await follower.close()
         state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
@@ -69,7 +69,7 @@ async def read_status(
     max_lag: int,
     wanted: Mapping[str, int] = MappingProxyType({}),
     look: Newest | None = None,
-    hour: Hour | None = None,
+    hour: LastHour | None = None,
 ) -> State:
     """Everything `status` shows, as plain data. now_s: by the log's clock (see `LogClock`). wanted: see
     `infra.cli.expected.wanted_of`. look: reads the newest records; `HeldNewest` for a caller that asks again and again, who
@@ -78,7 +78,7 @@ async def read_status(
     look = look or partial(newest, log)
     reports: dict[str, Reports] = {}
     spoken = await newest_reports(look, RECENT)
-    heard = await (hour or Hour(log)).heard(spoken)
+    heard = await (hour or LastHour(log)).heard(spoken)
     for message in spoken:
         if isinstance(message.value, Progress):
             reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))

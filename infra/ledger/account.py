@@ -27,7 +27,7 @@ from infra.ledger.facts import (
     Stub,
     Trained,
 )
-from infra.ledger.spool import Spool
+from infra.ledger.spool import ScratchSpool
 from infra.log.log import LogMessage
 from schemas.fields import CANCELLED
 
@@ -75,9 +75,9 @@ class Ledger:
     buffer_begins: oldest kept offset of `buffer`; where what was trained from below it came from is unknown.
     """
 
-    def __init__(self, run: str, buffer_begins: int = 0, spool: Spool | None = None) -> None:
+    def __init__(self, run: str, buffer_begins: int = 0, spool: ScratchSpool | None = None) -> None:
         """spool: its own by default, closed with the ledger."""
-        self.spool = Spool() if spool is None else spool
+        self.spool = ScratchSpool() if spool is None else spool
         self._reader = FactReader(run)
         self._buffer_begins = buffer_begins
 

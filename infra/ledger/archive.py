@@ -153,7 +153,7 @@ def writing(path: Path) -> Iterator[Archive]:
         temporary.unlink(missing_ok=True)
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """A stream that gives no more than it was allowed to."""
 
     def __init__(self, source: BinaryIO) -> None:
@@ -175,7 +175,7 @@ def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> ArchiveHe
     """Put the files of an archive below `folder`, which is empty. Raises BadFrame naming the file and what is wrong."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as plain:
-            _unpack(_Bounded(cast("BinaryIO", plain)), folder, max_bytes)
+            _unpack(_BoundedReader(cast("BinaryIO", plain)), folder, max_bytes)
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=ArchiveHead)
     except OSError as error:
         raise BadFrame(f"{path}: cannot be read as an archive: {error.strerror or error}") from error
@@ -186,7 +186,7 @@ def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> ArchiveHe
     return about
 
 
-def _unpack(plain: _Bounded, folder: Path, max_bytes: int) -> None:
+def _unpack(plain: _BoundedReader, folder: Path, max_bytes: int) -> None:
     plain.left = MAX_HEADER_BYTES
     name = ""
     with tarfile.open(fileobj=cast("BinaryIO", plain), mode="r|") as tar:

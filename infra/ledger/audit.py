@@ -17,7 +17,7 @@ import msgspec
 
 from infra.ledger.account import Account, Ledger, account_of, together
 from infra.ledger.facts import Fact, FactReader, group_of_fact
-from infra.ledger.spool import Spool
+from infra.ledger.spool import ScratchSpool
 from infra.log.log import Log, LogMessage
 from schemas import topics
 from schemas.errors import ConfigError
@@ -33,10 +33,10 @@ SAMPLED = 500  # records of a topic
 MANY = 100_000  # records of a log that is worth a look at what it needs
 
 
-class Room(msgspec.Struct, frozen=True):
+class DiskSpace(msgspec.Struct, frozen=True):
     """What an audit takes of a disk while it runs, about, and where; see TMPDIR.
 
-    Example: Room(folder=Path("/tmp"), needed=1_200_000_000, free=73_000_000_000)
+    Example: DiskSpace(folder=Path("/tmp"), needed=1_200_000_000, free=73_000_000_000)
     """
 
     folder: Path
@@ -55,7 +55,7 @@ async def audit(
     log: Log,
     run: str,
     on_reading: OnReading = lambda topic, left: None,
-    on_room: Callable[[Room], None] = lambda room: None,
+    on_room: Callable[[DiskSpace], None] = lambda room: None,
     *,
     many: int = MANY,
     free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
@@ -69,7 +69,7 @@ async def audit(
     if sum(records) >= many:
         sizes = [await _bytes_each(log, run, topic) for topic in ORDER]
         needed = round(sum(size * count for size, count in zip(sizes, records, strict=True)))
-        room = Room(folder, needed, free(folder))
+        room = DiskSpace(folder, needed, free(folder))
         if room.needed > room.free:
             raise ConfigError(f"TMPDIR: the disk is too small for an audit in {room}; set it to a folder with more")
         on_room(room)
@@ -137,5 +137,5 @@ async def _bytes_each(log: Log, run: str, topic: Topic) -> float:
     # In a part lie those of many sessions, in no order: what is alike among neighbours is not alike there.
     apart = list({partition_key(group_of_fact(fact)): fact for fact in facts}.values())
     random.Random(0).shuffle(apart)
-    with closing(Spool()) as spool:
+    with closing(ScratchSpool()) as spool:
         return len(spool.packed(apart)) / len(apart) * len(facts) / num

@@ -2,7 +2,7 @@
 
     objects/<sha256>                      what an object of the store, or a part of the log, was
     list/<number>                         JSON lines [key, bytes, sha256] of the store
-    log/<topic>/<partition>/<from>-<to>   the sha256 of those records: zstd of u32 length · msgpack `Kept`
+    log/<topic>/<partition>/<from>-<to>   the sha256 of those records: zstd of u32 length · msgpack `BackupRecord`
     backup.json                           `Backup`, written last: without it the copy is not whole
 
 The order makes every reference resolve, while all roles write:
@@ -42,7 +42,7 @@ TRIES = 5
 Tell = Callable[[str], None]
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class BackupRecord(msgspec.Struct, frozen=True, array_like=True):
     """One record of the log as it lies in a backup."""
 
     offset: int
@@ -52,7 +52,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     headers: Headers = ()
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True):
+class BackupObject(msgspec.Struct, frozen=True, array_like=True):
     """One object of the store."""
 
     key: str
@@ -60,7 +60,7 @@ class Listed(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class PartitionRange(msgspec.Struct, frozen=True):
     """One partition from its first offset to its next. parts: sha256 of each, in order."""
 
     begin: int
@@ -76,7 +76,7 @@ class Backup(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     app: str
     taken_ms: int
-    topics: dict[str, tuple[Stretch, ...]] = {}
+    topics: dict[str, tuple[PartitionRange, ...]] = {}
     committed: dict[str, dict[str, dict[int, int]]] = {}
     lists: tuple[str, ...] = ()
     num_objects: int = 0
@@ -120,25 +120,25 @@ def checked(place: Store, sha256: str) -> bytes:
     return data
 
 
-def listed(place: Store, backup: Backup) -> Iterator[Listed]:
+def listed(place: Store, backup: Backup) -> Iterator[BackupObject]:
     """All objects of the store that a backup holds. Raises BadFrame."""
     for sha256 in backup.lists:
         for line in checked(place, sha256).splitlines():
-            yield msgspec.json.decode(line, type=Listed)
+            yield msgspec.json.decode(line, type=BackupObject)
 
 
-def recorded(place: Store, stretch: Stretch) -> Iterator[Kept]:
+def recorded(place: Store, stretch: PartitionRange) -> Iterator[BackupRecord]:
     """The records of a partition. Raises BadFrame."""
     for sha256 in stretch.parts:
         data = memoryview(zstandard.ZstdDecompressor().decompress(checked(place, sha256)))
         at = 0
         while at < len(data):
             length = int.from_bytes(data[at : at + 4], "little")
-            yield msgspec.msgpack.decode(data[at + 4 : at + 4 + length], type=Kept)
+            yield msgspec.msgpack.decode(data[at + 4 : at + 4 + length], type=BackupRecord)
             at += 4 + length
 
 
-class Shelf:
+class BackupTarget:
     """A place that is being filled: objects by hash, what was put there before is not put again."""
 
     def __init__(self, place: Store, tell: Tell) -> None:
@@ -146,7 +146,7 @@ class Shelf:
         self.tell = tell
         self.lists: list[str] = []
         self.num_objects = self.num_bytes = 0
-        self._entries: list[Listed] = []
+        self._entries: list[BackupObject] = []
 
     def keep(self, data: bytes) -> str:
         """Put an object there; its hash."""
@@ -166,7 +166,7 @@ class Shelf:
                 data = store.get(key)
             except NotInStore:
                 continue
-            self._entries.append(Listed(key, len(data), self.keep(data)))
+            self._entries.append(BackupObject(key, len(data), self.keep(data)))
             self.num_objects, self.num_bytes = self.num_objects + 1, self.num_bytes + len(data)
             self.tell(f"{self.num_objects:,} objects, {self.num_bytes:,} bytes: {key}")
             if len(self._entries) >= LIST_ENTRIES:
@@ -188,7 +188,9 @@ class Shelf:
         return whole
 
 
-async def copy_all(log: Log, store: Store, shelf: Shelf, committed: Mapping[str, dict[str, dict[int, int]]]) -> Backup:
+async def copy_all(
+    log: Log, store: Store, shelf: BackupTarget, committed: Mapping[str, dict[str, dict[int, int]]]
+) -> Backup:
     """Positions, the log, and what it names, in this order; not yet whole. committed: as they were before this call."""
     taken_ms = int(time.time() * 1000)
     await asyncio.to_thread(shelf.copy, store, lambda key: not key.startswith((*NAMED, *PRIVATE)))
@@ -206,12 +208,14 @@ async def _ends(log: Log) -> dict[str, dict[int, int]]:
             return ends
 
 
-async def copy_topic(log: Log, topic: Topic, ends: Mapping[int, int], shelf: Shelf) -> tuple[Stretch, ...]:
+async def copy_topic(
+    log: Log, topic: Topic, ends: Mapping[int, int], shelf: BackupTarget
+) -> tuple[PartitionRange, ...]:
     """All partitions of a topic, up to these ends."""
     return tuple([await _copy_partition(log, topic, index, end, shelf) for index, end in sorted(ends.items())])
 
 
-async def _copy_partition(log: Log, topic: Topic, index: int, end: int, shelf: Shelf) -> Stretch:
+async def _copy_partition(log: Log, topic: Topic, index: int, end: int, shelf: BackupTarget) -> PartitionRange:
     for _ in range(TRIES):
         begin = (await log.bounds(topic))[0][index]
         try:
@@ -221,7 +225,9 @@ async def _copy_partition(log: Log, topic: Topic, index: int, end: int, shelf: S
     raise ConfigError(f"{topic.name}/{index}: retention removes records faster than they can be copied")
 
 
-async def _copy_stretch(log: Log, topic: Topic, index: int, bounds: tuple[int, int], shelf: Shelf) -> Stretch:
+async def _copy_stretch(
+    log: Log, topic: Topic, index: int, bounds: tuple[int, int], shelf: BackupTarget
+) -> PartitionRange:
     """Parts that an earlier, unfinished run has put there are taken over as far as they follow one another."""
     begin, end = bounds
     prefix = f"log/{topic.name}/{index}/"
@@ -252,11 +258,11 @@ async def _copy_stretch(log: Log, topic: Topic, index: int, bounds: tuple[int, i
                     body, start = bytearray(), at
         if body:
             await put(end)
-    return Stretch(first, end, tuple(parts))
+    return PartitionRange(first, end, tuple(parts))
 
 
 def _packed(record: Record) -> bytes:
-    kept = Kept(record.offset, record.timestamp_ms, record.key, record.value, record.headers)
+    kept = BackupRecord(record.offset, record.timestamp_ms, record.key, record.value, record.headers)
     body = msgspec.msgpack.encode(kept)
     return len(body).to_bytes(4, "little") + body
 

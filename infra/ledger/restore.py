@@ -10,10 +10,20 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 
-from infra.ledger.backup import WHOLE, Backup, Kept, Stretch, Tell, checked, listed, partition_of, recorded
+from infra.ledger.backup import (
+    WHOLE,
+    Backup,
+    BackupRecord,
+    PartitionRange,
+    Tell,
+    checked,
+    listed,
+    partition_of,
+    recorded,
+)
 from infra.log.bus import Partition
 from infra.log.log import Log
-from infra.log.placing import OPEN, Placed, Placing
+from infra.log.placing import OPEN, Placed, PlacingConnection
 from infra.store.store import PRIVATE, Store
 from schemas.errors import ConfigError, NotInStore
 from schemas.topics import ALL, by_name, topic_config
@@ -27,7 +37,7 @@ ROUND_BYTES = 16 * 1024 * 1024
 async def restore(
     log: Log,
     store: Store,
-    placing: Placing,
+    placing: PlacingConnection,
     place: Store,
     backup: Backup,
     *,
@@ -112,7 +122,7 @@ def _has(store: Store, key: str, num_bytes: int | None) -> bool:
 
 
 async def _put_partition(
-    log: Log, placing: Placing, partition: Partition, place: Store, stretch: Stretch, tell: Tell
+    log: Log, placing: PlacingConnection, partition: Partition, place: Store, stretch: PartitionRange, tell: Tell
 ) -> None:
     at = (await log.bus.end_offsets(partition.topic))[partition]
     empty: Iterator[Placed] = ((0, b"", b"", ()) for _ in range(at, stretch.begin))
@@ -136,7 +146,7 @@ def _round(records: Iterator[Placed]) -> list[Placed]:
     return taken
 
 
-def placed(records: Iterator[Kept], at: int, stretch: Stretch) -> Iterator[Placed]:
+def placed(records: Iterator[BackupRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
     """What is to lie at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
     last: Placed = (0, b"", b"", ())
     for one in records:

@@ -23,7 +23,7 @@ AT_ONCE = 512
 LEVEL = 1
 
 
-class Spool:
+class ScratchSpool:
     """Not safe for concurrent use. The file lies where `tempfile` puts it: see TMPDIR."""
 
     def __init__(self, parts: int = PARTS, at_once: int = AT_ONCE) -> None:

@@ -34,14 +34,14 @@ OPEN = {
 Placed = tuple[int, bytes, bytes, Headers]  # time, key, value, headers
 
 
-class Placing:
+class PlacingConnection:
     """A connection that places records. bootstrap_servers, access: as of `KafkaBus`."""
 
     def __init__(self, bootstrap_servers: str, *, access: Access = PLAINTEXT) -> None:
         self._address = bootstrap_servers
         self._options = {"bootstrap_servers": bootstrap_servers, **client_options(access)}
 
-    async def __aenter__(self) -> "Placing":
+    async def __aenter__(self) -> "PlacingConnection":
         # Idempotent: a batch that is sent again does not move those behind it.
         self._producer = AIOKafkaProducer(
             **self._options, enable_idempotence=True, max_batch_size=MAX_RECORD_BYTES, max_request_size=MAX_RECORD_BYTES

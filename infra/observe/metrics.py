@@ -96,7 +96,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        told: bytes = generate_latest(_Told(self.registry, self._app))
+        told: bytes = generate_latest(_PrometheusNames(self.registry, self._app))
         return told
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
@@ -143,7 +143,7 @@ class Metrics:
         return values
 
 
-class _Told(CollectorRegistry):
+class _PrometheusNames(CollectorRegistry):
     """The families of a registry under the names that Prometheus reads; those of one name are one family."""
 
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
@@ -180,7 +180,7 @@ def _told(family: str) -> Exposed:
 
 
 def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":
@@ -202,4 +202,4 @@ def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: object) -> None:
             """Scrapes are not news."""
 
-    return Handler
+    return MetricsHandler

@@ -22,7 +22,7 @@ def connections(*, most: int, connect_s: float, answer_s: float, num_retries: in
             super().connect()
             self.sock.settimeout(answer_s)
 
-    class Pool(urllib3.HTTPConnectionPool):
+    class ConnectionPool(urllib3.HTTPConnectionPool):
         ConnectionCls = Patient
 
     class PoolWithTls(urllib3.HTTPSConnectionPool):
@@ -35,5 +35,5 @@ def connections(*, most: int, connect_s: float, answer_s: float, num_retries: in
         cert_reqs="CERT_REQUIRED",
         ca_certs=ca_file,
     )
-    manager.pool_classes_by_scheme = {"http": Pool, "https": PoolWithTls}
+    manager.pool_classes_by_scheme = {"http": ConnectionPool, "https": PoolWithTls}
     return manager

@@ -83,7 +83,7 @@ def closing_response(response: Any) -> Iterator[Any]:
         response.release_conn()
 
 
-class _Reading(io.RawIOBase):
+class _BytesReader(io.RawIOBase):
     """Bytes as a file. BytesIO would first copy all of a memoryview."""
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -166,7 +166,7 @@ class S3Store:
             self._client.put_object(
                 self._bucket,
                 name,
-                _Reading(data),
+                _BytesReader(data),
                 len(data),
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,

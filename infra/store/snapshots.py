@@ -34,10 +34,10 @@ class SnapshotDamaged(HeadraceError):
     """A part has other bytes than were written, or is gone."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class SnapshotPart(msgspec.Struct, frozen=True):
     """One object. stored_bytes: as it lies there; num_bytes, digest: of what was given to `save`.
 
-    Example: Part(key="snapshots/app/collect-0/parts/00000000000000000981-1f", stored_bytes=812, num_bytes=4096, digest="9a")
+    Example: SnapshotPart(key="snapshots/…/parts/0981-1f", stored_bytes=812, num_bytes=4096, digest="9a")
     """
 
     key: str
@@ -46,16 +46,16 @@ class Part(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class SnapshotManifest(msgspec.Struct, frozen=True):
     """What a manifest says. position: of the log, everything below is in it. parts: by name. about: whatever else its role
     says of it, in msgpack's types. key: of the manifest itself.
 
-    Example: Snapshot(series="app/collect-0", position=981, parts={"open/0": Part(...)}, about={"now_ms": 1763715600000})
+    Example: SnapshotManifest(series="app/collect-0", position=981, parts={"open/0": SnapshotPart(...)})
     """
 
     series: str
     position: int
-    parts: dict[str, Part]
+    parts: dict[str, SnapshotPart]
     about: dict[str, Any] = {}
     format: int = FORMAT
     key: str = ""
@@ -73,7 +73,7 @@ class _Head(msgspec.Struct):
 
 
 Refused = Callable[[str, str], None]
-_decoder = msgspec.json.Decoder(Snapshot)
+_decoder = msgspec.json.Decoder(SnapshotManifest)
 
 
 def save(
@@ -83,16 +83,16 @@ def save(
     parts: Iterable[tuple[str, bytes]],
     about: dict[str, Any],
     *,
-    before: Snapshot | None = None,
-    also: dict[str, Part] | None = None,
-) -> Snapshot:
+    before: SnapshotManifest | None = None,
+    also: dict[str, SnapshotPart] | None = None,
+) -> SnapshotManifest:
     """Write a snapshot; returns once it is stored. parts: made one after the other, so that one is in memory at a time.
 
     before: parts that are the same as in this one are named and not written. also: parts that are there already, looked at
     when the others are written, like `about`.
     Raises StoreError, SnapshotDamaged where parts of an earlier snapshot have been removed meanwhile.
     """
-    named: dict[str, Part] = {}
+    named: dict[str, SnapshotPart] = {}
     for name, data in parts:
         digest = xxhash.xxh3_128_hexdigest(data)
         known = before.parts.get(name) if before is not None else None
@@ -102,8 +102,8 @@ def save(
         key = f"{_folder(series, 'parts')}{position:020d}-{digest}"
         stored = zstandard.ZstdCompressor(level=LEVEL).compress(data)
         store.put(key, stored)
-        named[name] = Part(key, len(stored), len(data), digest)
-    snapshot = Snapshot(series, position, {**(also or {}), **named}, about)
+        named[name] = SnapshotPart(key, len(stored), len(data), digest)
+    snapshot = SnapshotManifest(series, position, {**(also or {}), **named}, about)
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(snapshot))
     key = f"{_folder(series, 'manifests')}{position:020d}-{digest}"
     snapshot = msgspec.structs.replace(snapshot, key=key)
@@ -114,7 +114,7 @@ def save(
     return snapshot
 
 
-def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot]:
+def candidates(store: Store, series: str, refused: Refused) -> Iterator[SnapshotManifest]:
     """Whole snapshots, newest first; refused: told the reason and a line for each that is none. Raises StoreError."""
     for key in sorted(store.keys(_folder(series, "manifests")), reverse=True):
         try:
@@ -136,12 +136,12 @@ def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot
             yield snapshot
 
 
-def newest(store: Store, series: str, refused: Refused) -> Snapshot | None:
+def newest(store: Store, series: str, refused: Refused) -> SnapshotManifest | None:
     """The first of `candidates`."""
     return next(candidates(store, series, refused), None)
 
 
-def read(store: Store, part: Part) -> bytes:
+def read(store: Store, part: SnapshotPart) -> bytes:
     """What was given to `save`. Raises SnapshotDamaged, StoreError."""
     try:
         stored = store.get(part.key)
@@ -158,7 +158,7 @@ def read(store: Store, part: Part) -> bytes:
     return data
 
 
-def missing(store: Store, snapshot: Snapshot) -> str:
+def missing(store: Store, snapshot: SnapshotManifest) -> str:
     """The key of a part that is not in the store with its size, "" for none. Raises StoreError."""
     there = set(store.keys(_folder(snapshot.series, "parts")))
     return next((part.key for part in snapshot.parts.values() if part.key not in there), "")
@@ -187,7 +187,7 @@ def prune(store: Store, series: str, kept: int = KEPT) -> int:
     return len(gone)
 
 
-def remove(store: Store, snapshot: Snapshot) -> None:
+def remove(store: Store, snapshot: SnapshotManifest) -> None:
     """Remove a snapshot and its parts, which others may name: for one of another log, at a position that means nothing here.
 
     Raises StoreError.

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from infra.store.snapshots import Part, Snapshot, read, save
+from infra.store.snapshots import SnapshotManifest, SnapshotPart, read, save
 from infra.store.store import Store
 from schemas.ids import session_of
 
@@ -71,7 +71,9 @@ def series_of(app: str, partition: int) -> str:
     return f"{app}/collect-{partition}"
 
 
-def write(store: Store, series: str, path: Path, keep_ms: int, abandoned: Callable[[], bool]) -> Snapshot | None:
+def write(
+    store: Store, series: str, path: Path, keep_ms: int, abandoned: Callable[[], bool]
+) -> SnapshotManifest | None:
     """Store the state file as it is at this moment; None where it is no further than the snapshot before.
 
     Reads it beside its writer, through a connection of its own. Raises StoreError, SnapshotDamaged, Abandoned.
@@ -89,18 +91,18 @@ def write(store: Store, series: str, path: Path, keep_ms: int, abandoned: Callab
         return save(store, series, meta["next_offset"], parts.make(), about, before=before, also=also)
 
 
-def snapshot_in(connection: sqlite3.Connection) -> Snapshot | None:
+def snapshot_in(connection: sqlite3.Connection) -> SnapshotManifest | None:
     """The snapshot that the file was last stored as, or made from."""
     row = connection.execute("SELECT data FROM snapshot").fetchone()
-    return None if row is None else msgspec.json.decode(row[0], type=Snapshot)
+    return None if row is None else msgspec.json.decode(row[0], type=SnapshotManifest)
 
 
-def closed_parts(snapshot: Snapshot) -> list[ClosedPart]:
+def closed_parts(snapshot: SnapshotManifest) -> list[ClosedPart]:
     """Those of closed groups, earliest first."""
     return [ClosedPart(*one) for one in snapshot.about["closed"]]
 
 
-def _still_kept(before: Snapshot | None, since_ms: int) -> tuple[list[ClosedPart], dict[str, Part]]:
+def _still_kept(before: SnapshotManifest | None, since_ms: int) -> tuple[list[ClosedPart], dict[str, SnapshotPart]]:
     """Parts of closed groups of the snapshot before of which some are still to be known."""
     if before is None:
         return [], {}
@@ -116,9 +118,9 @@ class _Parts:
         self,
         connection: sqlite3.Connection,
         store: Store,
-        before: Snapshot | None,
+        before: SnapshotManifest | None,
         closed: list[ClosedPart],
-        also: dict[str, Part],
+        also: dict[str, SnapshotPart],
         abandoned: Callable[[], bool],
     ) -> None:
         self._connection = connection
@@ -181,12 +183,12 @@ def closed_rows(data: bytes) -> list[ClosedRow]:
     return _closed_rows.decode(data)
 
 
-def memories_in(store: Store, snapshot: Snapshot) -> dict[str, bytes]:
+def memories_in(store: Store, snapshot: SnapshotManifest) -> dict[str, bytes]:
     """Of the steps, by name. Raises SnapshotDamaged, StoreError."""
     return _memories.decode(read(store, snapshot.parts["memories"]))
 
 
-def open_parts(snapshot: Snapshot) -> list[Part]:
+def open_parts(snapshot: SnapshotManifest) -> list[SnapshotPart]:
     """Those of open groups."""
     return [part for name, part in snapshot.parts.items() if name.startswith("open/")]
 
@@ -202,6 +204,6 @@ def hash_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
-def facts_of(snapshot: Snapshot) -> dict[str, Any]:
+def facts_of(snapshot: SnapshotManifest) -> dict[str, Any]:
     """The rows of the state file's table `meta` that say where the fold is."""
     return {"next_offset": snapshot.position} | {key: snapshot.about[key] for key in FACTS}

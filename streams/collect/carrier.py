@@ -14,7 +14,7 @@ import msgspec
 
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from infra.store.snapshots import DAMAGED, NEWER, Snapshot, SnapshotDamaged, candidates, prune, remove
+from infra.store.snapshots import DAMAGED, NEWER, SnapshotDamaged, SnapshotManifest, candidates, prune, remove
 from schemas.errors import StoreError
 from streams.collect.carried import LAYOUT, Abandoned, ClosedRow, series_of, write
 from streams.collect.pending import PendingFile
@@ -58,7 +58,7 @@ class Carrier:
         self._at = 0
         self._since_s = 0.0
 
-    async def candidates(self) -> list[Snapshot]:
+    async def candidates(self) -> list[SnapshotManifest]:
         """Whole snapshots of the partition, newest first; none where the store stays away."""
         store = self._store
         if store is None:
@@ -81,7 +81,7 @@ class Carrier:
         logger.warning("collect_snapshot_refused partition=%d reason=%s: %s", self._partition, reason, line)
         self._metrics.counter("snapshots_refused", reason=reason).inc()
 
-    async def remove(self, snapshot: Snapshot) -> None:
+    async def remove(self, snapshot: SnapshotManifest) -> None:
         """Take one of another log away: its position would be the newest for ever."""
         assert self._store is not None
         try:
@@ -89,7 +89,7 @@ class Carrier:
         except StoreError as error:
             self.refuse(AWAY, str(error))
 
-    async def adopt(self, snapshot: Snapshot) -> bool:
+    async def adopt(self, snapshot: SnapshotManifest) -> bool:
         """Make the state file this snapshot; False, with nothing changed, where a part of it cannot be had."""
         store = self._store
         assert store is not None

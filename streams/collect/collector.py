@@ -71,7 +71,7 @@ def frame_of(record: Record) -> bytes:
     return record.value if record.value[:2] == b"HR" else b""
 
 
-class Mark(NamedTuple):
+class LogEnds(NamedTuple):
     """Closures below `progress` are of records below `verified`: its end was read after theirs was known."""
 
     progress: int
@@ -96,7 +96,7 @@ class Collector:
         self._carrier = Carrier(log, metrics, partition, self._pending, settings.often, settings.rules.keep_ms)
         self._state = State()
         self._published: set[ClosureKey] = set()
-        self._mark: Mark | None = None
+        self._mark: LogEnds | None = None
 
     @property
     def next_offset(self) -> int:
@@ -147,7 +147,7 @@ class Collector:
         await self._take_up(begin, end)
         self._state.next_offset = max(self._state.next_offset, begin)
         self._published, known_to = await self._closures_since(self._pending.progress_offset)
-        self._mark = Mark(known_to, await self._end())
+        self._mark = LogEnds(known_to, await self._end())
         if self._state.next_offset < committed:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
@@ -256,7 +256,7 @@ class Collector:
         if closures:
             reached = max(await asyncio.gather(*(self._close(closure) for closure in closures))) + 1
             if self._mark is None and reached - self._pending.progress_offset >= self._settings.mark_every:
-                self._mark = Mark(reached, await self._end())
+                self._mark = LogEnds(reached, await self._end())
 
     async def _close(self, closure: Closure) -> int:
         position = await confirmed(lambda: self._log.publish(PROGRESS, closure), "progress", self._settings.give_up_s)

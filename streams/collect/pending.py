@@ -16,7 +16,7 @@ import msgspec
 
 from infra.chain.processor import Memory
 from infra.observe.failpoint import reach
-from infra.store.snapshots import Snapshot, SnapshotDamaged, read
+from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, read
 from infra.store.store import Store
 from schemas.wire.sections import FindSeal
 from streams.collect.carried import facts_of, memories_in, open_parts, open_rows, snapshot_in
@@ -89,18 +89,18 @@ class PendingFile:
             state.frames.absent = {at for group in state.groups.values() for at in group.offsets()} - there
         return state
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> SnapshotManifest | None:
         """The snapshot that the file was last stored as, or made from."""
         return snapshot_in(self._connection)
 
-    def stored_as(self, snapshot: Snapshot | None) -> None:
+    def stored_as(self, snapshot: SnapshotManifest | None) -> None:
         """The file was stored as this snapshot: the next needs what changed after it; None: the next needs all."""
         if snapshot is None:
             self._execute("DELETE FROM snapshot", ())
         else:
             self._execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
 
-    def adopt(self, store: Store, snapshot: Snapshot) -> None:
+    def adopt(self, store: Store, snapshot: SnapshotManifest) -> None:
         """Become the snapshot, in one transaction; blocking. Raises SnapshotDamaged, StoreError, and is as before then."""
         memories = memories_in(store, snapshot)
         with self._writing:

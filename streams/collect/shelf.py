@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from infra.store.snapshots import Part, Snapshot, SnapshotDamaged, read
+from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, SnapshotPart, read
 from infra.store.store import Store
 from schemas.ids import session_of
 from streams.collect.carried import ClosedRow, closed_parts, closed_rows, hash_of
@@ -22,11 +22,11 @@ HELD_PARTS = 2
 class _View(NamedTuple):
     """hashes: of all parts, sorted; numbers: of the parts they are of."""
 
-    snapshot: Snapshot
+    snapshot: SnapshotManifest
     hashes: npt.NDArray[np.uint64]
     numbers: npt.NDArray[np.int64]
 
-    def places(self, wanted: int) -> list[Part]:
+    def places(self, wanted: int) -> list[SnapshotPart]:
         """Parts that may hold it, newest first."""
         begin = int(np.searchsorted(self.hashes, np.uint64(wanted), "left"))
         end = int(np.searchsorted(self.hashes, np.uint64(wanted), "right"))
@@ -38,11 +38,11 @@ class Shelf:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._view = _View(Snapshot("", 0, {}), np.empty(0, np.uint64), np.empty(0, np.int64))
+        self._view = _View(SnapshotManifest("", 0, {}), np.empty(0, np.uint64), np.empty(0, np.int64))
         self._indexes: dict[str, npt.NDArray[np.uint64]] = {}
         self._held: dict[str, dict[str, ClosedRow]] = {}
 
-    def open(self, snapshot: Snapshot) -> None:
+    def open(self, snapshot: SnapshotManifest) -> None:
         """Look into this one from here on; blocking. Raises SnapshotDamaged, StoreError, and keeps the one before then."""
         indexes: dict[str, npt.NDArray[np.uint64]] = {}
         hashes, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
@@ -72,7 +72,7 @@ class Shelf:
                     found.setdefault(row.id, row)
         return list(found.values())
 
-    async def _rows(self, part: Part) -> dict[str, ClosedRow]:
+    async def _rows(self, part: SnapshotPart) -> dict[str, ClosedRow]:
         held = self._held.pop(part.key, None)
         if held is None:
             try:

@@ -24,7 +24,7 @@ from streams.reprocess.outcome import dropped, ending, ending_key, kept, left_ou
 from streams.reprocess.publisher import TIME_HEADER, ReprocessPublisher
 from streams.reprocess.ranges import Range, TimedEvent, in_time_order, messages_of
 from streams.reprocess.report import ReprocessReport
-from streams.reprocess.shelf import Shelf
+from streams.reprocess.shelf import OutcomeShelf
 
 BATCH = 64
 OnProgress = Callable[[int], None]
@@ -41,7 +41,7 @@ async def run_collect(
     log: Log,
     ranges: Sequence[Range],
     settings: CollectSettings,
-    shelf: Shelf,
+    shelf: OutcomeShelf,
     *,
     diff: bool,
     publisher: ReprocessPublisher | None,
@@ -107,7 +107,7 @@ def at_its_time(record: Record) -> Record:
     return record
 
 
-async def shelve(log: Log, shelf: Shelf, on_progress: OnProgress) -> bool:
+async def shelve(log: Log, shelf: OutcomeShelf, on_progress: OnProgress) -> bool:
     """Put aside what `buffer` and `progress` record; True if the beginning of `buffer` is gone."""
     begins = await log.bus.beginning_offsets(log.name(BUFFER))
     for topic in (BUFFER, PROGRESS):
@@ -124,7 +124,12 @@ async def shelve(log: Log, shelf: Shelf, on_progress: OnProgress) -> bool:
 
 
 async def _take(
-    report: ReprocessReport, shelf: Shelf, step: Led, diff: bool, trimmed: bool, publisher: ReprocessPublisher | None
+    report: ReprocessReport,
+    shelf: OutcomeShelf,
+    step: Led,
+    diff: bool,
+    trimmed: bool,
+    publisher: ReprocessPublisher | None,
 ) -> None:
     """Count, compare and publish what one record decided."""
     for reason, count in step.folded.dropped.items():
@@ -139,7 +144,7 @@ async def _take(
             await publisher.send(PROGRESS, decision.closure, step.time_ms)
 
 
-def compare(report: ReprocessReport, shelf: Shelf, decision: Decision, trimmed: bool) -> None:
+def compare(report: ReprocessReport, shelf: OutcomeShelf, decision: Decision, trimmed: bool) -> None:
     """One decision with what is recorded of its closure and of its members."""
     closure = decision.closure
     if shelf.get(ending_key(closure)) is None:

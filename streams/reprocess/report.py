@@ -3,7 +3,7 @@
 import msgspec
 
 from streams.reprocess.outcome import Difference, Reprocessed, differences
-from streams.reprocess.shelf import Shelf
+from streams.reprocess.shelf import OutcomeShelf
 
 EXAMPLES = 3
 
@@ -62,7 +62,7 @@ class ReprocessReport(msgspec.Struct):
         """Experiences dropped without a trace of their own, such as repeated deliveries."""
         self.dropped[reason] = self.dropped.get(reason, 0) + count
 
-    def compare(self, shelf: Shelf, new: Reprocessed, absent: Reprocessed | None = None) -> None:
+    def compare(self, shelf: OutcomeShelf, new: Reprocessed, absent: Reprocessed | None = None) -> None:
         """Compare with what is recorded; absent: what it means when nothing is recorded under the key."""
         if not shelf.meet(new.key):
             self.repeated += 1
@@ -91,7 +91,7 @@ class ReprocessReport(msgspec.Struct):
         if len(change.examples) < EXAMPLES:
             change.examples.append(Example(key, difference.old, difference.new))
 
-    def finish(self, shelf: Shelf) -> None:
+    def finish(self, shelf: OutcomeShelf) -> None:
         """Note what is recorded and no longer made, and bring the changes in order."""
         for gone in shelf.orphans():
             self.note(Difference("no longer made", "", f"from {gone.parent}", ""), gone.key)

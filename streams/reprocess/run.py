@@ -21,7 +21,7 @@ from streams.reprocess.collecting import run_collect
 from streams.reprocess.publisher import ReprocessPublisher, check_target
 from streams.reprocess.ranges import LogPlace, Range, parse_place, ranges_of, until_committed
 from streams.reprocess.report import ReprocessReport
-from streams.reprocess.shelf import Shelf
+from streams.reprocess.shelf import OutcomeShelf
 from streams.reprocess.tasking import run_tasks
 from streams.reprocess.verifying import run_verify
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
@@ -76,7 +76,7 @@ async def reprocess(
     if order.diff:
         ranges, behind = await until_committed(log, order.stage, ranges)
     with tempfile.TemporaryDirectory(prefix="headrace-reprocess-") as folder:
-        shelf = Shelf(Path(folder) / "recorded.sqlite")
+        shelf = OutcomeShelf(Path(folder) / "recorded.sqlite")
         try:
             if order.stage == "tasks":
                 report = await run_tasks(log, ranges, build_tasks(config), diff=order.diff, on_progress=on_progress)

@@ -13,7 +13,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Reprocessed)
 
 
-class Shelf:
+class OutcomeShelf:
     """Outcomes by key, the first of each. Not safe for concurrent use."""
 
     def __init__(self, path: Path) -> None:

@@ -25,7 +25,7 @@ from streams.reprocess.outcome import Reprocessed, dropped, kept
 from streams.reprocess.publisher import ReprocessPublisher
 from streams.reprocess.ranges import Range, TimedEvent, first_time_ms, in_time_order, messages_of
 from streams.reprocess.report import ReprocessReport
-from streams.reprocess.shelf import Shelf
+from streams.reprocess.shelf import OutcomeShelf
 from streams.stages.driver import TIMEOUT_S, Stage, decided
 from streams.stages.recall import recall
 from streams.stages.stage import Handled
@@ -86,7 +86,7 @@ async def run_verify(
     log: Log,
     ranges: Sequence[Range],
     steps: Sequence[Step],
-    shelf: Shelf,
+    shelf: OutcomeShelf,
     *,
     diff: bool,
     rescore: bool,
@@ -116,7 +116,7 @@ async def run_verify(
 
 
 async def _take(
-    report: ReprocessReport, shelf: Shelf, made: Made, diff: bool, publisher: ReprocessPublisher | None
+    report: ReprocessReport, shelf: OutcomeShelf, made: Made, diff: bool, publisher: ReprocessPublisher | None
 ) -> None:
     """Count, compare and publish what came of one record."""
     report.records += 1
@@ -152,7 +152,7 @@ def _untraced(handled: Handled, reason: str) -> int:
     return handled.dropped.get(reason, 0) - markers
 
 
-def _recorded(shelf: Shelf, report: ReprocessReport) -> Recorded:
+def _recorded(shelf: OutcomeShelf, report: ReprocessReport) -> Recorded:
     """Verdicts on the shelf, and failures of scores."""
 
     def recorded(question: Question) -> Verdict | Failure | None:
@@ -180,7 +180,7 @@ def _failed_key(id: str, stamp: str) -> str:
     return f"failed {id} {stamp}"
 
 
-async def shelve(log: Log, shelf: Shelf, since_ms: int, on_progress: OnProgress) -> None:
+async def shelve(log: Log, shelf: OutcomeShelf, since_ms: int, on_progress: OnProgress) -> None:
     """Put aside what `verified` and `evals` record from `since_ms` on."""
     for topic in (VERIFIED, EVALS):
         for one in await since(log, topic, since_ms):

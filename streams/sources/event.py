@@ -70,7 +70,7 @@ class Event(msgspec.Struct, frozen=True):
     ours: bool = False
 
 
-class Reading(msgspec.Struct, frozen=True):
+class EventReading(msgspec.Struct, frozen=True):
     """What became of one event. error: for invalid and failed ones, naming the field. brief: without the words of an
     exception, which may be the event's.
     """
@@ -97,16 +97,16 @@ async def publish_events(source: EventSource, events: Sequence[Event], log: Log,
             tasks.create_task(_in_order(queue))
 
 
-async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[Reading]:
+async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[EventReading]:
     """What each event says, by the user's function; never raises for what that function does. Raises StoreError."""
-    readings: list[Reading | None] = []
+    readings: list[EventReading | None] = []
     tables: list[object] = []
     for event in events:
         try:
             table = await _table(event, keys)
         except BadFrame as error:
             outcome: EventOutcome = "forgotten" if isinstance(error, Sealed) else "invalid"
-            readings.append(Reading(outcome, error=str(error), brief=str(error)))
+            readings.append(EventReading(outcome, error=str(error), brief=str(error)))
             continue
         readings.append(None)
         tables.append(table)
@@ -164,19 +164,19 @@ def feedback_fault(feedback: Feedback) -> str:
     return ""
 
 
-def _reading(source: EventSource, answer: object) -> Reading:
+def _reading(source: EventSource, answer: object) -> EventReading:
     if answer is None:
-        return Reading("ignored")
+        return EventReading("ignored")
     if isinstance(answer, calls.Failure):
         prefix = f"{source.name} {answer.kind}: "
-        return Reading("failed", error=prefix + answer.detail, brief=prefix + answer.detail.partition(":")[0])
+        return EventReading("failed", error=prefix + answer.detail, brief=prefix + answer.detail.partition(":")[0])
     if not isinstance(answer, Feedback):
         fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
-        return Reading("invalid", error=fault, brief=fault)
+        return EventReading("invalid", error=fault, brief=fault)
     if fault := feedback_fault(answer):
         brief = "ref: not the id of an answer" if fault.startswith("ref: ") else fault
-        return Reading("invalid", error=f"{source.name}: {fault}", brief=f"{source.name}: {brief}")
-    return Reading("accepted", msgspec.structs.replace(answer, source=source.name))
+        return EventReading("invalid", error=f"{source.name}: {fault}", brief=f"{source.name}: {brief}")
+    return EventReading("accepted", msgspec.structs.replace(answer, source=source.name))
 
 
 def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[], Awaitable[object]]:
@@ -197,7 +197,9 @@ def _publisher(source: EventSource, log: Log, feedback: Feedback) -> Callable[[]
     return lambda: confirmed(publish, "feedback", GIVE_UP_S)
 
 
-def _letter_publisher(source: EventSource, event: Event, reading: Reading, log: Log) -> Callable[[], Awaitable[object]]:
+def _letter_publisher(
+    source: EventSource, event: Event, reading: EventReading, log: Log
+) -> Callable[[], Awaitable[object]]:
     async def publish() -> object:
         sessions = ids.sessions_in(event.value.decode("utf-8", "replace"))
         letter = letter_at(

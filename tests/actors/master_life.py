@@ -66,7 +66,7 @@ def new_plan(token: int = TOKEN) -> Plan:
     return Plan(CONFIG, PACING, policy="main", token=token)
 
 
-class Life:
+class MasterLife:
     """Topics of one partition each, and a master that reads them as they are written."""
 
     def __init__(self) -> None:

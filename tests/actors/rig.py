@@ -107,7 +107,7 @@ def master(
     return asyncio.create_task(run_master(role_of("master", floor, log, store or MemoryStore()), config))
 
 
-class Heard:
+class TopicArrivals:
     """Everything in one topic, as it arrives."""
 
     def __init__(self, log: Log, topic: Topic) -> None:

@@ -13,7 +13,18 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas import EvalResult, Experience, Issued, Task
 from schemas.topics import EVALS, EXPERIENCES, TASKS
-from tests.actors.rig import MASTER, PACING, Heard, explorer, folder_store, load, master, running, streams, until
+from tests.actors.rig import (
+    MASTER,
+    PACING,
+    TopicArrivals,
+    explorer,
+    folder_store,
+    load,
+    master,
+    running,
+    streams,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +37,7 @@ def test_rollouts_evals_and_reissues_on_the_real_broker(kafka: str, app_name: st
         await log.create_topics(partitions=2, keep_ms=3_600_000)
         await load(log, dev=50)
         config = replace(MASTER, evals=(EvalSuite(suite="dev", every=10, tasks=50),), eval_lead=0)
-        tasks, heard, evals = Heard(log, TASKS), Heard(log, EXPERIENCES), Heard(log, EVALS)
+        tasks, heard, evals = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES), TopicArrivals(log, EVALS)
         listening = [asyncio.create_task(one.listen()) for one in (tasks, heard, evals)]
         stuck = ScriptedEngine(token_s=60.0)
         pacing = replace(PACING, reissue_s=3.0)

@@ -24,7 +24,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import NotInStore, StoreError
 from schemas.topics import POLICIES
-from tests.actors.rig import FLOOR, Heard, memory_log, running, until
+from tests.actors.rig import FLOOR, TopicArrivals, memory_log, running, until
 from tests.role import role_of
 
 VOCABULARY = 48
@@ -123,7 +123,7 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
     async def run() -> None:
         log, metrics, engine = await memory_log(), Metrics("explore"), ScriptedEngine(num_vocabulary=VOCABULARY)
         await engine.start()
-        heard = Heard(log, POLICIES)
+        heard = TopicArrivals(log, POLICIES)
         behind = CachedStore(store, HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)) if cached else store
         follower = PolicyFollower(role_of("explore", FLOOR, log, behind, metrics=metrics), engine, slow_s=0.05)
         loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen(), ask(engine))]
@@ -183,7 +183,7 @@ def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_
         log, metrics = await memory_log(), Metrics("explore")
         engine = PassingEngine(Exchange([tmp_path], free=lambda place: room[0]))
         await engine.start()
-        heard = Heard(log, POLICIES)
+        heard = TopicArrivals(log, POLICIES)
         follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
         loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen())]
         async with running(*loops):

@@ -19,7 +19,7 @@ from schemas import PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel
 from schemas.topics import POLICIES, REPORTS
 from tests.actors.gateway.gateway_rig import serving
-from tests.actors.rig import MASTER, Heard, master, running, until
+from tests.actors.rig import MASTER, TopicArrivals, master, running, until
 from tests.simulator.virtual_loop import VirtualLoop
 
 LATEST_S = MISSING_S + 20.0  # until a canary that stopped reporting is missed, and a report more
@@ -50,7 +50,7 @@ def test_a_trial_that_no_canary_serves_is_an_alarm_within_its_time_until_one_is_
     async def check() -> None:
         log = Log(MemoryBus(lambda: round(loop.time() * 1000)), "test")
         await log.create_topics(partitions=1, keep_ms=-1)
-        heard = Heard(log, REPORTS)
+        heard = TopicArrivals(log, REPORTS)
 
         async def missing() -> bool:
             await asyncio.sleep(1.0)
@@ -119,7 +119,7 @@ def test_a_share_of_sessions_without_a_canary_is_an_alarm_within_its_time_until_
 def test_a_gateway_reports_whether_it_is_a_canary(tmp_path: Path, channel: Channel) -> None:
     async def check() -> None:
         async with serving(tmp_path, channel=channel, report_s=0.05) as served:
-            heard = Heard(served.log, REPORTS)
+            heard = TopicArrivals(served.log, REPORTS)
             async with running(asyncio.create_task(heard.listen())):
                 await until(lambda: bool(heard.of(Progress)), seconds=60)
             assert heard.of(Progress)[0].is_canary == (channel == "canary")

@@ -16,9 +16,9 @@ from actors.master.gate.guard import (
     Before,
     Breach,
     Fault,
+    GuardedRate,
     GuardEvidence,
     Hour,
-    Measure,
     before_of,
     breach,
     compared,
@@ -96,7 +96,7 @@ def fault_of(new: dict[str, Tally], old: dict[str, Tally], least: int = 50, shar
 def test_what_happens_too_often_is_told_with_its_numbers() -> None:
     new, old = {"": Tally(100, failed=1, refused=40)}, {"": Tally(200, failed=1, refused=2)}
     usual = wilson(2, 200)[1]
-    assert failures(0.05) == (Measure("failed", 0.05), Measure("refused", 0.05))
+    assert failures(0.05) == (GuardedRate("failed", 0.05), GuardedRate("refused", 0.05))
     assert fault_of(new, old) == Fault(
         "refused 40 of 100 times", "2 of 200",
         {"guard/answers": 100.0, "guard/refused": 40.0, "guard/before/answers": 200.0, "guard/before/refused": 2.0,

@@ -22,7 +22,7 @@ from infra.store.store import Store
 from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
 from schemas.ids import group_of
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED
-from tests.actors.rig import EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, task, until
+from tests.actors.rig import EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 
 
 def issue(name: str, sequence: int = 0, *, min_version: int = 0, attempt: int = 0, **fields: object) -> Task:
@@ -49,7 +49,7 @@ async def announce(log: Log, store: Store, version: int, *, seed: int | None = N
     return event
 
 
-def listening(*heard: Heard) -> list[asyncio.Task[None]]:
+def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(one.listen()) for one in heard]
 
 
@@ -75,7 +75,7 @@ async def rewarded(task: Task, session: Session) -> tuple[Score, ...]:
 def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
             await log.publish(TASKS, issue("add", 7, attempt=2, meta={"hidden": 1}))
             await until(lambda: len(heard.experiences) == 3)
@@ -98,7 +98,7 @@ def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         store = folder_store(tmp_path)
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         async with running(explorer(log, store, ScriptedEngine()), *listening(heard)):
             await log.publish(TASKS, issue("later", 0, min_version=1))
             await log.publish(TASKS, issue("now", 1))
@@ -114,7 +114,7 @@ def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
 def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         config = named("one_episode_breaks")
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
             await log.publish(TASKS, issue("add", workflow="one_episode_breaks"))
@@ -129,7 +129,7 @@ def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> No
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
     async def run() -> list[DropMarker]:
         log = await memory_log()
-        heard = Heard(log, VERIFIED)
+        heard = TopicArrivals(log, VERIFIED)
         config = named("nothing_happens")
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
             await log.publish(TASKS, issue("add", 3, workflow="nothing_happens"))
@@ -154,7 +154,11 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
 
     async def run() -> tuple[list[DropMarker], list[Closure], list[Experience]]:
         log = await memory_log()
-        stubs, closures, heard = Heard(log, VERIFIED), Heard(log, PROGRESS), Heard(log, EXPERIENCES)
+        stubs, closures, heard = (
+            TopicArrivals(log, VERIFIED),
+            TopicArrivals(log, PROGRESS),
+            TopicArrivals(log, EXPERIENCES),
+        )
         async with running(
             explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(stubs), *listening(closures),
             *listening(heard),
@@ -179,7 +183,7 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
 def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         config = replace(EXPLORE, workflow=f"{__name__}:rewarded")
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
             await log.publish(TASKS, issue("add"))
@@ -193,7 +197,7 @@ def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_follow
     async def run() -> tuple[list[Experience], int]:
         store = folder_store(tmp_path)
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         await log.publish_all(TASKS, [ask(0, index) for index in range(5)])
         await announce(log, store, 1)
         engine = ScriptedEngine(token_s=0.005)
@@ -211,7 +215,7 @@ def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_give
     async def run() -> tuple[list[Experience], list[Closure]]:
         store = folder_store(tmp_path)
         log = await memory_log()
-        heard, progress = Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+        heard, progress = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, PROGRESS)
         for version in (1, 2, 3):
             await announce(log, store, version)
         await log.publish_all(TASKS, [ask(2, 0), ask(2, 1)])
@@ -231,7 +235,7 @@ def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path
     async def run() -> tuple[PolicyEvent, list[Experience]]:
         store = folder_store(tmp_path)
         log = await memory_log()
-        policies, heard = Heard(log, POLICIES), Heard(log, EXPERIENCES)
+        policies, heard = TopicArrivals(log, POLICIES), TopicArrivals(log, EXPERIENCES)
         engine = ScriptedEngine()
         async with running(explorer(log, store, engine), *listening(policies, heard)):
             await announce(log, store, 1)
@@ -265,7 +269,7 @@ def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(t
     async def run() -> list[Experience]:
         store = folder_store(tmp_path)
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         slow = ScriptedEngine(token_s=30.0)
         async with running(*listening(heard)):
             async with running(explorer(log, store, slow)):
@@ -282,7 +286,7 @@ def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(t
 def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         calls = iter(range(3))
 
         def script(prompt: tuple[int, ...]) -> list[int]:
@@ -302,7 +306,7 @@ def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_pa
 def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:
     async def run() -> list[DeadLetter]:
         log = await memory_log()
-        heard, dead = Heard(log, EXPERIENCES), Heard(log, DEAD_LETTERS)
+        heard, dead = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, DEAD_LETTERS)
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard, dead)):
             await log.bus.send(log.name(TASKS), b"nonsense", key=b"add.0")
             await log.publish(TASKS, issue("add"))
@@ -315,7 +319,7 @@ def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_o
 def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         stop = asyncio.Event()
         engine = ScriptedEngine(script=lambda prompt: [65, 65, 0], token_s=0.05)
         role = explorer(log, folder_store(tmp_path), engine, replace(EXPLORE, drain_s=5.0), stop=stop)
@@ -334,7 +338,7 @@ def test_progress_tells_what_the_explorer_did(tmp_path: Path) -> None:
     async def run() -> Progress:
         store = folder_store(tmp_path)
         log = await memory_log()
-        progress = Heard(log, REPORTS)
+        progress = TopicArrivals(log, REPORTS)
         async with running(explorer(log, store, ScriptedEngine()), *listening(progress)):
             await until(lambda: bool(progress.records))
             await log.publish(TASKS, issue("add"))

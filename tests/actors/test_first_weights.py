@@ -19,7 +19,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused
 from schemas.topics import POLICIES
-from tests.actors.rig import FLOOR, Heard, memory_log, running, until
+from tests.actors.rig import FLOOR, TopicArrivals, memory_log, running, until
 from tests.infra.weights.test_fetch import Counting
 from tests.role import role_of
 
@@ -64,7 +64,7 @@ def folders_of(keys: list[str]) -> set[str]:
     return {"/".join(key.split("/")[3:5]) for key in keys if "/manifests/" not in key}
 
 
-def is_decided(engine: FolderEngine, heard: Heard, version: int) -> bool:
+def is_decided(engine: FolderEngine, heard: TopicArrivals, version: int) -> bool:
     """Whether a version serves or was given up."""
     told = [one.version for one in heard.of(PolicyEvent) if one.event == "refused"]
     return engine.version == version or version in told
@@ -75,7 +75,7 @@ async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[Poli
     log, metrics = await memory_log(), Metrics("explore")
     await engine.start()
     follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
-    heard = Heard(log, POLICIES)
+    heard = TopicArrivals(log, POLICIES)
     for event in steps[0][0]:
         await log.publish(POLICIES, event)
     loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen())]

@@ -15,7 +15,7 @@ from schemas import Message, PolicyEvent, Progress, Task
 from schemas.reports import MAX_HELD
 from schemas.topics import REPORTS, TASKS
 from tests.actors.acting import eval_tasks, reissues, rollouts
-from tests.actors.rig import EXPLORE, FLOOR, Heard, explorer, folder_store, memory_log, running, until
+from tests.actors.rig import EXPLORE, FLOOR, TopicArrivals, explorer, folder_store, memory_log, running, until
 from tests.actors.test_explorer import ask, issue
 
 REPORT_S = 2
@@ -97,7 +97,7 @@ def test_a_word_on_what_was_never_issued_changes_nothing() -> None:
 def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_ended(tmp_path: Path) -> None:
     async def run() -> None:
         log = await memory_log()
-        heard = Heard(log, REPORTS)
+        heard = TopicArrivals(log, REPORTS)
         assert FLOOR.pacing.reissue_s == 300.0, "told often enough, since the settings of the test report every 0.05 s"
         floor = replace(FLOOR, pacing=replace(FLOOR.pacing, reissue_s=0.15))
         engine = ScriptedEngine(token_s=0.2)

@@ -12,7 +12,7 @@ from infra.store.memory import MemoryStore
 from schemas import DropMarker, Image, Issued, Message, Task
 from schemas.topics import EXPERIENCES, TASKS, VERIFIED
 from tests.actors.looking import Looking
-from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, Heard, memory_log, running, until
+from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, TopicArrivals, memory_log, running, until
 from tests.eye_model import drawings
 from tests.role import role_of
 
@@ -31,12 +31,14 @@ def issued(name: str, *images: Image) -> Task:
     )
 
 
-async def explore(store: MemoryStore, tasks: list[Task], engine: ScriptedEngine) -> tuple[Heard, Heard, Metrics]:
+async def explore(
+    store: MemoryStore, tasks: list[Task], engine: ScriptedEngine
+) -> tuple[TopicArrivals, TopicArrivals, Metrics]:
     from actors.rollout.explorer import run_explorer
 
     log: Log = await memory_log(store=store)
     metrics = Metrics("explore")
-    raw, verified = Heard(log, EXPERIENCES), Heard(log, VERIFIED)
+    raw, verified = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, VERIFIED)
     role = role_of("explore", FLOOR, log, store, metrics=metrics)
     explorer = run_explorer(role, EXPLORE, engine, CharTokenizer(), (EOS,))
     roles = [asyncio.create_task(one) for one in (explorer, raw.listen(), verified.listen())]

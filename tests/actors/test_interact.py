@@ -23,7 +23,7 @@ from infra.settings.plugin import load
 from schemas import Experience, Message, Task
 from schemas.errors import ConfigError
 from schemas.topics import EXPERIENCES, TASKS
-from tests.actors.rig import EOS, EXPLORE, MASTER, Heard, explorer, folder_store, memory_log, running, until
+from tests.actors.rig import EOS, EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, until
 from tests.actors.turns import RecordingEngine, TurnTokenizer, issued, logprob, play
 
 HERE = __name__
@@ -220,7 +220,7 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
 
     async def run() -> list[Experience]:
         log = await memory_log()
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         crash = {"environment": {"use": f"{HERE}:Crashes"}}
         config = ExploreConfig(
             **{name: getattr(EXPLORE, name) for name in ("report_s", "linger_s", "drain_s")},

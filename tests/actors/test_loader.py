@@ -12,7 +12,7 @@ from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Message, Task
 from schemas.pairs import pair_fault
 from schemas.topics import EXPERTS, TASKSET_RAW
-from tests.actors.rig import EOS, CharTokenizer, Heard, memory_log, task
+from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log, task
 
 
 def row(name: str, split: str = "train") -> Demonstration:
@@ -20,7 +20,7 @@ def row(name: str, split: str = "train") -> Demonstration:
     return Demonstration(id=name, messages=messages, response="280", answer="280", split=split)
 
 
-async def contents(heard: Heard) -> None:
+async def contents(heard: TopicArrivals) -> None:
     async for message in heard.log.read_all(heard.topic):
         heard.records.append(message.value)
 
@@ -44,7 +44,7 @@ def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
         tasks = [task("a"), task("b"), task("a")]
         first = await load_tasks(log, tasks, on_progress=progress.append)
         second = await load_tasks(log, [*tasks, task("c")])
-        heard = Heard(log, TASKSET_RAW)
+        heard = TopicArrivals(log, TASKSET_RAW)
         await contents(heard)
         return first, second, heard.records, progress
 
@@ -61,7 +61,7 @@ def test_demonstrations_are_loaded_once() -> None:
         rows = [row(f"add-{index}") for index in range(20)]
         first = await load_experts(log, rows, CharTokenizer())
         second = await load_experts(log, rows, CharTokenizer())
-        heard = Heard(log, EXPERTS)
+        heard = TopicArrivals(log, EXPERTS)
         await contents(heard)
         return first, second, heard.records
 
@@ -79,7 +79,7 @@ def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> No
         log = await memory_log()
         with pytest.raises(ValueError, match="601"):
             await load_tasks(log, rows())
-        heard = Heard(log, TASKSET_RAW)
+        heard = TopicArrivals(log, TASKSET_RAW)
         await contents(heard)
         return heard.records
 

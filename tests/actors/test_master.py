@@ -23,7 +23,7 @@ from tests.actors.rig import (
     FLOOR,
     MASTER,
     PACING,
-    Heard,
+    TopicArrivals,
     explorer,
     folder_store,
     load,
@@ -39,11 +39,11 @@ from tests.simulator.virtual_loop import VirtualLoop, run_virtual
 SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
 
-def listening(*heard: Heard) -> list[asyncio.Task[None]]:
+def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(one.listen()) for one in heard]
 
 
-def issued_in(heard: Heard) -> list[Issued]:
+def issued_in(heard: TopicArrivals) -> list[Issued]:
     return sorted((issued_of(one) for one in heard.of(Task)), key=lambda one: (one.sequence, one.attempt))
 
 
@@ -52,7 +52,7 @@ async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
     versions: dict[str, list[int]] = {}
     buffered: dict[int, str] = {}
     oldest: dict[int, int] = {}
-    experiences, progress = Heard(log, EXPERIENCES), Heard(log, PROGRESS)
+    experiences, progress = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, PROGRESS)
     async with running(*listening(experiences, progress)):
         for step in range(steps):
             size = PACING.groups_per_step
@@ -89,7 +89,7 @@ def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path
         store = folder_store(tmp_path)
         log = await memory_log()
         await load(log)
-        tasks, heard = Heard(log, TASKS), Heard(log, EXPERIENCES)
+        tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
         first, second = explorer(log, store, ScriptedEngine()), explorer(log, store, ScriptedEngine())
         roles = (master(log), first, second, asyncio.create_task(streams(log)))
         async with running(*roles, *listening(tasks, heard)):
@@ -108,7 +108,7 @@ def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Pa
         store = folder_store(tmp_path)
         log = await memory_log()
         await load(log)
-        tasks, heard = Heard(log, TASKS), Heard(log, EXPERIENCES)
+        tasks, heard = TopicArrivals(log, TASKS), TopicArrivals(log, EXPERIENCES)
         stuck = ScriptedEngine(token_s=30.0)
         async with running(master(log), asyncio.create_task(streams(log)), *listening(tasks, heard)):
             async with running(explorer(log, store, stuck)):
@@ -132,8 +132,8 @@ def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
         log = await memory_log()
         await load(log, dev=3)
         config = replace(MASTER, evals=(SUITE,), eval_lead=0)
-        tasks, evals = Heard(log, TASKS), Heard(log, EVALS)
-        progress, reports = Heard(log, PROGRESS), Heard(log, REPORTS)
+        tasks, evals = TopicArrivals(log, TASKS), TopicArrivals(log, EVALS)
+        progress, reports = TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
         roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
         async with running(*roles, *listening(tasks, evals, progress, reports)):
             async with running(master(log, config)):
@@ -158,7 +158,7 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
         log = await memory_log()
         await load(log, dev=3)
         config = replace(MASTER, evals=(SUITE,), stop=StopRule(versions=5), eval_lead=2, drain="1500ms")
-        evals, heard, progress = Heard(log, EVALS), Heard(log, EXPERIENCES), Heard(log, REPORTS)
+        evals, heard, progress = TopicArrivals(log, EVALS), TopicArrivals(log, EXPERIENCES), TopicArrivals(log, REPORTS)
 
         def correct(experience: Experience) -> bool:
             return experience.max_version >= 2
@@ -188,7 +188,7 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
     async def run() -> list[Issued]:
         log = await memory_log()
         await load(log)
-        tasks, progress = Heard(log, TASKS), Heard(log, REPORTS)
+        tasks, progress = TopicArrivals(log, TASKS), TopicArrivals(log, REPORTS)
         async with running(master(log, replace(MASTER, first_version=1)), *listening(tasks, progress)):
             await until(lambda: any(one.gauges.get("tasks") == 4 for one in progress.of(Progress)))
             assert not tasks.records
@@ -202,7 +202,7 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
 def test_a_master_that_is_told_to_stop_says_so_last_of_all() -> None:
     async def run() -> list[tuple[str, str | None]]:
         log, stop = await memory_log(), asyncio.Event()
-        reports = Heard(log, REPORTS)
+        reports = TopicArrivals(log, REPORTS)
         role = role_of("master", FLOOR, log, MemoryStore(), stop=stop)
         async with running(*listening(reports)):
             master_running = asyncio.create_task(run_master(role, MASTER))
@@ -221,7 +221,7 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
         log = await memory_log()
         await log.bus.send("test.taskset", b"nonsense", key=b"task")
         await load(log)
-        tasks = Heard(log, TASKS)
+        tasks = TopicArrivals(log, TASKS)
         async with running(master(log), *listening(tasks)):
             await until(lambda: len(tasks.records) == 4)
         return issued_in(tasks)
@@ -238,7 +238,7 @@ def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_l
 
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
-        policies, progress = Heard(log, POLICIES), Heard(log, REPORTS)
+        policies, progress = TopicArrivals(log, POLICIES), TopicArrivals(log, REPORTS)
         config = replace(MASTER, gate=GateConfig(guard=GateGuardConfig(), people=PeopleConfig(block="1ms")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):

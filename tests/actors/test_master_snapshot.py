@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from actors.engines.scripted import ScriptedEngine
 from actors.master.kept import packed, put_back
 from actors.master.plan import Plan
-from actors.master.snapshot import FORMAT, Head, Snapshots, Unfit, opened, require_reach, shaping, summed
+from actors.master.snapshot import FORMAT, SnapshotHead, Snapshots, Unfit, opened, require_reach, shaping, summed
 from actors.rollout.waiting import issued_of
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
@@ -25,8 +25,8 @@ from infra.store.store import Store
 from schemas import Closure, Directive, Drawn, Issued, Progress, Task
 from schemas.errors import StoreError
 from schemas.topics import POLICIES, PROGRESS, REPORTS, TASKS
-from tests.actors.master_life import CONFIG, METRICS, TOKEN, Life, issued_in, new_plan
-from tests.actors.rig import MASTER, Heard, explorer, load, master, memory_log, running, streams, until
+from tests.actors.master_life import CONFIG, METRICS, TOKEN, MasterLife, issued_in, new_plan
+from tests.actors.rig import MASTER, TopicArrivals, explorer, load, master, memory_log, running, streams, until
 from tests.simulator.virtual_loop import run_virtual
 
 WHEN = {  # moments of reading, which differ by what else had been read by then
@@ -53,7 +53,7 @@ def plain(name: object, value: object) -> object:
     return sorted(value) if name in SETS and isinstance(value, list) else value
 
 
-def from_snapshot(life: Life, data: bytes, at: dict[str, int], token: int) -> Plan:
+def from_snapshot(life: MasterLife, data: bytes, at: dict[str, int], token: int) -> Plan:
     """A master that begins with the state and reads each topic from its place on, `tasks` first."""
     plan = new_plan(token)
     put_back(plan, data)
@@ -76,7 +76,7 @@ def from_snapshot(life: Life, data: bytes, at: dict[str, int], token: int) -> Pl
 def test_a_master_from_a_snapshot_decides_as_one_that_read_everything(
     happened: list[tuple[int, int]], share: float, late: int
 ) -> None:
-    life = Life()
+    life = MasterLife()
     cut = int(share * len(happened))
     for what, number in happened[:cut]:
         life.happen(what, number)
@@ -95,8 +95,8 @@ def test_a_master_from_a_snapshot_decides_as_one_that_read_everything(
     assert begun.state == read.state
 
 
-def stored(life: Life, *, policy: str = "main", log: str = "9f") -> bytes:
-    head = Head(
+def stored(life: MasterLife, *, policy: str = "main", log: str = "9f") -> bytes:
+    head = SnapshotHead(
         format=FORMAT, shaping=shaping(CONFIG, policy), log=log, release="0", clock_ms=1, places={"tasks": {0: 3}}
     )  # fmt: skip
     return summed(msgspec.json.encode(head) + b"\n" + packed(life.plan))
@@ -118,7 +118,7 @@ def stored(life: Life, *, policy: str = "main", log: str = "9f") -> bytes:
 def test_a_snapshot_that_is_not_whole_or_of_others_is_refused_in_a_line_that_says_which(
     change: Callable[[bytes], bytes], why: str
 ) -> None:
-    data = stored(Life())
+    data = stored(MasterLife())
     assert opened(data, new_plan(), "main", "9f").places == {"tasks": {0: 3}}
     with pytest.raises(Unfit, match=re.escape(why)):
         opened(change(data), new_plan(), "main", "9f")
@@ -140,7 +140,7 @@ def test_other_gates_suites_and_stop_rules_count_the_log_otherwise_and_sampling_
 
 
 def test_a_state_that_lacks_a_part_is_refused_whole() -> None:
-    found = msgspec.msgpack.decode(packed(Life().plan), type=dict[str, msgspec.Raw])
+    found = msgspec.msgpack.decode(packed(MasterLife().plan), type=dict[str, msgspec.Raw])
     del found["admission"]
     with pytest.raises(ValueError, match="Plan: 'admission' is not there"):
         put_back(new_plan(), msgspec.msgpack.encode(found))
@@ -187,7 +187,7 @@ def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_
     async def run() -> tuple[list[Issued], dict[str, int], list[str]]:
         store, log = MemoryStore(), await memory_log()
         await load(log)
-        tasks, progress, reports = Heard(log, TASKS), Heard(log, PROGRESS), Heard(log, REPORTS)
+        tasks, progress, reports = TopicArrivals(log, TASKS), TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
         listening = [asyncio.create_task(one.listen()) for one in (tasks, progress, reports)]
         roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
         async with running(*roles, *listening):
@@ -213,7 +213,7 @@ def test_a_master_whose_snapshots_are_damaged_or_cannot_be_read_counts_the_whole
     async def run(damage: Callable[[MemoryStore], Store]) -> list[Issued]:
         store, log = MemoryStore(), await memory_log()
         await load(log)
-        tasks, reports = Heard(log, TASKS), Heard(log, REPORTS)
+        tasks, reports = TopicArrivals(log, TASKS), TopicArrivals(log, REPORTS)
         listening = [asyncio.create_task(one.listen()) for one in (tasks, reports)]
         async with running(*listening):
             async with running(master(log, OFTEN, store=store)):

@@ -12,7 +12,7 @@ from infra.observe.metrics import Metrics
 from schemas import Score
 from schemas.topics import EXPERIENCES, TASKS
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, says
-from tests.actors.rig import EXPLORE, FLOOR, MASTER, Heard, folder_store, memory_log, running, task, until
+from tests.actors.rig import EXPLORE, FLOOR, MASTER, TopicArrivals, folder_store, memory_log, running, task, until
 from tests.actors.test_program import AGENTS, ChatBytes
 from tests.role import role_of
 
@@ -22,12 +22,12 @@ CONFIG = replace(
 FAILING = replace(CONFIG, options={"use": f"{AGENTS}:raises"})
 
 
-def played(folder: Path, config: object) -> tuple[Heard, Metrics]:
+def played(folder: Path, config: object) -> tuple[TopicArrivals, Metrics]:
     """What an explorer publishes of one group of three episodes."""
 
-    async def run() -> tuple[Heard, Metrics]:
+    async def run() -> tuple[TopicArrivals, Metrics]:
         log, metrics = await memory_log(), Metrics("explore")
-        heard = Heard(log, EXPERIENCES)
+        heard = TopicArrivals(log, EXPERIENCES)
         engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
         role = role_of("explore", FLOOR, log, folder_store(folder), metrics=metrics)
         explorer = asyncio.create_task(run_explorer(role, config, engine, ChatBytes(), (EOS,)))  # type: ignore[arg-type]

@@ -271,7 +271,7 @@ def test_a_group_renders_its_prompt_once() -> None:
     assert cached.decode(spell("x")) == "x"
 
 
-class Watched(Spelled):
+class ThreadNotes(Spelled):
     """Notes in which thread it rendered."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class Watched(Spelled):
 
 def test_a_long_conversation_is_tokenized_away_from_the_event_loop_and_once_for_a_group() -> None:
     async def main(text: str) -> list[bool]:
-        watched = Watched()
+        watched = ThreadNotes()
         cached = CachedTokenizer(watched)
         await asyncio.gather(*(Session(Answers(answer(END)), cached, SAMPLING).reply([user(text)]) for _ in range(8)))
         return watched.threads

@@ -25,7 +25,7 @@ from tests.actors.rig import (
     FLOOR,
     MASTER,
     CharTokenizer,
-    Heard,
+    TopicArrivals,
     folder_store,
     memory_log,
     running,
@@ -75,7 +75,11 @@ class Rig:
         self.log = log
         self.metrics = Metrics("explore")
         self.engine = ScriptedEngine()
-        self.answers, self.markers, self.reports = Heard(log, EXPERIENCES), Heard(log, VERIFIED), Heard(log, REPORTS)
+        self.answers, self.markers, self.reports = (
+            TopicArrivals(log, EXPERIENCES),
+            TopicArrivals(log, VERIFIED),
+            TopicArrivals(log, REPORTS),
+        )
 
     def counters(self) -> dict[str, float]:
         return self.metrics.counters()

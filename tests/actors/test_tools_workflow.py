@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 
-from actors.rollout.tool import Tool, answer, load_tool, read_call
+from actors.rollout.tool import ToolSpec, answer, load_tool, read_call
 from actors.rollout.workflow import Workflow
 from infra.settings.plugin import load
 from schemas import Experience
@@ -170,7 +170,7 @@ def test_the_policy_is_told_names_descriptions_and_schemas() -> None:
 
 
 def test_bound_options_are_not_the_policys_to_choose() -> None:
-    tool: Tool = load_tool(f"{HERE}:shout", {"mark": "?"})
+    tool: ToolSpec = load_tool(f"{HERE}:shout", {"mark": "?"})
     assert set(tool.parameters["properties"]) == {"text"}
     turns = iter((call("shout", text="a"), "ok"))
     workflow = load(

@@ -33,7 +33,7 @@ LOOK_S = 0.5
 GROUPS_PER_S = 4.0  # of each of the two writers
 
 
-class Found(msgspec.Struct):
+class BrokerLoopResult(msgspec.Struct):
     """What was done, and what the cluster did. back_s: of each kill or restart, until the broker answered again."""
 
     kills: dict[int, int] = msgspec.field(default_factory=lambda: defaultdict(int))
@@ -42,7 +42,7 @@ class Found(msgspec.Struct):
     moves: int = 0
 
 
-async def watch_leaders(bootstrap: str, found: Found) -> None:
+async def watch_leaders(bootstrap: str, found: BrokerLoopResult) -> None:
     """Count partitions whose leader is another than at the last look."""
     before: Leaders = {}
     async with Watcher(bootstrap) as watcher:
@@ -55,7 +55,9 @@ async def watch_leaders(bootstrap: str, found: Found) -> None:
             await asyncio.sleep(LOOK_S)
 
 
-async def shoot(cluster: ThreeBrokers, found: Found, kills: int, seed: int, pause_s: tuple[float, float]) -> None:
+async def shoot(
+    cluster: ThreeBrokers, found: BrokerLoopResult, kills: int, seed: int, pause_s: tuple[float, float]
+) -> None:
     """Every broker as often as another, in random order; a rolling restart after every 20th kill, and at the end."""
     chosen = random.Random(seed)
     targets = [node for _ in range(kills // len(NODES) + 1) for node in chosen.sample(NODES, len(NODES))][:kills]
@@ -78,9 +80,9 @@ async def shoot(cluster: ThreeBrokers, found: Found, kills: int, seed: int, paus
 
 async def attacked(
     cluster: ThreeBrokers, app: str, folder: Path, *, kills: int, seed: int, pause_s: tuple[float, float] = (0.2, 2.0)
-) -> tuple[Found, dict[str, object]]:
+) -> tuple[BrokerLoopResult, dict[str, object]]:
     """Load, shots, drain; what was done, and what the ledgers say."""
-    found, started_s = Found(), time.monotonic()
+    found, started_s = BrokerLoopResult(), time.monotonic()
     async with loaded(cluster.bootstrap, app, folder, GROUPS_PER_S) as load:
         watching = asyncio.create_task(watch_leaders(cluster.bootstrap, found))
         await until(lambda: len(load.seen) > 10, seconds=60.0)  # both writers and the reader work
@@ -93,7 +95,7 @@ async def attacked(
     return found, {**judged, "minutes": round((time.monotonic() - started_s) / 60, 1)}
 
 
-def table(found: Found, judged: dict[str, object]) -> Table:
+def table(found: BrokerLoopResult, judged: dict[str, object]) -> Table:
     """What a person reads."""
     shown = Table("what", "figure", title="three brokers, replication 3, two in sync")
     for node in NODES:

@@ -72,7 +72,7 @@ class Shot:
 
 
 @dataclass
-class Seen:
+class RolesSeen:
     """What the log shows of the roles: the newest report of each, and when anything was last appended (wall seconds)."""
 
     reports: dict[str, tuple[str, str, float]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def shoot(folder: Path, shot: Shot) -> int:
     raise AssertionError(f"no {shot.target} to shoot at within {RECOVER_S:g} s")
 
 
-async def follow_reports(log: Log, seen: Seen) -> None:
+async def follow_reports(log: Log, seen: RolesSeen) -> None:
     """Keep `seen` up to date, whatever happens to the broker."""
     while True:
         try:
@@ -119,7 +119,7 @@ async def follow_reports(log: Log, seen: Seen) -> None:
             continue
 
 
-async def recovered(seen: Seen, shot: Shot, pid: int, at_s: float) -> float:
+async def recovered(seen: RolesSeen, shot: Shot, pid: int, at_s: float) -> float:
     """Seconds until the target worked again: another process of the role, or the same one after a stop, has reported."""
     while (now_s := time.time()) < at_s + RECOVER_S:
         if shot.target == "kafka":
@@ -137,7 +137,7 @@ async def recovered(seen: Seen, shot: Shot, pid: int, at_s: float) -> float:
     )
 
 
-async def fire(folder: Path, shots: list[Shot], seen: Seen, until_s: float) -> list[float]:
+async def fire(folder: Path, shots: list[Shot], seen: RolesSeen, until_s: float) -> list[float]:
     """All shots, some of them while earlier targets are still coming back; returns the recovery times."""
     recovering: dict[str, asyncio.Task[float]] = {}
     times: list[float] = []
@@ -175,7 +175,7 @@ def changed_settings(options: DemoOptions) -> Path:
     return config
 
 
-async def overtake(shifts: Shifts, cycles: list[tuple[str, float]], seen: Seen, until_s: float) -> int:
+async def overtake(shifts: Shifts, cycles: list[tuple[str, float]], seen: RolesSeen, until_s: float) -> int:
     """All cycles, one after the other; returns how many there was time for."""
 
     def working(role: str) -> str:
@@ -209,7 +209,7 @@ async def crash_loop(
     roles = [patient(role_child(settings, config, (), role)) for role in TARGETS if role != "kafka"]
     overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
     lasting = [*(child for child in roles if child not in overtaken), *loads]
-    watch, seen = Watch(started_s=time.time()), Seen()
+    watch, seen = Watch(started_s=time.time()), RolesSeen()
     async with Supervisor([patient(broker)]) as first:
         await prepare(settings, first, task_of(options.task))
         async with connected(settings) as log, Supervisor(lasting) as running, Shifts(overtaken) as shifts:

@@ -31,7 +31,7 @@ from schemas import Block, PolicyEvent, Progress, topics
 from schemas.topics import Topic
 from tests.actors.rig import until
 from tests.e2e.crash_ledger import Fates, LiveLedger
-from tests.e2e.users import Users
+from tests.e2e.users import UserCrowd
 
 REPOSITORY = Path(__file__).parents[2]
 STARTS_S = 120.0
@@ -194,7 +194,7 @@ def _command(*arguments: str, config: Path) -> list[str]:
 class LightSystem:
     """The roles, the users and the ledgers of one folder, in one event loop. published: versions, in the log's order."""
 
-    def __init__(self, log: Log, fleet: Fleet, users: Users) -> None:
+    def __init__(self, log: Log, fleet: Fleet, users: UserCrowd) -> None:
         self.log, self.fleet, self.users = log, fleet, users
         self.ledger = LiveLedger(log, fleet.folder / "acknowledged.txt")
         self.published: list[int] = []
@@ -308,7 +308,7 @@ async def opened(bootstrap: str, app: str, fleet: Fleet, key: str) -> AsyncItera
     bus = KafkaBus(bootstrap)
     await bus.start()
     try:
-        async with Users(key) as users, asyncio.TaskGroup() as group:
+        async with UserCrowd(key) as users, asyncio.TaskGroup() as group:
             system = LightSystem(Log(bus, app, store=DirectoryStore(fleet.folder / "store")), fleet, users)
             system.reading = group.create_task(system.ledger.follow())
             said = (system.follow(topics.REPORTS), system.follow(topics.PROGRESS), system.follow_versions())

@@ -54,7 +54,7 @@ async def edges(log: Log) -> Edges:
     return {topic.name: await log.bounds(topic) for topic in topics.ALL}
 
 
-class Opened:
+class OpenedLog:
     """A log on a broker, for as long as the block takes."""
 
     def __init__(self, bootstrap: str, folder: Path) -> None:
@@ -71,7 +71,7 @@ class Opened:
 
 async def lived(bootstrap: str, folder: Path) -> tuple[dict[str, list[Record]], Edges]:
     """An app with a past: trained, trimmed, with committed offsets."""
-    async with Opened(bootstrap, folder) as log:
+    async with OpenedLog(bootstrap, folder) as log:
         assert log.store is not None
         await log.create_topics(partitions=2, keep_ms=-1)
         for number in range(4):
@@ -89,13 +89,13 @@ async def lived(bootstrap: str, folder: Path) -> tuple[dict[str, list[Record]], 
 
 
 async def after(bootstrap: str, folder: Path) -> tuple[dict[str, list[Record]], Edges, dict[Partition, int]]:
-    async with Opened(bootstrap, folder) as log:
+    async with OpenedLog(bootstrap, folder) as log:
         return await everything(log), await edges(log), await log.bus.committed(GROUP, log.name(topics.VERIFIED))
 
 
 async def go_on(bootstrap: str, folder: Path, groups_from: int = 2 * STEPS, more: int = STEPS_MORE) -> list[int]:
     """Train more steps on more groups; all steps of the journal."""
-    async with Opened(bootstrap, folder) as log:
+    async with OpenedLog(bootstrap, folder) as log:
         assert log.store is not None
         for sequence in range(groups_from, groups_from + 2 * more):
             await log.publish(topics.BUFFER, block(sequence))
@@ -120,7 +120,7 @@ async def work(bootstrap: str, folder: Path, begun: threading.Event, enough: thr
             sequence += 1
             await asyncio.sleep(PER_GROUP_S)
 
-    async with Opened(bootstrap, folder) as log:
+    async with OpenedLog(bootstrap, folder) as log:
         assert log.store is not None
         await log.create_topics(partitions=2, keep_ms=-1)
         for number in range(4):

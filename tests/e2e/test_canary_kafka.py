@@ -79,7 +79,7 @@ class Visit(msgspec.Struct, frozen=True):
     versions: tuple[int, int]
 
 
-class Site(msgspec.Struct, frozen=True):
+class TwoGateways(msgspec.Struct, frozen=True):
     """Two gateways, and the log behind them."""
 
     log: Log
@@ -109,13 +109,15 @@ class Site(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def site_of(folder: Path, app: str, bootstrap: str, urls: tuple[str, str], key: str) -> AsyncIterator[Site]:
+async def site_of(
+    folder: Path, app: str, bootstrap: str, urls: tuple[str, str], key: str
+) -> AsyncIterator[TwoGateways]:
     bus = KafkaBus(bootstrap)
     await bus.start()
     client = openai.AsyncOpenAI(api_key=key, base_url=f"{urls[0]}/v1", max_retries=0, timeout=60)
     store = DirectoryStore(folder / "store")
     try:
-        yield Site(Log(bus, app, store=store), store, client, *urls)
+        yield TwoGateways(Log(bus, app, store=store), store, client, *urls)
     finally:
         await client.close()
         await bus.close()
@@ -128,7 +130,7 @@ async def topics_of(bootstrap: str, app: str) -> None:
     await bus.close()
 
 
-async def published(site: Site, version: int) -> None:
+async def published(site: TwoGateways, version: int) -> None:
     """As a trainer does: an anchor in the store, an event in the log."""
     table = np.random.default_rng(version).normal(size=(128, 128)).astype(np.float32)
     event = await asyncio.to_thread(
@@ -152,7 +154,7 @@ def drawn(name: str, count: int, trial: int) -> list[str]:
     return [session for session in named if inside(session, trial)][:count]
 
 
-async def ask(site: Site, session: str) -> tuple[str, int]:
+async def ask(site: TwoGateways, session: str) -> tuple[str, int]:
     """Id of an answer and the version that gave it; raises whatever a client would see."""
     header = {"x-session-id": session}
     done = await site.client.chat.completions.create(model="m", messages=ASK, extra_headers=header)
@@ -160,7 +162,7 @@ async def ask(site: Site, session: str) -> tuple[str, int]:
     return done.id, int(done.system_fingerprint.removeprefix("v"))
 
 
-async def streamed(site: Site, session: str) -> int:
+async def streamed(site: TwoGateways, session: str) -> int:
     """The version that streamed a whole answer."""
     header = {"x-session-id": session}
     stream = await site.client.chat.completions.create(model="m", messages=ASK, extra_headers=header, stream=True)
@@ -169,7 +171,7 @@ async def streamed(site: Site, session: str) -> int:
     return int(str(chunks[0].system_fingerprint).removeprefix("v"))
 
 
-async def visit(site: Site, session: str, likes: Likes) -> Visit:
+async def visit(site: TwoGateways, session: str, likes: Likes) -> Visit:
     """A customer of two turns, who says what the first was worth."""
     answer, version = await ask(site, session)
     said = {"answer_id": answer, "value": likes(version), "rater": session}
@@ -177,7 +179,7 @@ async def visit(site: Site, session: str, likes: Likes) -> Visit:
     return Visit(session, (version, await streamed(site, session)))
 
 
-async def tried(site: Site, version: int, likes: Likes) -> tuple[PolicyEvent, Sequence[Visit]]:
+async def tried(site: TwoGateways, version: int, likes: Likes) -> tuple[PolicyEvent, Sequence[Visit]]:
     """Customers come until the trial has ended; all that came before it had."""
     visits: list[Visit] = []
     async with asyncio.timeout(120):
@@ -189,7 +191,7 @@ async def tried(site: Site, version: int, likes: Likes) -> tuple[PolicyEvent, Se
             visits += found
 
 
-async def reached(site: Site, version: int) -> None:
+async def reached(site: TwoGateways, version: int) -> None:
     """Until the stable gateway, which asks every second, has found its canary."""
     (session,) = drawn("first", 1, version)
     async with asyncio.timeout(60):
@@ -204,7 +206,7 @@ def check_share(visits: Sequence[Visit], *, stable: int, trial: int) -> None:
     assert (trial, trial) in {one.versions for one in visits if inside(one.session, trial)}
 
 
-async def check_trials(site: Site) -> None:
+async def check_trials(site: TwoGateways) -> None:
     """What is liked better becomes the stable version; what is liked less is taken back."""
     for version in (1, 2, 3):
         await published(site, version)
@@ -230,7 +232,7 @@ async def check_trials(site: Site) -> None:
     await site.serve(site.canary, 2)
 
 
-async def check_kill(site: Site, canary: "subprocess.Popen[bytes]") -> None:
+async def check_kill(site: TwoGateways, canary: "subprocess.Popen[bytes]") -> None:
     """A canary killed while it answers: whoever it had answered nothing yet is answered by the stable gateway."""
     await published(site, 4)
     await site.move(4, "canary")

@@ -27,7 +27,7 @@ from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import Batch, Experience, PolicyEvent, Span, Task, topics
 from schemas.ids import task_of
-from tests.actors.rig import Heard, folder_store, running, until
+from tests.actors.rig import TopicArrivals, folder_store, running, until
 from tests.e2e.clients_model import CallingEngine, build_model
 from tests.e2e.demo_run import last_words
 from tests.e2e.test_whole_system_kafka import command
@@ -74,7 +74,7 @@ options = {{ command = {command} }}
 """
 
 
-class Trained(msgspec.Struct, frozen=True):
+class TrainedByClient(msgspec.Struct, frozen=True):
     """What went through the log: experiences by client, their ids that were trained, and the weights of each version."""
 
     experiences: Mapping[str, list[Experience]]
@@ -109,12 +109,13 @@ def clients() -> dict[str, Path]:
     return {name: path for name, path in CLIENTS.items() if path.suffix == ".py" or shutil.which("node")}
 
 
-async def play(file: Path, settings: Settings, store: Store) -> Trained:
+async def play(file: Path, settings: Settings, store: Store) -> TrainedByClient:
     """One group of each client, collected and trained."""
     log = Log(KafkaBus(settings.kafka.bootstrap_servers), settings.app, store=store)
     await log.bus.start()
     heard = {
-        topic: Heard(log, topic) for topic in (topics.TASKSET, topics.EXPERIENCES, topics.BATCHES, topics.POLICIES)
+        topic: TopicArrivals(log, topic)
+        for topic in (topics.TASKSET, topics.EXPERIENCES, topics.BATCHES, topics.POLICIES)
     }
     tokenizer = load_tokenizer(settings.model_path)
     stop = asyncio.Event()
@@ -153,11 +154,11 @@ async def play(file: Path, settings: Settings, store: Store) -> Trained:
     by_client: dict[str, list[Experience]] = {}
     for one in heard[topics.EXPERIENCES].experiences:
         by_client.setdefault(task_of(one.group), []).append(one)
-    return Trained(by_client, trained(), weights, Path(settings.model_path))
+    return TrainedByClient(by_client, trained(), weights, Path(settings.model_path))
 
 
 @pytest.fixture(scope="module")
-def run(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def run(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> TrainedByClient:
     """One run with all clients."""
     folder = tmp_path_factory.mktemp("clients")
     file = prepare(folder, f"clients-{folder.parent.name}", kafka)
@@ -168,7 +169,7 @@ def run(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("client", sorted(CLIENTS))
-def test_an_unmodified_client_is_trained_on_every_token_it_was_given(run: Trained, client: str) -> None:
+def test_an_unmodified_client_is_trained_on_every_token_it_was_given(run: TrainedByClient, client: str) -> None:
     if client not in clients():
         pytest.skip("no node on PATH")
     found = run.experiences[client]
@@ -202,7 +203,7 @@ def turns(part: Experience) -> list[range]:
     return found
 
 
-def test_every_recorded_logprob_is_that_of_a_plain_forward_of_its_version(run: Trained) -> None:
+def test_every_recorded_logprob_is_that_of_a_plain_forward_of_its_version(run: TrainedByClient) -> None:
     import torch
 
     module = load_model(str(run.model))
@@ -229,5 +230,5 @@ def places(spans: Sequence[Span]) -> np.ndarray:
     return np.concatenate([np.arange(span.start, span.stop) for span in spans])
 
 
-def test_the_clients_groups_make_steps_whose_versions_are_published(run: Trained) -> None:
+def test_the_clients_groups_make_steps_whose_versions_are_published(run: TrainedByClient) -> None:
     assert len(run.weights) >= 1 + len(clients()) // 2

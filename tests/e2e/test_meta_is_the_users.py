@@ -14,7 +14,7 @@ from actors.master.issue import rollout
 from schemas import Block, Closure, Drawn, Experience, encode
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
-from tests.actors.rig import MASTER, Heard, explorer, folder_store, memory_log, running, task, until
+from tests.actors.rig import MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 from tests.streams.memory_worker import settled, working
 from trainer.buffer.buffer import Buffer
 
@@ -97,7 +97,7 @@ async def passed(folder: Path) -> Passage:
     for one in tasks:
         assert one.issued is not None
         admission.issued(one.issued, 0.0)
-    heard = Heard(log, EXPERIENCES)
+    heard = TopicArrivals(log, EXPERIENCES)
     listener = asyncio.create_task(heard.listen())
     rollouts = explorer(log, folder_store(folder), ScriptedEngine(script=script()))
     async with running(rollouts, listener), working(log, CONFIG, folder):

@@ -21,7 +21,7 @@ from infra.model.model import folder_tensors, load_tokenizer
 from infra.store.store import Store
 from schemas import Batch, Closure, DeadLetter, DropMarker, EvalResult, Experience, PolicyEvent, Progress, Task, topics
 from schemas.ids import task_of
-from tests.actors.rig import Heard, folder_store, running, until
+from tests.actors.rig import TopicArrivals, folder_store, running, until
 from tests.e2e.demo_run import last_words
 from tests.e2e.whole_system import DRAWN, RIDDLE, ROWS, Reciting, change_chain, prepare, services
 from tests.infra.sandbox.confining import sandbox_or_skip
@@ -44,7 +44,7 @@ class Flow:
     """What went through the topics."""
 
     def __init__(self, log: Log) -> None:
-        self.heard = {topic: Heard(log, topic) for topic in HEARD}
+        self.heard = {topic: TopicArrivals(log, topic) for topic in HEARD}
 
     def of(self, topic: topics.Topic, kind: type) -> list:  # type: ignore[type-arg]
         return self.heard[topic].of(kind)

@@ -16,7 +16,7 @@ NUM_RATERS = 200
 BODY = {"model": "main", "messages": [{"role": "user", "content": "37+45="}], "max_tokens": 6}
 
 
-class Users:
+class UserCrowd:
     """Also a context manager. gateways: who is asked, in turn. held: ids of answers they were given. failed: what they were
     told instead, cut_off: without a word.
     """

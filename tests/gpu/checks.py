@@ -27,7 +27,7 @@ from trainer.learners.torch import TorchLearner
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
 
 
-class Scale(msgspec.Struct, frozen=True):
+class CheckScale(msgspec.Struct, frozen=True):
     """How large a check is: of the random Qwen3, of its vocabulary where the head alone is meant, tokens of a row."""
 
     hidden: int = 32
@@ -36,11 +36,11 @@ class Scale(msgspec.Struct, frozen=True):
     row: int = 300
 
 
-TINY = Scale()
-LARGE = Scale(hidden=512, layers=4, vocabulary=151_936, row=4096)
+TINY = CheckScale()
+LARGE = CheckScale(hidden=512, layers=4, vocabulary=151_936, row=4096)
 
 
-def model_of(folder: Path, scale: Scale) -> str:
+def model_of(folder: Path, scale: CheckScale) -> str:
     """Heads of 16 at least: FlexAttention's kernels take no smaller ones."""
     return tiny_model(
         folder,
@@ -64,7 +64,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-def gradients_apart(device: str, folder: Path, scale: Scale, dtype: str, path: ReadingPath) -> float:
+def gradients_apart(device: str, folder: Path, scale: CheckScale, dtype: str, path: ReadingPath) -> float:
     """Of all weights, the furthest that a gradient by `path` in `dtype` is from that of a dense mask in float32."""
     model = model_of(folder, scale)
     one = long_microbatch(scale.row, sequences=4)
@@ -81,7 +81,7 @@ def _gradients(packed: PackedModel, one: Microbatch, path: ReadingPath) -> dict[
     return {name: value.grad for name, value in packed.module.named_parameters() if value.grad is not None}
 
 
-def head_apart(device: str, scale: Scale, dtype: torch.dtype, softcap: float = 0.0) -> tuple[float, float]:
+def head_apart(device: str, scale: CheckScale, dtype: torch.dtype, softcap: float = 0.0) -> tuple[float, float]:
     """How far the chunked head's values and its furthest gradient are from torch's own in float64."""
     torch.manual_seed(0)
     num_N, chunk = 48, 20
@@ -109,7 +109,7 @@ def opened(device: str, model: str, dtype: str, **settings: object) -> TorchLear
     return TorchLearner(model, TrainerConfig(lanes=LANES, threads=0, dtype=dtype, **settings), device=device)  # type: ignore[arg-type]
 
 
-def losses_apart(device: str, folder: Path, scale: Scale) -> float:
+def losses_apart(device: str, folder: Path, scale: CheckScale) -> float:
     """Of three steps in bfloat16 on the device, the furthest loss from that of float32 on the CPU."""
     model = model_of(folder, scale)
     learners = [opened(device, model, "bfloat16"), opened("cpu", model, "float32")]
@@ -122,7 +122,7 @@ def losses_apart(device: str, folder: Path, scale: Scale) -> float:
     return max(away)
 
 
-def check_weights_travel(device: str, folder: Path, scale: Scale) -> None:
+def check_weights_travel(device: str, folder: Path, scale: CheckScale) -> None:
     """Versions of a learner there, the first whole and the second as a delta, are loaded to the bit by a model there."""
     model = model_of(folder, scale)
     learner, reader = opened(device, model, "bfloat16"), PackedModel(model, dtype="bfloat16", device=device)
@@ -163,7 +163,7 @@ def check_tensors_are_copied(device: str) -> None:
         assert bytes(copied.data) == expected and copied.shape == (7, 300)
 
 
-def resumed_apart(device: str, folder: Path, scale: Scale) -> float:
+def resumed_apart(device: str, folder: Path, scale: CheckScale) -> float:
     """How far a learner that went on from a saved state is from the one that saved it, a step later."""
     model = model_of(folder, scale)
     first, second = (opened(device, model, "bfloat16") for _ in range(2))
@@ -179,7 +179,7 @@ def resumed_apart(device: str, folder: Path, scale: Scale) -> float:
     return max(float(np.abs(to_numpy(states[0][name]) - to_numpy(states[1][name])).max()) for name in names)
 
 
-def checkpointed_apart(device: str, folder: Path, scale: Scale, dtype: str) -> float:
+def checkpointed_apart(device: str, folder: Path, scale: CheckScale, dtype: str) -> float:
     """The furthest that a gradient is, whose activations were computed again, from one whose were kept."""
     model, one = model_of(folder, scale), long_microbatch(scale.row, sequences=4)
     found = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.cli.bench.learner import LearnerPlan, run
+from infra.cli.bench.learner import LearnerBenchPlan, run
 from tests.gpu import checks
 from tests.gpu.checks import LARGE, TINY
 
@@ -92,6 +92,6 @@ def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, stage
 
 
 def test_the_learner_and_a_plain_step_agree_in_the_benchmark():
-    machine, found = run(LearnerPlan(hidden=512, layers=4, repeat=2), say=lambda text: None)
+    machine, found = run(LearnerBenchPlan(hidden=512, layers=4, repeat=2), say=lambda text: None)
     assert machine.dtype == "bfloat16" and machine.device == torch.cuda.get_device_name()
     assert all(one.headrace.peak_mib > 0 and one.plain.tokens_per_s > 0 for one in found)

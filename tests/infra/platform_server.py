@@ -37,7 +37,7 @@ def platform(mint: Callable[[], S3Credentials]) -> Iterator[Platform]:
     """Serve until the end of the block."""
     here = Platform(mint)
 
-    class Handler(BaseHTTPRequestHandler):
+    class PlatformHandler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             self._say(200, "session")
 
@@ -85,7 +85,7 @@ def platform(mint: Callable[[], S3Credentials]) -> Iterator[Platform]:
         until = datetime.now(UTC) + timedelta(seconds=here.lasts_s)
         return here.mint(), until.strftime("%Y-%m-%dT%H:%M:%SZ")
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), PlatformHandler)
     here.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -10,8 +10,8 @@ import pytest
 from infra.cli.bench.hop import PEERS, HopPlan, run
 from infra.cli.bench.hop_data import (
     GroupOfAnswers,
+    HopOutcome,
     ToSend,
-    Verdict,
     blocks,
     groups,
     records,
@@ -33,7 +33,7 @@ from streams.stages.verify import Verifier
 SHAPE = (4, 20, 80)
 
 
-async def _headrace(stage: StageName, given: Sequence[ToSend], folder: Path) -> dict[str, Verdict]:
+async def _headrace(stage: StageName, given: Sequence[ToSend], folder: Path) -> dict[str, HopOutcome]:
     """What headrace's stage makes of its input, on a log in memory."""
     log = Log(MemoryBus(), "hop")
     await log.create_topics(partitions=1, keep_ms=-1)
@@ -54,15 +54,15 @@ async def _headrace(stage: StageName, given: Sequence[ToSend], folder: Path) -> 
     return await _verdicts(log, sink)
 
 
-async def _verdicts(log: Log, sink: Topic) -> dict[str, Verdict]:
-    found: dict[str, Verdict] = {}
+async def _verdicts(log: Log, sink: Topic) -> dict[str, HopOutcome]:
+    found: dict[str, HopOutcome] = {}
     async for message in log.read_all(sink):
         found |= verdicts_of_block(message.record.value)
     return found
 
 
-def _peer(stage: StageName, form: str, given: Sequence[GroupOfAnswers]) -> dict[str, Verdict]:
-    work, found = stage_of(stage), dict[str, Verdict]()
+def _peer(stage: StageName, form: str, given: Sequence[GroupOfAnswers]) -> dict[str, HopOutcome]:
+    work, found = stage_of(stage), dict[str, HopOutcome]()
     for one in records(stage, form, given, 0):
         for out in work.take(FORMS[form].decode(one.value)):
             found |= verdicts_of_record(form, FORMS[form].encode(out))

@@ -6,15 +6,24 @@ import msgspec
 import pytest
 
 from infra.cli.bench import memory, peak
-from infra.cli.bench.learner import NEAR, Compared, LearnerPlan, Machine, Shape, Timed, require_near, run
+from infra.cli.bench.learner import (
+    NEAR,
+    BatchShape,
+    BenchMachine,
+    LearnerBenchPlan,
+    ShapeComparison,
+    Timed,
+    require_near,
+    run,
+)
 from infra.cli.bench.memory_held import MemoryPlan
 from infra.cli.bench.tables import learner_table
 from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from tests.infra.tiny_families import build_family
 
-SMALL = LearnerPlan(hidden=128, layers=1, repeat=2, max_tokens=128, peak=2.0)
-SHARED = Shape("4 to one prompt", answers=4, prompt=20, sampled=10, shared=True)
-ALONE = Shape("3 alone", answers=3, prompt=20, sampled=10, shared=False)
+SMALL = LearnerBenchPlan(hidden=128, layers=1, repeat=2, max_tokens=128, peak=2.0)
+SHARED = BatchShape("4 to one prompt", answers=4, prompt=20, sampled=10, shared=True)
+ALONE = BatchShape("3 alone", answers=3, prompt=20, sampled=10, shared=False)
 
 
 @pytest.mark.long
@@ -86,6 +95,6 @@ def test_what_a_rank_of_zero_3_holds_is_said_within_a_seventh() -> None:
 def test_the_table_shows_mfu_only_where_the_peak_is_known() -> None:
     timed = Timed(1.0, 1.1, 1.2, 1.3, 400.0, 0.05, None, 100.0)
     known = msgspec.structs.replace(timed, mfu=0.41)
-    table = learner_table([Compared("one", 10, 0.0, 0.0, known, timed, 1.5)])
+    table = learner_table([ShapeComparison("one", 10, 0.0, 0.0, known, timed, 1.5)])
     assert table.row_count == 2 and list(table.columns[6].cells) == ["41.0%", ""]
-    assert Machine("cpu", 26.0, "float32", 0.0).peak_tflops == 0.0
+    assert BenchMachine("cpu", 26.0, "float32", 0.0).peak_tflops == 0.0

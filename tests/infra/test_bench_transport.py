@@ -14,7 +14,7 @@ import pytest
 from infra.cli.bench import transport
 from infra.cli.bench.peers.wire import digest
 from infra.cli.bench.transport import (
-    Reading,
+    ReaderProcess,
     TransportPlan,
     expected_digest,
     measured,
@@ -53,7 +53,7 @@ def test_a_digest_tells_other_arrays_and_not_another_order() -> None:
         digest([("a", np.arange(3, dtype=np.int64), np.zeros(2, np.float32))])
 
 
-class FakeReading(Reading):
+class FakeReading(ReaderProcess):
     """A contestant of this process, which says what it is told to say."""
 
     told: dict[str, Any] = {}

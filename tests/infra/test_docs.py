@@ -38,7 +38,7 @@ BESIDE = {
 SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
 
 
-class Fence(msgspec.Struct, frozen=True):
+class FencedBlock(msgspec.Struct, frozen=True):
     """One fenced block. kind: its language, with `client`, `curl`, or `agent` (run by tests/actors/test_program.py)."""
 
     page: str
@@ -50,13 +50,13 @@ class Fence(msgspec.Struct, frozen=True):
         return f"{self.page}:{self.line}"
 
 
-def fences_of(page: Path) -> Iterator[Fence]:
+def fences_of(page: Path) -> Iterator[FencedBlock]:
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         language, _, rest = found[1].partition(" ")
         word = rest.partition(" ")[0]
         kind = f"{language} {word}" if word in ("client", "curl", "agent") else language
-        yield Fence(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
+        yield FencedBlock(page.relative_to(ROOT).as_posix(), text.count("\n", 0, found.start()) + 1, kind, found[2])
 
 
 WHOLE: Any = typer.main.get_command(app)  # of all commands; to make it takes a while
@@ -171,7 +171,7 @@ def without_fences(page: Path) -> str:
 
 
 @pytest.mark.parametrize("fence", of_kind("toml"))
-def test_every_table_loads_as_settings(fence: Fence, tmp_path: Path) -> None:
+def test_every_table_loads_as_settings(fence: FencedBlock, tmp_path: Path) -> None:
     text = fence.text if re.search(r"^app\b", fence.text, re.MULTILINE) else f'app = "docs"\n{fence.text}'
     text += BESIDE["gate"] if "[master.gate" in text and "[[master.evals]]" not in text else ""
     (tmp_path / "headrace.toml").write_text(text, encoding="utf-8")
@@ -201,7 +201,7 @@ def test_the_tutorial_shows_the_files_of_its_example() -> None:
 
 
 @pytest.mark.parametrize("fence", of_kind("sh"))
-def test_every_command_is_there_and_takes_its_options(fence: Fence) -> None:
+def test_every_command_is_there_and_takes_its_options(fence: FencedBlock) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     lines = fence.text.replace("\\\n", " ").splitlines()
     for words in filter(None, (shlex.split(line, comments=True) for line in lines)):

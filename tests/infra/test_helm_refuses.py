@@ -59,7 +59,7 @@ def found(path: str, there: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def api_server(there: dict[str, Any]) -> Iterator[str]:
     """One that holds these objects and takes no others."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class ClusterHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             code, body = found(self.path.partition("?")[0], there)
             self.send_response(code)
@@ -70,7 +70,7 @@ def api_server(there: dict[str, Any]) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ClusterHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

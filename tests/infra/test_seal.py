@@ -46,7 +46,7 @@ def opened(frame: bytes, keys: Keys) -> Block:
 
 
 @dataclass
-class Away:
+class AwayStore:
     """A store that fails while it is away."""
 
     inner: MemoryStore
@@ -179,7 +179,7 @@ def test_a_key_that_never_was_here_is_not_called_forgotten() -> None:
 
 
 def test_while_the_store_is_away_known_keys_hold() -> None:
-    clock, store = Clock(), Away(MemoryStore())
+    clock, store = Clock(), AwayStore(MemoryStore())
     keys = Keys(store, clock)  # type: ignore[arg-type]
     frame = encode(of_ann(keys))
     store.away, clock.now_s = True, 3600.0

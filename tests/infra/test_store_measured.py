@@ -8,7 +8,7 @@ from infra.store.memory import MemoryStore
 from schemas.errors import NotInStore, StoreError
 
 
-class Away(MemoryStore):
+class UnreachableStore(MemoryStore):
     def put(self, key: str, data: bytes) -> None:
         raise StoreError("503")
 
@@ -30,7 +30,7 @@ def test_bytes_and_seconds_are_counted_for_both_ways_and_an_absent_object_is_no_
 
 def test_a_store_that_fails_is_counted() -> None:
     metrics = Metrics("x")
-    store = MeasuredStore(Away(), metrics)
+    store = MeasuredStore(UnreachableStore(), metrics)
     for call in (lambda: store.put("a", b""), lambda: store.get("a"), lambda: store.read("a", 0, 1)):
         with pytest.raises(StoreError):
             call()

@@ -36,19 +36,19 @@ KINDS = ("A processor", "A score", "A feedback source")
 TOPIC = "zendesk.closed"
 
 
-class Example(msgspec.Struct, frozen=True):
+class SourceExample(msgspec.Struct, frozen=True):
     """One example: the user's code, and the tables that wire it."""
 
     code: str
     tables: str
 
 
-def example(kind: str) -> Example:
+def example(kind: str) -> SourceExample:
     """The first two fenced blocks behind the bold words."""
     after = PAGE[PAGE.index(f"**{kind}**") :]
     code = re.search(r"```python[^\n]*\n(.*?)```\n```toml\n(.*?)```", after, re.DOTALL)
     assert code is not None, f"{kind}: expected a python block and a toml block right behind it"
-    return Example(code[1], code[2])
+    return SourceExample(code[1], code[2])
 
 
 def live(group: str, num_sampled: int) -> Block:

@@ -61,7 +61,7 @@ def right(experience: Experience, *, weight: float = 1.0) -> float:
     return weight  # and a comment
 
 
-class Judge:
+class ScoreWithOptions:
     """A score with options as fields."""
 
     def __call__(self, experience: Experience) -> float:
@@ -84,6 +84,6 @@ def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code() -> None
 
     assert first == other() != ""
     assert code_hash(functools.partial(right, weight=2.0)) == first
-    assert code_hash(Judge()) == code_hash(Judge) != first
+    assert code_hash(ScoreWithOptions()) == code_hash(ScoreWithOptions) != first
     assert code_hash(score(version=1)(right)) == first
     assert code_hash(len) == "", "no source to read"

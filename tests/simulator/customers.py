@@ -16,8 +16,8 @@ from schemas.names import keyed_session
 from streams.config import FEEDBACK_PATH
 from tests.simulator.scenario import ANSWER_TOKENS, LIVE_S, TOKEN_S, WINDOW_S, Scenario
 from tests.simulator.virtual_loop import Process
-from tests.simulator.watch import Watch
-from tests.simulator.wire import Reply, Wire
+from tests.simulator.watch import RunWatch
+from tests.simulator.wire import ClientReply, Wire
 
 TENANT = "acme"
 APP_SECRET = b"the same in every run, so that all names are"
@@ -34,7 +34,7 @@ class Customers:
     stood_still: until when each process was stopped last.
     """
 
-    def __init__(self, scenario: Scenario, store: Store, wire: Wire, watch: Watch) -> None:
+    def __init__(self, scenario: Scenario, store: Store, wire: Wire, watch: RunWatch) -> None:
         self.scenario = scenario
         self.wire = wire
         self.watch = watch
@@ -90,7 +90,7 @@ class Customers:
             if not is_private:
                 self.accepted.add(json.loads(taken.body)["id"])
 
-    async def _asked(self, path: str, body: object, key: str, headers: dict[str, str]) -> tuple[Reply, Process]:
+    async def _asked(self, path: str, body: object, key: str, headers: dict[str, str]) -> tuple[ClientReply, Process]:
         """Ask until it is taken; I5 holds each time."""
         data = json.dumps(body).encode()
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json", **headers}
@@ -110,7 +110,7 @@ class Customers:
                 return reply, process
             await asyncio.sleep(PAUSE_S)
 
-    def _check(self, process: Process, path: str, reply: Reply, asked_s: float) -> None:
+    def _check(self, process: Process, path: str, reply: ClientReply, asked_s: float) -> None:
         self.watch.note(f"{process.name} answers {path} with {reply.status} after {reply.seconds:.4f} s")
         self.watch.seen[f"{path} {reply.status}"] += 1
         allowed = (200, 401) if path == CHAT else (202, 401, 503)  # 401: the keys were not read yet

@@ -11,7 +11,7 @@ from schemas.errors import NotInStore, StoreError
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.hostile import BOMB
 from tests.simulator.virtual_loop import Killed, Process
-from tests.simulator.watch import Watch
+from tests.simulator.watch import RunWatch
 
 SOUND_READS = 12  # behind one that was altered: who fetches again from the anchor is answered, else nobody ever serves
 
@@ -19,7 +19,7 @@ SOUND_READS = 12  # behind one that was altered: who fetches again from the anch
 class ClientStore:
     """A Store: what one process has of the shared one."""
 
-    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, watch: Watch) -> None:
+    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, watch: RunWatch) -> None:
         self._shared = shared
         self._process = process
         self._faults = faults

@@ -40,7 +40,7 @@ class Watcher(Protocol):
         """A process has read a partition up to here."""
 
 
-class Cluster(MemoryBus):
+class SimulatedCluster(MemoryBus):
     """The broker: every process's requests end here, in the broker's own context."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, faults: Faults, watcher: Watcher) -> None:
@@ -155,7 +155,7 @@ class Cluster(MemoryBus):
 class ClientBus:
     """A Bus: what one process has of the cluster."""
 
-    def __init__(self, cluster: Cluster, process: Process) -> None:
+    def __init__(self, cluster: SimulatedCluster, process: Process) -> None:
         self.cluster = cluster
         self.process = process
 

@@ -27,7 +27,7 @@ from tests.simulator.world import World
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SeedOutcome(msgspec.Struct, frozen=True):
     """What became of one seed. trace: hash over everything that happened."""
 
     seed: int
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def run_seed(
     seed: int, *, mixture: Mixture | None = None, scenario: Scenario | None = None, verbose: bool = False
-) -> Outcome:
+) -> SeedOutcome:
     """Simulate one seed. mixture, scenario: instead of those the seed draws."""
     folder = Path(tempfile.mkdtemp(prefix="simulator-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
     logging.disable(logging.CRITICAL)
@@ -61,7 +61,7 @@ def run_seed(
         world.run()
         if not world.watch.violations:
             settle(world)
-        return Outcome(
+        return SeedOutcome(
             seed=seed,
             trace=world.watch.hash.hexdigest()[:16],
             violations=tuple(world.watch.violations),
@@ -78,7 +78,7 @@ def run_seed(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Outcome]:
+def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[SeedOutcome]:
     """Simulate many seeds, in this process or in some."""
     if jobs == 1:
         yield from map(run_seed, seeds)

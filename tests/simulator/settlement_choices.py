@@ -26,7 +26,7 @@ class Happened(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class Channel(msgspec.Struct, frozen=True):
+class ChannelState(msgspec.Struct, frozen=True):
     """Where the channels stand. version: what is stable, waiting: promoted under a pin, trial: what canaries
     serve; -1 for none.
     """
@@ -40,7 +40,7 @@ class Channel(msgspec.Struct, frozen=True):
 class Stand(msgspec.Struct, frozen=True):
     """What the first records of `policies` say. published: versions of trainers that were not overtaken then, in order."""
 
-    channel: Channel = Channel()
+    channel: ChannelState = ChannelState()
     published: tuple[int, ...] = ()
 
     def wanted(self, is_canary: bool) -> int:
@@ -50,7 +50,7 @@ class Stand(msgspec.Struct, frozen=True):
         return self.channel.version if self.channel.version >= 0 else max(self.published, default=-1)
 
 
-def step(channel: Channel, event: PolicyEvent) -> Channel:
+def step(channel: ChannelState, event: PolicyEvent) -> ChannelState:
     """The channels after one of their events."""
     replace = msgspec.structs.replace
     if event.channel == "canary":
@@ -60,12 +60,12 @@ def step(channel: Channel, event: PolicyEvent) -> Channel:
     if event.event == "held":
         return replace(channel, trial=-1) if event.version == channel.trial else channel
     if event.event == "promoted":
-        return Channel(channel.version if channel.pinned else event.version, event.version, channel.pinned)
+        return ChannelState(channel.version if channel.pinned else event.version, event.version, channel.pinned)
     if event.event == "pinned" and event.version >= 0:
-        return Channel(event.version, channel.waiting, True)
+        return ChannelState(event.version, channel.waiting, True)
     if event.event == "pinned":
-        return Channel(channel.waiting if channel.waiting >= 0 else channel.version, channel.waiting)
-    return Channel(event.version, event.version) if event.event == "rolled_back" else channel
+        return ChannelState(channel.waiting if channel.waiting >= 0 else channel.version, channel.waiting)
+    return ChannelState(event.version, event.version) if event.event == "rolled_back" else channel
 
 
 def stands(policies: Iterable[Any]) -> list[Stand]:

@@ -21,7 +21,7 @@ from tests.simulator.hostile import BOMB, JUNK
 from tests.simulator.scenario import EVENTS, LIVE_S, SUITE, WINDOW_S, Scenario
 
 
-class Said(msgspec.Struct, frozen=True, order=True):
+class CustomerEvent(msgspec.Struct, frozen=True, order=True):
     """One event a customer sends. at_s: after the run began."""
 
     at_s: float
@@ -31,7 +31,7 @@ class Said(msgspec.Struct, frozen=True, order=True):
     rater: str
 
 
-class Traffic:
+class CustomerTraffic:
     """The customers of one seed. store: where a stranger puts what a record of theirs claims."""
 
     def __init__(self, scenario: Scenario, log: Log, store: Store) -> None:
@@ -76,7 +76,7 @@ class Traffic:
             if isinstance(what, Experience):
                 self.live.append(what.id)
                 await self.log.publish(EXPERIENCES, Block((what,)))
-            elif isinstance(what, Said):
+            elif isinstance(what, CustomerEvent):
                 event = {"ref": what.ref, "id": what.id, "value": what.value, "rater": what.rater}
                 await self.log.bus.send(EVENTS, json.dumps(event).encode(), key=what.ref.encode())
             else:
@@ -84,7 +84,7 @@ class Traffic:
                 for topic in (self.log.name(EXPERIENCES), self.log.name(FEEDBACK), EVENTS):
                     await self.log.bus.send(topic, what, key=b"junk")
 
-    def _opinions(self, at_s: float, number: int) -> list[Said]:
+    def _opinions(self, at_s: float, number: int) -> list[CustomerEvent]:
         """What one customer says, early, in time, late, again and in other words; and of answers nobody gave."""
         ref = answer_id(live_id(number))
         kinds = self.random.sample(("early", "soon", "revised", "late", "unknown", "second"), self.random.randint(0, 3))
@@ -97,7 +97,7 @@ class Traffic:
             "second": 2 * WINDOW_S * self.random.random(),
         }
         return [
-            Said(
+            CustomerEvent(
                 at_s=max(0.0, at_s + delays[kind]),
                 ref=answer_id(live_id(1000 + number)) if kind == "unknown" else ref,
                 id=f"{number}-{kind}",

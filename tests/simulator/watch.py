@@ -50,7 +50,7 @@ class Violation(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class Watch:
+class RunWatch:
     """See the module. began_s: when each process was started. seed: of the trainer."""
 
     def __init__(self, scenario: Scenario, store: MemoryStore, clock: Callable[[], float]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.simulator.virtual_loop import Process, VirtualLoop
 
 
-class Reply:
+class ClientReply:
     """What a client got. seconds: from its first byte to the last of the answer."""
 
     def __init__(self, data: bytes, seconds: float) -> None:
@@ -30,7 +30,7 @@ class Wire:
         """Processes that take connections, stalled ones too."""
         return [one for one, server in self.loop.servers.items() if server.is_open and not one.is_dead]
 
-    async def ask(self, process: Process, path: str, body: bytes, headers: dict[str, str]) -> Reply:
+    async def ask(self, process: Process, path: str, body: bytes, headers: dict[str, str]) -> ClientReply:
         """POST to a process. Raises ConnectionError where it dies, or does not listen any more."""
         fields = {"host": "gateway", "connection": "close", "content-length": str(len(body)), **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -42,7 +42,7 @@ class Wire:
         begin_s = self.loop.time()
         try:
             connection.begin(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-            return Reply(await connection.answer, self.loop.time() - begin_s)
+            return ClientReply(await connection.answer, self.loop.time() - begin_s)
         finally:
             self._open[process].remove(connection)
 

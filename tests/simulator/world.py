@@ -26,12 +26,12 @@ from tests.simulator.disk import ClientStore
 from tests.simulator.faults import Faults, Mixture, draw_mixture
 from tests.simulator.gateway_life import GatewayLife, orphans
 from tests.simulator.light_metrics import LightMetrics
-from tests.simulator.network import ClientBus, Cluster
+from tests.simulator.network import ClientBus, SimulatedCluster
 from tests.simulator.operator_role import run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
-from tests.simulator.traffic import Traffic
+from tests.simulator.traffic import CustomerTraffic
 from tests.simulator.virtual_loop import PROCESS, Killed, Process, VirtualLoop
-from tests.simulator.watch import Watch, members_of
+from tests.simulator.watch import RunWatch, members_of
 from tests.simulator.wire import Wire
 from tests.simulator.worker_role import group_of_topic
 
@@ -64,17 +64,17 @@ class World:
         self.loop = VirtualLoop(Random(f"loop/{seed}"))
         self.loop.set_exception_handler(lambda _, context: self._went_wrong(context))
         self.store = MemoryStore()
-        self.watch = Watch(scenario, self.store, self.loop.time)
+        self.watch = RunWatch(scenario, self.store, self.loop.time)
         self.mixture = draw_mixture(Random(f"mixture/{seed}")) if mixture is None else mixture
         self.faults = Faults(Random(f"faults/{seed}"), self.mixture, self.loop.time)
         self.faults.kill = self.kill
-        self.cluster = Cluster(self.loop, self.faults, self.watch)
+        self.cluster = SimulatedCluster(self.loop, self.faults, self.watch)
         self.finish = asyncio.Event()
         self.outside = Process("outside")
         self.watch.began_s[self.outside] = self.loop.time()
         self.faults.safe.add(self.outside)
         self.log = self.log_of(self.outside)
-        self.traffic = Traffic(scenario, self.log, self.store)
+        self.traffic = CustomerTraffic(scenario, self.log, self.store)
         self.is_calm = False
         self.stalled: list[Process] = []
         self.stops: dict[Process, asyncio.Event] = {}
@@ -348,7 +348,7 @@ class World:
         return self.random.randrange(1 << 30)
 
 
-def _ends(cluster: Cluster, name: str) -> dict:  # type: ignore[type-arg]
+def _ends(cluster: SimulatedCluster, name: str) -> dict:  # type: ignore[type-arg]
     return {Partition(name, index): log.end for index, log in enumerate(cluster._logs(name))}
 
 

@@ -39,7 +39,7 @@ def source(fake: FakeLangfuse, **fields: Any) -> EventSource:
     return EventSource(name="csat", function=langfuse_score, langfuse=config)
 
 
-class Reader:
+class SourceRounds:
     """Rounds of one source, as a process that may be started again."""
 
     def __init__(self, mine: EventSource, log: Log, folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_each_score_counts_once_across_rounds_and_restarts_and_a_changed_one_ane
 ) -> None:
     async def scene() -> None:
         log = await opened()
-        reader = Reader(source(fake), log, tmp_path)
+        reader = SourceRounds(source(fake), log, tmp_path)
         fake.score("s1", 1.0, seconds_ago=20, **NAMED)
         fake.score("s2", 0.5, **NAMED)
         fake.score("other", 0.5, name="latency", **NAMED)
@@ -108,7 +108,7 @@ def test_each_score_counts_once_across_rounds_and_restarts_and_a_changed_one_ane
         await reader.round()
         assert await reader.said() == [("s1", 1.0), ("s2", 0.5)]
         assert reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"] == 1
-        again = Reader(source(fake), log, tmp_path)
+        again = SourceRounds(source(fake), log, tmp_path)
         fake.score("s1", 0.0, seconds_ago=20, updatedAt=ago(-1), **NAMED)
         fake.score("late", 0.25, seconds_ago=1800, **NAMED)  # of a time that was read before
         await again.round()
@@ -122,8 +122,8 @@ def test_what_was_not_saved_is_published_again_with_the_same_id(fake: FakeLangfu
         log = await opened()
         fake.score("s1", 1.0, **NAMED)
         (tmp_path / "lost").mkdir()
-        await Reader(source(fake), log, tmp_path / "lost").round()
-        await Reader(source(fake), log, tmp_path).round()
+        await SourceRounds(source(fake), log, tmp_path / "lost").round()
+        await SourceRounds(source(fake), log, tmp_path).round()
         first, second = (await stored(log))[0]
         assert first == second
 
@@ -132,7 +132,7 @@ def test_what_was_not_saved_is_published_again_with_the_same_id(fake: FakeLangfu
 
 def test_more_than_a_page_is_read_whole_and_in_order(fake: FakeLangfuse, tmp_path: Path) -> None:
     async def scene() -> None:
-        reader = Reader(source(fake), await opened(), tmp_path)
+        reader = SourceRounds(source(fake), await opened(), tmp_path)
         for number in range(250):
             fake.score(f"s{number:03}", number / 250, seconds_ago=300 - number // 2, **NAMED)
         await reader.round()
@@ -146,7 +146,7 @@ def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, 
     """Of 20 hours, more pages than a round takes: the first reads a part of the time, those behind it the rest."""
 
     async def scene() -> None:
-        reader = Reader(source(fake), await opened(), tmp_path)
+        reader = SourceRounds(source(fake), await opened(), tmp_path)
         fake.most = 4
         for number in range(langfuse.MAX_PAGES * fake.most + 20):
             fake.score(f"s{number:05}", 1.0, seconds_ago=72_000 - 150 * number)
@@ -177,7 +177,7 @@ def test_while_langfuse_is_away_nothing_is_passed_over(
     fake: FakeLangfuse, tmp_path: Path, status: int, body: bytes, reason: str
 ) -> None:
     async def scene() -> None:
-        reader = Reader(source(fake), await opened(), tmp_path)
+        reader = SourceRounds(source(fake), await opened(), tmp_path)
         fake.score("s1", 1.0, **NAMED)
         fake.broken = [(status, body)]
         with pytest.raises(LangfuseAway) as away:
@@ -191,7 +191,7 @@ def test_while_langfuse_is_away_nothing_is_passed_over(
 
 def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on(fake: FakeLangfuse, tmp_path: Path) -> None:
     async def scene() -> None:
-        reader = Reader(source(fake), await opened(), tmp_path)
+        reader = SourceRounds(source(fake), await opened(), tmp_path)
         fake.score("bad", 7.0, seconds_ago=20, **NAMED)
         fake.score("worse", None, seconds_ago=15, timestamp=ago(15), **NAMED)
         fake.score("worst", 1.0, seconds_ago=12, **NAMED)

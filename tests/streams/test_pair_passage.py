@@ -12,7 +12,7 @@ from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from tests.actors.rig import CharTokenizer
-from tests.streams.collect.collecting import RULES, Inbox
+from tests.streams.collect.collecting import RULES, FakePartition
 
 CONFIG = StreamsConfig(
     score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),), reward=RewardConfig(require=("exact",))
@@ -33,7 +33,7 @@ def verified(experiences: tuple[Experience, ...]) -> tuple[Experience, ...]:
 
 def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
     kept = verified(pair().experiences)
-    arrival = Inbox().append(Block(kept))
+    arrival = FakePartition().append(Block(kept))
     result = asyncio.run(fold(State(), arrival, RULES, chain_of(build_collect(CONFIG))))
     (decision,) = result.decisions
     assert (decision.closure.outcome, decision.closure.experiences, decision.closure.lane) == ("buffered", 2, "human")

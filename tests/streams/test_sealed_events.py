@@ -27,7 +27,7 @@ from streams.sources import received, topic
 from streams.sources.event import EventSource
 from streams.sources.file import FilePosition
 from streams.sources.file import take_once as take_from_file
-from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import HOOK, signature
 from tests.streams.test_sealed_feedback import everything
 
@@ -49,7 +49,7 @@ def events(answer: str) -> list[bytes]:
     return [json.dumps({**told, "id": f"e{broken}", "broken": broken}).encode() for broken in (False, True)]
 
 
-async def said(way: Way, served: Served, answer: str, log: Log) -> Metrics:
+async def said(way: Way, served: RunningGateway, answer: str, log: Log) -> Metrics:
     """Two events by one way, and what a worker makes of them."""
     metrics, source = Metrics("process"), EventSource(name="note", function=note)
     if way == "webhook":
@@ -80,7 +80,7 @@ async def heard(source: EventSource, log: Log, metrics: Metrics, group: str = re
 
 
 @asynccontextmanager
-async def answered(folder: Path) -> AsyncIterator[tuple[Served, str]]:
+async def answered(folder: Path) -> AsyncIterator[tuple[RunningGateway, str]]:
     """A gateway with a webhook, and the id of an answer it gave to a named user."""
     async with serving(folder, engine(says("Hello.")), webhooks=(HOOK,), store=MemoryStore()) as served:
         key = served.key(tenant=TENANT)

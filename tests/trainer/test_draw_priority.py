@@ -34,7 +34,7 @@ def lane_of(priorities: Iterable[float], num_experiences: int = 1) -> list[Candi
     ]
 
 
-class Pool(NamedTuple):
+class PriorityGroups(NamedTuple):
     """Groups whose value, and whose length tenfold, goes with their priority."""
 
     priority: np.ndarray
@@ -53,17 +53,17 @@ class Pool(NamedTuple):
         ]
 
 
-def pool_of(num: int, seed: int = 0, sizes: int = 1) -> Pool:
+def pool_of(num: int, seed: int = 0, sizes: int = 1) -> PriorityGroups:
     """Most of low priority; the mean value is about 0.2."""
     random = np.random.default_rng(seed)
     low, high = random.uniform(0.1, 0.2, num), random.uniform(0.3, 1.0, num)
     priority = np.where(random.random(num) < 0.8, low, high)
     tokens = np.round(100 * (1 + 9 * (priority - 0.1) / 0.9)).astype(int)
     size = random.integers(1, sizes + 1, num)
-    return Pool(priority, 0.5 * priority + 0.1 * random.random(num), tokens * size, size)
+    return PriorityGroups(priority, 0.5 * priority + 0.1 * random.random(num), tokens * size, size)
 
 
-def biases(pool: Pool, wanted: int, units: np.ndarray, runs: int) -> tuple[float, float]:
+def biases(pool: PriorityGroups, wanted: int, units: np.ndarray, runs: int) -> tuple[float, float]:
     """Relative bias of the weighted mean of what is drawn, in a loss that divides by what was drawn; its standard error."""
     random, priority = np.random.default_rng(1), blended(pool.priority)
     first = min(
@@ -113,7 +113,7 @@ def test_the_weights_of_a_draw_are_those_whose_mean_was_measured(seed, wanted, b
     assert [one.weight for one in draw.taken] == pytest.approx(expected[: len(draw.taken)].tolist())
 
 
-def streamed(pool: Pool, lane: LaneConfig, *, waiting: int, come: int, drawn: int) -> float:
+def streamed(pool: PriorityGroups, lane: LaneConfig, *, waiting: int, come: int, drawn: int) -> float:
     """Relative bias of the weighted mean, in tokens, of all that is trained of a stream that begins with so many."""
     candidates, value = pool.candidates(), pool.value
     here, rest = candidates[:waiting], candidates[waiting:]

@@ -75,7 +75,7 @@ def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_above_
     asyncio.run(main())
 
 
-class Life:
+class WritesLeft:
     """How many more writes a process makes before it dies."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Life:
 class MortalBus(MemoryBus):
     """Dies before a send."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: WritesLeft) -> None:
         super().__init__()
         self.life = life
 
@@ -102,7 +102,7 @@ class MortalBus(MemoryBus):
 class MortalStore(MemoryStore):
     """Dies before a put or a removal."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: WritesLeft) -> None:
         super().__init__()
         self.life = life
 
@@ -118,7 +118,7 @@ class MortalStore(MemoryStore):
 @pytest.mark.slow
 def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
     async def is_killed_at(writes: int) -> bool:
-        life = Life()
+        life = WritesLeft()
         store = MortalStore(life)
         await train(await filled_log(store), store, ScriptedLearner())
         before = load_newest(store, "t")

@@ -21,7 +21,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, Experience, Message, Score, Task, topics
 from schemas.wire.block import blocks_of
 from schemas.wire.routing import routing
-from tests.actors.rig import EXPLORE, Heard, explorer, running, task, until
+from tests.actors.rig import EXPLORE, TopicArrivals, explorer, running, task, until
 from tests.infra.tiny_families import build_family
 from tests.role import role_of
 from trainer.config import LaneConfig, TrainerConfig
@@ -58,7 +58,7 @@ async def explored(log: Log, model: Path, store: MemoryStore, max_routing_bytes:
     """What an explorer publishes of a few groups, the engine recording."""
     engine = TorchEngine(model=str(model), seed=1, routing=True)
     config = replace(EXPLORE, workflows={"two": Use(use=f"{__name__}:two_turns")}, max_routing_bytes=max_routing_bytes)
-    heard = Heard(log, topics.EXPERIENCES)
+    heard = TopicArrivals(log, topics.EXPERIENCES)
     async with running(explorer(log, store, engine, config), asyncio.create_task(heard.listen())):
         for number in range(GROUPS):
             one = task(f"add-{number}", workflow="two")

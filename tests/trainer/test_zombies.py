@@ -24,7 +24,7 @@ from trainer.learners.scripted import ScriptedLearner
 CYCLES = 100
 
 
-class Gate:
+class StandStill:
     """A process stands still before or after its n-th send, until it is opened: nothing of it reads or writes meanwhile."""
 
     def __init__(self, stall_at: int) -> None:
@@ -47,7 +47,7 @@ class Gate:
 class GatedReader(MemoryReader):
     """Hears nothing while its process stands still."""
 
-    gate: Gate
+    gate: StandStill
 
     async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
         records = await super().get_many(timeout_s=timeout_s, max_records=max_records, topic=topic)
@@ -58,7 +58,7 @@ class GatedReader(MemoryReader):
 class GatedBus(MemoryBus):
     """One process's way to a log that others share."""
 
-    def __init__(self, shared: MemoryBus, gate: Gate) -> None:
+    def __init__(self, shared: MemoryBus, gate: StandStill) -> None:
         super().__init__()
         self.__dict__.update(shared.__dict__)
         self._gate = gate
@@ -77,7 +77,7 @@ class GatedBus(MemoryBus):
 
 async def overtaken(log: Log, store: MemoryStore, stall_at: int) -> str:
     """One cycle: a trainer stands still somewhere, another trains on, the first goes on. How the first ended."""
-    gate = Gate(stall_at)
+    gate = StandStill(stall_at)
     assert isinstance(log.bus, MemoryBus)
     zombie = asyncio.create_task(train(Log(GatedBus(log.bus, gate), log.app, store=store), store, ScriptedLearner()))
     await asyncio.wait([zombie, asyncio.create_task(gate.stalled.wait())], return_when=asyncio.FIRST_COMPLETED)

@@ -38,7 +38,7 @@ from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
 from tests.infra.cli.test_replay_command import exported
 from tests.schemas.record_samples import example_of
-from tests.streams.collect.collecting import Inbox, answer, block, said, scored, stub
+from tests.streams.collect.collecting import FakePartition, answer, block, said, scored, stub
 from tests.upgrade.plain import plain
 from trainer.buffer.uses import Known, Uses, use_key
 from trainer.health.guard import GuardState
@@ -51,7 +51,7 @@ SESSION_ANSWER = "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0"
 SETTINGS = Path(__file__).parent / "settings.toml"
 
 
-class Part(NamedTuple):
+class UpgradePart(NamedTuple):
     """One kind of thing that lies somewhere when a release is replaced by the next."""
 
     write: Callable[[Path], None]
@@ -166,7 +166,7 @@ def write_collect(folder: Path) -> None:
     """The file of a partition with an open group, one that waits for feedback, and closed ones."""
     csat = FeedbackRules(window_ms=400_000, default=0.5, late="amend")
     rules = Rules(deadline_ms=1_000_000, keep_ms=10_000_000_000, sources={"csat": csat, "audit": csat})
-    arrivals = Inbox().extend(
+    arrivals = FakePartition().extend(
         [
             block(answer("t.0", 0)),
             block(answer("u.0", 0), answer("u.0", 1)),
@@ -275,11 +275,11 @@ def said_of(keys: Any, settings: Any) -> Any:
 
 
 PARTS = {
-    "records": Part(write_records, read_records),
-    "checkpoint": Part(write_checkpoint, read_checkpoint),
-    "policy": Part(write_policy, read_policy),
-    "collect": Part(write_collect, read_collect),
-    "gateway": Part(write_gateway, read_gateway),
-    "archive": Part(write_archive, read_archive),
-    "settings": Part(write_settings, read_settings),
+    "records": UpgradePart(write_records, read_records),
+    "checkpoint": UpgradePart(write_checkpoint, read_checkpoint),
+    "policy": UpgradePart(write_policy, read_policy),
+    "collect": UpgradePart(write_collect, read_collect),
+    "gateway": UpgradePart(write_gateway, read_gateway),
+    "archive": UpgradePart(write_archive, read_archive),
+    "settings": UpgradePart(write_settings, read_settings),
 }

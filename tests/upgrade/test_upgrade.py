@@ -21,7 +21,7 @@ from schemas.records import Message
 from schemas.wire.frame import SEALED_FORMAT
 from streams.collect.group import Group
 from streams.collect.pending import LEANING, PendingFile
-from tests.upgrade.parts import PARTS, Part
+from tests.upgrade.parts import PARTS, UpgradePart
 from tests.upgrade.plain import differences, plain
 from tests.upgrade.write_release import RELEASES, keep, reading
 
@@ -41,12 +41,12 @@ def test_this_release_has_left_every_part() -> None:
 
 
 def test_what_a_release_left_is_never_written_again(tmp_path: Path) -> None:
-    def part(text: str) -> Part:
+    def part(text: str) -> UpgradePart:
         def write(folder: Path) -> None:
             folder.mkdir()
             (folder / "bytes").write_text(text)
 
-        return Part(write, lambda folder: (folder / "bytes").read_text())
+        return UpgradePart(write, lambda folder: (folder / "bytes").read_text())
 
     assert keep(tmp_path / "1.0", {"one": part("first")}) == ["one"]
     assert keep(tmp_path / "1.0", {"one": part("second"), "two": part("new")}) == ["two"]

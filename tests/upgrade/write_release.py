@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 from infra.observe.release import release
-from tests.upgrade.parts import PARTS, Part
+from tests.upgrade.parts import PARTS, UpgradePart
 
 RELEASES = Path(__file__).parent / "releases"
 
 
-def keep(folder: Path, parts: dict[str, Part]) -> list[str]:
+def keep(folder: Path, parts: dict[str, UpgradePart]) -> list[str]:
     """Write those parts that are not there; their names."""
     folder.mkdir(parents=True, exist_ok=True)
     new = [name for name in parts if not (folder / name).exists() and not (folder / f"{name}.json").exists()]
@@ -30,7 +30,7 @@ def keep(folder: Path, parts: dict[str, Part]) -> list[str]:
     return new
 
 
-def reading(folder: Path, part: Part) -> object:
+def reading(folder: Path, part: UpgradePart) -> object:
     """What is read from a copy of the folder."""
     with tempfile.TemporaryDirectory() as place:
         copy = Path(shutil.copytree(folder, Path(place) / folder.name))

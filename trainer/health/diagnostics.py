@@ -61,10 +61,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     rerouted: np.ndarray
 
 
-class Alarm(msgspec.Struct, frozen=True):
+class OutOfRange(msgspec.Struct, frozen=True):
     """A value outside its healthy range.
 
-    Example: Alarm(name="usual/ess", value=0.12, low=0.3, high=inf)
+    Example: OutOfRange(name="usual/ess", value=0.12, low=0.3, high=inf)
     """
 
     name: str
@@ -106,13 +106,13 @@ def diagnose(observed: Observed) -> dict[str, float]:
     return values
 
 
-def alarms(values: Mapping[str, float]) -> tuple[Alarm, ...]:
+def alarms(values: Mapping[str, float]) -> tuple[OutOfRange, ...]:
     """The values outside their range; one that is not a number is outside any."""
     found = []
     for name, value in values.items():
         low, high = THRESHOLDS.get(name.rpartition("/")[2], (-np.inf, np.inf))
         if not low <= value <= high:
-            found.append(Alarm(name, value, float(low), float(high)))
+            found.append(OutOfRange(name, value, float(low), float(high)))
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from infra.policies.policy import Probe
 from trainer.config import TrainerGuardConfig
-from trainer.health.diagnostics import Alarm
+from trainer.health.diagnostics import OutOfRange
 
 Verdict = Literal["go", "skip", "rollback"]
 ANY_FINITE = sys.float_info.max
@@ -66,7 +66,7 @@ def rolled_back(state: GuardState) -> GuardState:
 
 def collapses(
     state: GuardState, config: TrainerGuardConfig, *, entropy: float | None, reward: float | None
-) -> tuple[Alarm, ...]:
+) -> tuple[OutOfRange, ...]:
     """Alarms for an entropy or a reward far below what it was."""
     found = []
     for name, value, share, before in (
@@ -75,7 +75,7 @@ def collapses(
     ):
         usual = _median(before, config)
         if share and usual is not None and value is not None and not value >= share * usual:
-            found.append(Alarm(name, value, share * usual, math.inf))
+            found.append(OutOfRange(name, value, share * usual, math.inf))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from actors.engines.engine import Engine, Sampling
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import TakenPlaces
 from actors.gateway.answering.conversation import spelled, written
-from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, Written
+from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, SampledText
 from actors.gateway.answering.sample import Decode, Growing, OnText, SampledAnswer, sample, sample_whole
 from actors.gateway.http.requests import ParsedRequest
 from infra.store.images import Pixels
@@ -77,9 +77,9 @@ class InFlight(msgspec.Struct, kw_only=True):
         """A bare text that goes on, and JSON that is held to a schema, are neither thought nor call."""
         return self.request.prompt.chat is not None and not self.request.json_schema
 
-    def _written(self, text: str, tokens: Sequence[int]) -> Written:
+    def _written(self, text: str, tokens: Sequence[int]) -> SampledText:
         request = self.request
-        return Written(
+        return SampledText(
             prompt=self.rendered,
             tokens=tokens,
             text=request.force + text,

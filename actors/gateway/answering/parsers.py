@@ -10,8 +10,8 @@ from actors.gateway.answering.parsing import (
     OwnParser,
     Parsed,
     ParsedPieces,
+    SampledText,
     WritingTokenizer,
-    Written,
     checked_call,
 )
 from actors.gateway.answering.text import Detokenizer, StopStrings, ThoughtSplitter
@@ -52,7 +52,7 @@ class ForeignParser:
         """See AnswerParser."""
         self._answers.prepare()
 
-    def parse(self, written: Written) -> Parsed:
+    def parse(self, written: SampledText) -> Parsed:
         """See AnswerParser."""
         self.prepare()
         text = self._spelled(written)
@@ -71,7 +71,7 @@ class ForeignParser:
             return Parsed(thought, said, unread=True)
         return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)
 
-    def pieces(self, written: Written) -> ParsedPieces:
+    def pieces(self, written: SampledText) -> ParsedPieces:
         """See AnswerParser."""
         self.prepare()
         pieces = self._answers.pieces(written.prompt, written.tools)
@@ -83,10 +83,10 @@ class ForeignParser:
     def _own_thoughts(self) -> bool:
         return self.writing.reasoning in OWN_REASONING
 
-    def _read(self, written: Written, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, str]]]:
+    def _read(self, written: SampledText, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, str]]]:
         thought, tokens = "", written.tokens
         if self._own_thoughts:
-            thought, text = self._own.thought(Written(prompt=written.prompt, text=text, force=written.force))
+            thought, text = self._own.thought(SampledText(prompt=written.prompt, text=text, force=written.force))
             tokens = () if thought else tokens
         more, said, calls = self._answers.parse(text, tokens, written.prompt, written.tools if tools else ())
         return thought + more, said, calls
@@ -109,7 +109,7 @@ class ForeignParser:
     def _marks(self) -> Sequence[str]:
         return CALL_MARKS.get(self.writing.tools, ())
 
-    def _spelled(self, written: Written) -> str:
+    def _spelled(self, written: SampledText) -> str:
         """The answer as vLLM takes it: with the names of control tokens where its parser wants them."""
         if not self._answers.spells:
             return written.text

@@ -19,7 +19,7 @@ from infra.model.writing import CALL_MARKS, FORCED, HERMES, NONE, Writing
 _TAIL = 16  # tokens of a prompt that are looked at
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
+class SampledText(msgspec.Struct, frozen=True, kw_only=True):
     """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the tokens, up to
     a stop string, with what the answer was made to begin with. tools: it may call.
     """
@@ -57,10 +57,10 @@ class AnswerParser(Protocol):
     def prepare(self) -> None:
         """Load what it needs; blocks, for a minute where vLLM is to be imported. Again is fine. Raises ConfigError."""
 
-    def parse(self, written: Written) -> Parsed:
+    def parse(self, written: SampledText) -> Parsed:
         """A whole answer. Never raises."""
 
-    def pieces(self, written: Written) -> ParsedPieces:
+    def pieces(self, written: SampledText) -> ParsedPieces:
         """An answer that is about to be sampled."""
 
 
@@ -97,7 +97,7 @@ class OwnParser:
     def prepare(self) -> None:
         """Nothing."""
 
-    def parse(self, written: Written) -> Parsed:
+    def parse(self, written: SampledText) -> Parsed:
         """See AnswerParser."""
         thought, said = self.thought(written)
         if not written.tools or self.writing.tools == NONE:
@@ -105,17 +105,17 @@ class OwnParser:
         words, calls = read_calls(said)
         return Parsed(thought, words, tuple(calls), unread=CALL_MARKS[HERMES][0] in words)
 
-    def pieces(self, written: Written) -> ParsedPieces:
+    def pieces(self, written: SampledText) -> ParsedPieces:
         """See AnswerParser."""
         marks = CALL_MARKS[self.writing.tools] if written.tools and self.writing.tools != NONE else ()
         return OwnPieces(self.splitter(written), marks)
 
-    def thought(self, written: Written) -> tuple[str, str]:
+    def thought(self, written: SampledText) -> tuple[str, str]:
         """What is thought, and the rest."""
         splitter = self.splitter(written)
         return split_thought(written.text, splitter) if splitter is not None else ("", written.text)
 
-    def splitter(self, written: Written) -> ThoughtSplitter | None:
+    def splitter(self, written: SampledText) -> ThoughtSplitter | None:
         """What tells thoughts from words, None where nothing does."""
         if self.writing.reasoning == NONE or written.force:
             return None

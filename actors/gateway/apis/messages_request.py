@@ -32,20 +32,20 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Annotated[str, Meta(max_length=16)] | None = None
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+class ContentBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     """One block of a message's content."""
 
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Block, frozen=True, kw_only=True, tag="text"):
+class TextBlock(ContentBlock, frozen=True, kw_only=True, tag="text"):
     """Text."""
 
     text: str
     citations: None = None
 
 
-class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
+class ToolUseBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_use"):
     """A call of the assistant. caller: whose it is; only the model itself calls."""
 
     id: Short
@@ -54,7 +54,7 @@ class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
+class ToolResultBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_result"):
     """What a tool gave. is_error: no template has a word for it; the text should say so."""
 
     tool_use_id: Short
@@ -62,7 +62,7 @@ class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
     is_error: bool | None = None
 
 
-class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
+class ThinkingBlock(ContentBlock, frozen=True, kw_only=True, tag="thinking"):
     """What the model thought. signature: as it was given, "" here."""
 
     thinking: str
@@ -76,7 +76,7 @@ class Base64Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     data: str
 
 
-class ImageBlock(Block, frozen=True, kw_only=True, tag="image"):
+class ImageBlock(ContentBlock, frozen=True, kw_only=True, tag="image"):
     """A picture of the user's."""
 
     source: Base64Source

@@ -21,7 +21,7 @@ _TICK_S = 0.1  # uvicorn's: it writes the date of its answers anew every tenth t
 _LOOK_S = 0.01
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """Signals are the role's; `began` is set once it accepts. A stop waits for requests only: uvicorn's own looks whether
     it is over every tenth of a second.
     """
@@ -101,7 +101,7 @@ def bound(listen: str) -> socket.socket:
     return sock
 
 
-async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int], None]) -> None:
+async def serve_on(server: GatewayServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
     """Serve until `leave` is called. listening: called with the port once it accepts."""
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -115,7 +115,7 @@ async def serve_on(server: Server, sock: socket.socket, listening: Callable[[int
         await serving
 
 
-def make_server(app: Starlette, drain_s: float, connection: Any) -> Server:
+def make_server(app: Starlette, drain_s: float, connection: Any) -> GatewayServer:
     """A server of the application. drain_s: at an exit, for requests that run. connection: see `bounded_heads`."""
     settings = uvicorn.Config(
         app,
@@ -129,4 +129,4 @@ def make_server(app: Starlette, drain_s: float, connection: Any) -> Server:
         timeout_graceful_shutdown=max(1, round(drain_s)),
         http=connection,
     )
-    return Server(settings)
+    return GatewayServer(settings)

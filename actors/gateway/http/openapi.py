@@ -34,7 +34,7 @@ _KEY: list[dict[str, list[str]]] = [{"key": []}, {"api_key": []}]
 _SIGNATURE = "HMAC-SHA256 of the body, in hexadecimal or base64; `sha256=` may stand before it"
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
+class ApiRoute(msgspec.Struct, frozen=True, kw_only=True):
     """One route. request: type of its body. reply: type of what it replies, None for one that is text. status: of a reply.
 
     headers: what each means. answers: it gives answers, whole or as a stream.
@@ -57,28 +57,28 @@ _ASKS = {
 }
 
 
-def _answers(summary: str, request: Any, error: Any = ErrorReply) -> Served:
-    return Served(
+def _answers(summary: str, request: Any, error: Any = ErrorReply) -> ApiRoute:
+    return ApiRoute(
         method="POST", summary=summary, request=request, reply=Answer, headers=_ASKS, error=error, answers=True
     )
 
 
 # Every route that all gateways have, by its path.
-ROUTES: Mapping[str, Served] = {
+ROUTES: Mapping[str, ApiRoute] = {
     "/v1/chat/completions": _answers("answers a conversation, as OpenAI's Chat Completions", ChatRequest),
     "/v1/completions": _answers("continues a text or token ids, as OpenAI's Completions", TextRequest),
     "/v1/messages": _answers("answers a conversation, as Anthropic's Messages", MessagesRequest, MessagesError),
     "/v1/responses": _answers("answers a conversation, as OpenAI's Responses", ResponsesRequest),
-    COUNT_PATH: Served(
+    COUNT_PATH: ApiRoute(
         method="POST",
         summary="counts the tokens of a prompt",
         request=MessagesRequest,
         reply=TokenCount,
         error=MessagesError,
     ),
-    "/v1/models": Served(method="GET", summary="lists the served policies", reply=ServedModels),
-    "/v1/models/{model:path}": Served(method="GET", summary="shows a served policy", reply=ServedModel),
-    PATH: Served(
+    "/v1/models": ApiRoute(method="GET", summary="lists the served policies", reply=ServedModels),
+    "/v1/models/{model:path}": ApiRoute(method="GET", summary="shows a served policy", reply=ServedModel),
+    PATH: ApiRoute(
         method="POST",
         summary="says something about an answer: exactly one of value, label, correction, text and retract",
         request=FeedbackRequest,
@@ -86,15 +86,15 @@ ROUTES: Mapping[str, Served] = {
         status=202,
         headers={TOKEN_HEADER: "a browser's token for this answer, instead of a key"},
     ),
-    f"{PATH}/tokens": Served(
+    f"{PATH}/tokens": ApiRoute(
         method="POST",
         summary="makes a token with which a browser may speak of one answer",
         request=TokenRequest,
         reply=FeedbackTokenReply,
     ),
-    "/healthz": Served(method="GET", summary="says whether it serves; 503 where it does not", reply=Health),
-    "/metrics": Served(method="GET", summary="metrics, as Prometheus reads them", media="text/plain"),
-    OPENAPI_PATH: Served(method="GET", summary="this document", reply=dict[str, Any]),
+    "/healthz": ApiRoute(method="GET", summary="says whether it serves; 503 where it does not", reply=Health),
+    "/metrics": ApiRoute(method="GET", summary="metrics, as Prometheus reads them", media="text/plain"),
+    OPENAPI_PATH: ApiRoute(method="GET", summary="this document", reply=dict[str, Any]),
 }
 
 
@@ -138,7 +138,7 @@ def shown(path: str) -> str:
     return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
 
 
-def _operation(path: str, one: Served, schemas: Mapping[Any, Object]) -> Object:
+def _operation(path: str, one: ApiRoute, schemas: Mapping[Any, Object]) -> Object:
     content: Object = {one.media: {"schema": schemas[one.reply] if one.reply else {"type": "string"}}}
     if one.answers:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -78,10 +78,10 @@ class GuardEvidence(msgspec.Struct, frozen=True):
     unrest: float = 0.0
 
 
-class Measure(msgspec.Struct, frozen=True):
+class GuardedRate(msgspec.Struct, frozen=True):
     """One thing that may happen to an answer, and by how much more often is too much.
 
-    Example: Measure(name="failed", more=0.05)
+    Example: GuardedRate(name="failed", more=0.05)
     """
 
     name: str
@@ -217,13 +217,13 @@ def unrest(hours: Sequence[Hour]) -> float:
     return math.fsum(value - 1.0 for _, value in known) / math.sqrt(variance) if variance else 0.0
 
 
-def failures(more: float) -> tuple[Measure, Measure]:
+def failures(more: float) -> tuple[GuardedRate, GuardedRate]:
     """What gateways count of all answers, rated or not."""
-    return Measure("failed", more), Measure("refused", more)
+    return GuardedRate("failed", more), GuardedRate("refused", more)
 
 
 def harmed(
-    measures: Sequence[Measure],
+    measures: Sequence[GuardedRate],
     bound: float,
     least: int,
     share: float,

@@ -24,11 +24,11 @@ QUESTIONS = 4  # longer, shorter, failed more often, too far away
 Prompt = bytes  # a hash: nothing that a customer wrote is kept
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ReplyFacts(msgspec.Struct, frozen=True):
     """One answer. failed: "" for one that is fine, else cut off, refused or out of form. words: hashes of neighbouring words,
     for the distance.
 
-    Example: Reply(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
+    Example: ReplyFacts(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
     """
 
     num_tokens: int
@@ -36,19 +36,19 @@ class Reply(msgspec.Struct, frozen=True):
     words: frozenset[bytes]
 
 
-Pair = tuple[Reply, Reply]  # the candidate's answer, and the stable version's
+Pair = tuple[ReplyFacts, ReplyFacts]  # the candidate's answer, and the stable version's
 
 
 class Replies:
     """Answers by version and prompt, as evals of the suite bring them back. One answer per prompt counts, the last."""
 
-    KEPT: ClassVar[dict[str, Any]] = {"_known": dict[int, dict[Prompt, Reply]]}
+    KEPT: ClassVar[dict[str, Any]] = {"_known": dict[int, dict[Prompt, ReplyFacts]]}
 
     def __init__(self, config: GateReplies) -> None:
         self._config = config
         self._refusal = any_of(config.refusals)
         self._form = re.compile(config.form) if config.form else None
-        self._known: dict[int, dict[Prompt, Reply]] = {}
+        self._known: dict[int, dict[Prompt, ReplyFacts]] = {}
 
     def take(self, experience: Experience) -> None:
         """An answer came back; those of other suites change nothing."""
@@ -96,7 +96,7 @@ class Replies:
             faults.append(f"{config.suite}: {numbers['distance']:.3f} away from the stable version {stable}'s answers")
         return faults
 
-    def _reply(self, experience: Experience) -> Reply:
+    def _reply(self, experience: Experience) -> ReplyFacts:
         text = experience.response
         failed = ""
         if experience.end != "terminal":
@@ -105,7 +105,9 @@ class Replies:
             failed = "refused"
         elif self._form is not None and self._form.fullmatch(text.strip()) is None:
             failed = "out of form"
-        return Reply(num_tokens=experience.num_sampled, failed=failed, words=frozenset(map(hashed, word_pairs(text))))
+        return ReplyFacts(
+            num_tokens=experience.num_sampled, failed=failed, words=frozenset(map(hashed, word_pairs(text)))
+        )
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, float]:

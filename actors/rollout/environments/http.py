@@ -28,7 +28,7 @@ FIRST_BACKOFF_S = 0.2
 BUSY = (429, 502, 503, 504)  # nothing was done: the service, or something before it, is full or restarting
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _HttpReply(msgspec.Struct, frozen=True):
     observation: str = ""
     reward: float | None = None
     end: EnvironmentEnd | None = None
@@ -122,7 +122,7 @@ class HttpEnvironment:
         if response.status_code != 200:
             raise RuntimeError(f"{where}: answered {response.status_code}, expected 200: {content[:200]!r}")
         try:
-            answer = msgspec.json.decode(content, type=_Answer)
+            answer = msgspec.json.decode(content, type=_HttpReply)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RuntimeError(f"{where}: {error}; expected observation, reward and end as JSON") from error
         return Outcome(observation=answer.observation, reward=answer.reward, end=answer.end)

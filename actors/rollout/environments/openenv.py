@@ -32,7 +32,7 @@ UNREADABLE = ("VALIDATION_ERROR", "INVALID_JSON")
 MAX_SHOWN_CHARS = 500
 
 
-class _Answer(msgspec.Struct):
+class _OpenEnvReply(msgspec.Struct):
     """Of a reset or a step. observation: whatever fields the environment has."""
 
     observation: dict[str, Any]
@@ -137,7 +137,7 @@ class OpenEnv:
             raise ValueError(f"got {action[:MAX_SHOWN_CHARS]!r}, expected a JSON object")
         return {**self._action, **said}
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Answer:
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _OpenEnvReply:
         """Raises _Full, _Unreadable, RuntimeError for all else that is no answer."""
         assert self._socket is not None, "reset comes first"
         try:
@@ -149,7 +149,7 @@ class OpenEnv:
         try:
             message = msgspec.json.decode(content, type=_Message)
             if message.type == "observation":
-                return msgspec.convert(message.data, _Answer)
+                return msgspec.convert(message.data, _OpenEnvReply)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RuntimeError(f"{self._url}: {kind}: {error}; expected an observation of OpenEnv") from error
         code, said = message.data.get("code"), str(message.data.get("message"))[:MAX_SHOWN_CHARS]
@@ -159,7 +159,7 @@ class OpenEnv:
             raise _Unreadable(_wrong(said, message.data.get("errors")))
         raise RuntimeError(f"{self._url}: {kind}: answered {message.type} {code}: {said}")
 
-    def _outcome(self, answer: _Answer) -> Outcome:
+    def _outcome(self, answer: _OpenEnvReply) -> Outcome:
         return Outcome(
             observation=self._written(answer.observation),
             reward=answer.reward,

@@ -22,7 +22,7 @@ import mcp_types
 from mcp.client.streamable_http import streamable_http_client
 
 from actors.rollout.failure import EpisodeFailed
-from actors.rollout.tool import Tool, ToolResult, sound_tool
+from actors.rollout.tool import ToolResult, ToolSpec, sound_tool
 from actors.rollout.tools.mcp_stdio import StdioServer
 from infra.settings.plugin import describe
 from infra.settings.secret import bearer
@@ -77,9 +77,9 @@ class McpServer:
         self._open: _Open | None = None
         self._silent = 0
         self._started_s = -RESTART_S
-        self._tools: tuple[Tool, ...] = ()
+        self._tools: tuple[ToolSpec, ...] = ()
 
-    async def tools(self) -> tuple[Tool, ...]:
+    async def tools(self) -> tuple[ToolSpec, ...]:
         """What it offers, as it was when it was first asked. Raises EpisodeFailed where it cannot be reached or asked."""
         if not self._tools:
             listed = (await self._at_home(self._connected())).listed
@@ -95,14 +95,14 @@ class McpServer:
         if home is not None:
             home.end(self._left())
 
-    def _tool(self, listed: mcp_types.Tool) -> Tool:
+    def _tool(self, listed: mcp_types.Tool) -> ToolSpec:
         async def call(**arguments: Any) -> ToolResult:
             return await self._at_home(self._call(listed.name, arguments))
 
         try:
             return sound_tool(
                 f"{self._name}: {listed.name}",
-                Tool(
+                ToolSpec(
                     name=listed.name,
                     description=(listed.description or "")[:MAX_DESCRIPTION_CHARS],
                     parameters=listed.input_schema,
@@ -189,7 +189,7 @@ class McpServer:
                     watch.cancel()
         else:
             limits = httpx2.Timeout(self._start_s, read=None)
-            bounded = _Bounded(httpx2.AsyncHTTPTransport())
+            bounded = _BoundedTransport(httpx2.AsyncHTTPTransport())
             async with (
                 httpx2.AsyncClient(transport=bounded, headers=self._headers, timeout=limits) as client,
                 streamable_http_client(self._url, http_client=client) as streams,
@@ -247,7 +247,7 @@ class _Home:
             self.loop.close()
 
 
-class _Bounded(httpx2.AsyncBaseTransport):
+class _BoundedTransport(httpx2.AsyncBaseTransport):
     """No JSON body is longer than MAX_ANSWER_BYTES. (Of a stream of events each is bounded by its reader.)"""
 
     def __init__(self, below: httpx2.AsyncBaseTransport) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from actors.engines.engine import ContextFull
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import Session
-from actors.rollout.tool import Tool, ToolResult, answer, load_server, load_tool, read_call
+from actors.rollout.tool import ToolResult, ToolSpec, answer, load_server, load_tool, read_call
 from infra.settings.config import Positive, Seconds, Section, Use, decode
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
@@ -98,7 +98,7 @@ class Tools:
         session.note("tool_errors", failed)
         return ()
 
-    async def _offered(self) -> list[Tool]:
+    async def _offered(self) -> list[ToolSpec]:
         """Our own tools, and those of the servers. Raises EpisodeFailed."""
         tools = list(self._tools)
         for server in self._servers:
@@ -107,7 +107,7 @@ class Tools:
             raise EpisodeFailed("tool", fault)
         return tools
 
-    async def _answers(self, calls: Sequence[str], tools: Sequence[Tool]) -> list[ToolResult]:
+    async def _answers(self, calls: Sequence[str], tools: Sequence[ToolSpec]) -> list[ToolResult]:
         """Of all calls of one turn, run at once."""
         most, timeout_s = self._options.max_calls, self._options.timeout_s
         asked = [answer(read_call(text), tools, timeout_s=timeout_s) for text in calls[:most]]
@@ -116,13 +116,13 @@ class Tools:
         return answers + [refused] * (len(calls) - len(asked))
 
 
-def names_fault(tools: Sequence[Tool]) -> str:
+def names_fault(tools: Sequence[ToolSpec]) -> str:
     """What is wrong with the names of tools, "" for nothing."""
     names = [tool.name for tool in tools]
     return f"tools: got the names {', '.join(names)}, expected each once" if len(set(names)) < len(names) else ""
 
 
-def described(tools: Sequence[Tool]) -> str:
+def described(tools: Sequence[ToolSpec]) -> str:
     """The signatures, one JSON object a line, as OpenAI's API writes them."""
     return "\n".join(
         json.dumps(

@@ -15,7 +15,7 @@ from pathlib import Path
 from infra.cli.bench.children import apart
 from infra.cli.bench.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
 from infra.cli.bench.peak import most_bytes
-from infra.ledger.audit import Room, audit
+from infra.ledger.audit import DiskSpace, audit
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
 from infra.log.log import Log
@@ -41,7 +41,7 @@ def run(*, experiences: int, say: Say = tell) -> dict[str, float]:
 
 
 async def _audited(count: int, say: Say) -> dict[str, float]:
-    bus, rooms, taken, shown_s = MadeBus(count), list[Room](), [0.0], [time.monotonic()]
+    bus, rooms, taken, shown_s = MadeBus(count), list[DiskSpace](), [0.0], [time.monotonic()]
 
     def on_reading(topic: str, left: int) -> None:
         taken[0] = max(taken[0], _unnamed_bytes())

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from infra.cli.bench.beside import Spent
 from infra.cli.bench.codec_rivals import MsgpackRival, OpenedMember, header, missing, rivals
-from infra.cli.bench.texts import SampledAnswer, samples
+from infra.cli.bench.texts import RawAnswer, samples
 from schemas import Block, Experience, decode, encode, make_experience
 
 SHAPES = {  # episodes, tokens of the prompt, tokens of each response
@@ -33,7 +33,7 @@ TARGETS = {
 }  # fmt: skip
 
 
-def pack_block(group: Sequence[SampledAnswer]) -> bytes:
+def pack_block(group: Sequence[RawAnswer]) -> bytes:
     """Lists to a block frame."""
     members = []
     for episode, sample in enumerate(group):

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from infra.cli.bench.bench_env import find_orjson
 from infra.cli.bench.peers.pickled import opened, packed
-from infra.cli.bench.texts import SampledAnswer
+from infra.cli.bench.texts import RawAnswer
 from schemas import Message, Score, Span
 
 OpenedMember = tuple[Any, Any, tuple[Message, ...]]  # tokens, logprobs, messages
@@ -20,14 +20,14 @@ OpenedMember = tuple[Any, Any, tuple[Message, ...]]  # tokens, logprobs, message
 class Rival(Protocol):
     """A codec of groups."""
 
-    def pack(self, group: Sequence[SampledAnswer]) -> bytes:
+    def pack(self, group: Sequence[RawAnswer]) -> bytes:
         """Lists to bytes."""
 
     def open(self, data: bytes) -> list[OpenedMember]:
         """Bytes to arrays and messages."""
 
 
-class Packed(msgspec.Struct, frozen=True, array_like=True):
+class PackedBulk(msgspec.Struct, frozen=True, array_like=True):
     """Bulk as the bytes of arrays, the prompt in each."""
 
     id: str
@@ -46,7 +46,7 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
     answer: str
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True):
+class ListedBulk(msgspec.Struct, frozen=True, array_like=True):
     """Bulk as plain lists, the prompt in each."""
 
     id: str
@@ -65,7 +65,7 @@ class Listed(msgspec.Struct, frozen=True, array_like=True):
     answer: str
 
 
-def header(sample: SampledAnswer, episode: int, size: int) -> dict[str, Any]:
+def header(sample: RawAnswer, episode: int, size: int) -> dict[str, Any]:
     """The fields of an experience besides its bulk."""
     start = len(sample.prompt)
     return {
@@ -80,7 +80,7 @@ def header(sample: SampledAnswer, episode: int, size: int) -> dict[str, Any]:
     }
 
 
-def plain_header(sample: SampledAnswer, episode: int, size: int) -> dict[str, Any]:
+def plain_header(sample: RawAnswer, episode: int, size: int) -> dict[str, Any]:
     """The same in builtins."""
     found: dict[str, Any] = msgspec.to_builtins(header(sample, episode, size))
     return {
@@ -113,7 +113,7 @@ class MsgpackRival:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
         self.decompressor = zstandard.ZstdDecompressor()
 
-    def pack(self, group: Sequence[SampledAnswer]) -> bytes:
+    def pack(self, group: Sequence[RawAnswer]) -> bytes:
         """See Rival."""
         members = []
         for episode, sample in enumerate(group):
@@ -153,7 +153,7 @@ class PlainRival:
         self.dumps = dumps
         self.loads = loads
 
-    def pack(self, group: Sequence[SampledAnswer]) -> bytes:
+    def pack(self, group: Sequence[RawAnswer]) -> bytes:
         """See Rival."""
         return self.dumps(
             [
@@ -186,7 +186,7 @@ class ProtobufRival:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
         self.decompressor = zstandard.ZstdDecompressor()
 
-    def pack(self, group: Sequence[SampledAnswer]) -> bytes:
+    def pack(self, group: Sequence[RawAnswer]) -> bytes:
         """See Rival."""
         made = self.kind()
         for episode, sample in enumerate(group):
@@ -219,12 +219,12 @@ def rivals() -> dict[str, Rival]:
     """Those that are here, by name."""
     found: dict[str, Rival] = {
         "packed": MsgpackRival(
-            Packed,
+            PackedBulk,
             lambda tokens: struct.pack(f"={len(tokens)}I", *tokens),
             lambda logprobs: struct.pack(f"={len(logprobs)}f", *logprobs),
             np.frombuffer,
         ),
-        "lists": MsgpackRival(Listed, lambda tokens: tokens, lambda logprobs: logprobs, np.array),
+        "lists": MsgpackRival(ListedBulk, lambda tokens: tokens, lambda logprobs: logprobs, np.array),
         "pickle": PlainRival(packed, opened),
     }
     if (orjson := find_orjson()) is not None:

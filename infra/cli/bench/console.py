@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from infra.cli.bench.console_load import cpu_of
-from infra.cli.console.access import Access
+from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.log.bus import Record
@@ -165,7 +165,7 @@ async def serve(folder: Path) -> None:
     port = sock.getsockname()[1]
     address = f"127.0.0.1:{port}"
     settings = Settings(app="bench", folder=folder)
-    run = serving.made(settings, log, folder / "state", access=Access(store, LINK), command=(), address=address)
+    run = serving.made(settings, log, folder / "state", access=ConsoleAccess(store, LINK), command=(), address=address)
     async with run as (app, _):
         sock.listen()
         print(port, flush=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from infra.cli.bench.looking import Seen
+from infra.cli.bench.looking import PageViews
 
 if TYPE_CHECKING:
     from infra.cli.settings import Settings
@@ -56,7 +56,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     people: int = 10
 
 
-class Piece(msgspec.Struct, frozen=True):
+class RunInterval(msgspec.Struct, frozen=True):
     """A stretch of the run, in ms. is_watched: whether people looked."""
 
     is_watched: bool
@@ -74,7 +74,7 @@ class Watching(msgspec.Struct):
     busy_s: float = 0.0
     busy_cpu_s: float = 0.0
     behind: int = 0
-    seen: Seen = msgspec.field(default_factory=Seen)
+    seen: PageViews = msgspec.field(default_factory=PageViews)
 
 
 def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
@@ -85,7 +85,7 @@ def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
         settings = load_settings(began)
         say("the demo begins; its warm-up takes minutes")
         asyncio.run(_until_it_learns(settings))
-        pieces: list[Piece] = []
+        pieces: list[RunInterval] = []
         watching = Watching()
         for pair in range(plan.pairs):
             for is_watched in (False, True) if pair % 2 == 0 else (True, False):
@@ -97,7 +97,9 @@ def run(plan: LoadPlan, say: Callable[[str], None] = print) -> dict[str, float]:
     return figures_of(pieces, steps, watching, plan.people)
 
 
-def figures_of(pieces: Sequence[Piece], steps_ms: Sequence[int], watching: Watching, people: int) -> dict[str, float]:
+def figures_of(
+    pieces: Sequence[RunInterval], steps_ms: Sequence[int], watching: Watching, people: int
+) -> dict[str, float]:
     """The figures. pieces: pair after pair. steps_ms: when each step was journaled."""
     rates = [(one.is_watched, rate_of(steps_ms, one)) for one in pieces]
     alone = [rate for is_watched, rate in rates if not is_watched]
@@ -122,10 +124,10 @@ def figures_of(pieces: Sequence[Piece], steps_ms: Sequence[int], watching: Watch
     }  # fmt: skip
 
 
-def rate_of(steps_ms: Sequence[int], piece: Piece) -> float:
+def rate_of(steps_ms: Sequence[int], piece: RunInterval) -> float:
     """Steps a second between the first and the last step of a piece. Raises ValueError for fewer than three.
 
-    >>> rate_of([0, 1000, 3000, 5000, 9000], Piece(False, 500, 6000))
+    >>> rate_of([0, 1000, 3000, 5000, 9000], RunInterval(False, 500, 6000))
     0.5
     """
     mine = [at for at in steps_ms if piece.begin_ms <= at < piece.end_ms]
@@ -134,14 +136,14 @@ def rate_of(steps_ms: Sequence[int], piece: Piece) -> float:
     return 1000 * (len(mine) - 1) / (mine[-1] - mine[0])
 
 
-def _alone(plan: LoadPlan) -> Piece:
+def _alone(plan: LoadPlan) -> RunInterval:
     time.sleep(plan.settle_s)
     began_ms = _now_ms()
     time.sleep(plan.piece_s)
-    return Piece(False, began_ms, _now_ms())
+    return RunInterval(False, began_ms, _now_ms())
 
 
-def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
+def _watched(plan: LoadPlan, config: Path, watching: Watching) -> RunInterval:
     """A piece that people look at, through a console of its own."""
     from infra.cli.settings import load_settings
 
@@ -162,12 +164,12 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> Piece:
         ended_ms = _now_ms()
         watching.busy_cpu_s += cpu_of(pid) - cpu_s
         watching.busy_s += time.monotonic() - began_s
-        seen = msgspec.json.decode(done.stdout, type=Seen)
+        seen = msgspec.json.decode(done.stdout, type=PageViews)
         watching.seen.took_ms += seen.took_ms
         for status, count in seen.failed.items():
             watching.seen.failed[status] = watching.seen.failed.get(status, 0) + count
         watching.behind = max(watching.behind, asyncio.run(_behind(load_settings(config))))
-    return Piece(True, began_ms, ended_ms)
+    return RunInterval(True, began_ms, ended_ms)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ LOOK_S = 0.2
 WAIT_S = 1200.0
 
 
-class Agent:
+class BenchAgent:
     """Asks twice. episodes: so many have asked once before any asks again. one_client: of HTTP, for all of them."""
 
     def __init__(self, *, episodes: int, one_client: bool) -> None:
@@ -86,7 +86,7 @@ async def _measured(episodes: int, one_client: bool, folder: Path) -> dict[str, 
     role = Role(floor=floor, log=log, store=store, metrics=metrics, instance="bench", stop=stop)
     config = ExploreConfig(
         workflow="actors.program.workflow:Program",
-        options={"use": f"{__name__}:Agent", "options": {"episodes": episodes, "one_client": one_client}},
+        options={"use": f"{__name__}:BenchAgent", "options": {"episodes": episodes, "one_client": one_client}},
         episodes_in_flight=episodes,
     )
 

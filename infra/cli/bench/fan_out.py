@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from infra.cli.bench import minio
-from infra.cli.bench.throttle import Door, throttled
+from infra.cli.bench.throttle import ThrottledPort, throttled
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.store.cached import CachedStore
@@ -161,7 +161,7 @@ def transfer(place: Place, num_bytes: int, told: Any) -> None:
 
 
 def _followed(
-    context: ForkServerContext, places: list[Place], events: list[PolicyEvent], doors: list[Door]
+    context: ForkServerContext, places: list[Place], events: list[PolicyEvent], doors: list[ThrottledPort]
 ) -> list[Arrivals]:
     """What it took until a process at each place had one version, and then the next."""
     told, starts = context.Queue(), context.RawArray("d", len(events))

@@ -25,8 +25,8 @@ from infra.cli.bench.beside import OURS, Beside, Spent, compared
 from infra.cli.bench.children import cpu_s, end, idle_share, last_words, source_path
 from infra.cli.bench.hop_data import (
     GroupOfAnswers,
+    HopOutcome,
     ToSend,
-    Verdict,
     blocks,
     groups,
     records,
@@ -73,7 +73,7 @@ class Contestant(msgspec.Struct):
     source: str
     sinks: tuple[str, ...]
     inputs: Callable[[Sequence[GroupOfAnswers], int], list[ToSend]]
-    read: Callable[[bytes], dict[str, Verdict]]
+    read: Callable[[bytes], dict[str, HopOutcome]]
     reader: "Reader | None" = None
     idle: float = 0.0
 
@@ -188,7 +188,7 @@ async def _measured(
 
 async def _check(bus: "Bus", contestants: Sequence[Contestant], given: Sequence[GroupOfAnswers], number: int) -> None:
     """A round of all, not timed, which shows that they send the same. Raises RuntimeError."""
-    expected: dict[str, Verdict] = {}
+    expected: dict[str, HopOutcome] = {}
     for one in contestants:
         verdicts = await _sent(bus, one, one.inputs(given, number), sum(len(group.answers) for group in given))
         expected = expected or verdicts
@@ -207,11 +207,11 @@ async def _round(bus: "Bus", one: Contestant, given: Sequence[GroupOfAnswers], n
     return Spent(cpu_s(one.child.pid) - before_s - one.idle * wall_s, wall_s)
 
 
-async def _sent(bus: "Bus", one: Contestant, inputs: Sequence[ToSend], count: int) -> dict[str, Verdict]:
+async def _sent(bus: "Bus", one: Contestant, inputs: Sequence[ToSend], count: int) -> dict[str, HopOutcome]:
     """Send a round to a worker and read what it makes of `count` answers. Raises RuntimeError."""
     assert one.reader is not None
     sending = asyncio.gather(*(bus.send(one.source, record.value, key=record.key) for record in inputs))
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, HopOutcome] = {}
     heard = time.perf_counter()
     while len(verdicts) < count:
         for record in await one.reader.get_many(timeout_s=0.2):

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from infra.cli.bench.peers.plain import FORMS, Listed, Packed, PlainAnswer, StageName, values
-from infra.cli.bench.texts import SampledAnswer, samples
+from infra.cli.bench.peers.plain import FORMS, ListedAnswer, PackedAnswer, PlainAnswer, StageName, values
+from infra.cli.bench.texts import RawAnswer, samples
 from schemas import Block, DropMarker, Message, Score, Span, decode, encode, make_experience
 from schemas.ids import experience_id
 
@@ -25,7 +25,7 @@ class ToSend(NamedTuple):
     value: bytes
 
 
-class Verdict(NamedTuple):
+class HopOutcome(NamedTuple):
     """What became of one answer, whatever form it came in. content: tokens, logprobs and texts; None for a dropped one."""
 
     reason: str
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 class GroupOfAnswers(NamedTuple):
     """One group before it has a form, with what each answer's reference is."""
 
-    answers: Sequence[SampledAnswer]
+    answers: Sequence[RawAnswer]
     references: Sequence[str]
 
 
@@ -93,7 +93,7 @@ def records(stage: StageName, form: str, found: Sequence[GroupOfAnswers], round:
 def _plain(stage: StageName, form: str, group: GroupOfAnswers, name: str) -> Iterable[PlainAnswer]:
     for episode, (one, reference) in enumerate(zip(*group, strict=True)):
         tokens = one.prompt + one.response
-        kind: type[Any] = Packed if form == "packed" else Listed
+        kind: type[Any] = PackedAnswer if form == "packed" else ListedAnswer
         yield kind(
             id=experience_id(name, 0, episode),
             group=name,
@@ -109,19 +109,19 @@ def _plain(stage: StageName, form: str, group: GroupOfAnswers, name: str) -> Ite
         )
 
 
-def _score(one: SampledAnswer, reference: str) -> float:
+def _score(one: RawAnswer, reference: str) -> float:
     return float(one.messages[-1].content == reference)
 
 
-def verdicts_of_block(value: bytes) -> dict[str, Verdict]:
+def verdicts_of_block(value: bytes) -> dict[str, HopOutcome]:
     """What a record says that headrace's stage sent: by id of the answer."""
     record = decode(value)
     if isinstance(record, DropMarker):
-        return {record.id: Verdict(record.reason, (), None)}
+        return {record.id: HopOutcome(record.reason, (), None)}
     if not isinstance(record, Block):
         return {}
     return {
-        one.id: Verdict(
+        one.id: HopOutcome(
             "",
             _numbers(one.score("exact"), one.reward, one.advantage, one.priority),
             (one.tokens.tobytes(), one.logprobs.tobytes(), _texts(one.messages)),
@@ -130,15 +130,15 @@ def verdicts_of_block(value: bytes) -> dict[str, Verdict]:
     }
 
 
-def verdicts_of_record(form: str, value: bytes) -> dict[str, Verdict]:
+def verdicts_of_record(form: str, value: bytes) -> dict[str, HopOutcome]:
     """What a record says that a peer sent."""
     one = FORMS[form].decode(value)
     if one.reason:
-        return {one.id: Verdict(one.reason, (), None)}
+        return {one.id: HopOutcome(one.reason, (), None)}
     tokens, logprobs = values(one)
     texts = tuple((message["role"], message["content"]) for message in one.messages)
     numbers = _numbers(one.score, one.reward, one.advantage, one.priority)
-    return {one.id: Verdict("", numbers, (tokens.tobytes(), logprobs.tobytes(), texts))}
+    return {one.id: HopOutcome("", numbers, (tokens.tobytes(), logprobs.tobytes(), texts))}
 
 
 def _numbers(*numbers: float | None) -> tuple[float | None, ...]:

@@ -33,10 +33,10 @@ NEAR = {"float32": (1e-5, 1e-3), "bfloat16": (1e-2, 0.2)}  # how far losses, and
 NOISE = 0.05  # nats between the policy that sampled and the one that is trained
 
 
-class Shape(msgspec.Struct, frozen=True):
+class BatchShape(msgspec.Struct, frozen=True):
     """A batch: answers of so many tokens, all to one prompt or each to its own.
 
-    Example: Shape("16 answers of 256 to one prompt of 512", answers=16, prompt=512, sampled=256, shared=True)
+    Example: BatchShape("16 answers of 256 to one prompt of 512", answers=16, prompt=512, sampled=256, shared=True)
     """
 
     name: str
@@ -47,17 +47,17 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 SHAPES = (
-    Shape("16 answers of 256 to one prompt of 512", 16, 512, 256, True),
-    Shape("8 lone answers of 256, prompts of 512", 8, 512, 256, False),
-    Shape("one row of 4,096", 1, 512, 3584, False),
+    BatchShape("16 answers of 256 to one prompt of 512", 16, 512, 256, True),
+    BatchShape("8 lone answers of 256, prompts of 512", 8, 512, 256, False),
+    BatchShape("one row of 4,096", 1, 512, 3584, False),
 )
 
 
-class LearnerPlan(msgspec.Struct, frozen=True):
+class LearnerBenchPlan(msgspec.Struct, frozen=True):
     """What is measured. model: a folder, "" for a random Qwen3 of this width and so many layers. dtype, peak: "" and 0 for what
     the device suggests; peak in TFLOP/s. max_tokens: of a microbatch. repeat: steps timed of each.
 
-    Example: LearnerPlan(hidden=2048, layers=16, dtype="bfloat16")
+    Example: LearnerBenchPlan(hidden=2048, layers=16, dtype="bfloat16")
     """
 
     model: str = ""
@@ -86,7 +86,7 @@ class Timed(msgspec.Struct, frozen=True):
     peak_mib: float
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ShapeComparison(msgspec.Struct, frozen=True):
     """One shape. faster: how many times headrace's step is as fast as the plain one: the median of each turn's ratio of CPU
     seconds on a CPU, of wall seconds on a GPU. loss_apart, gradient_apart: of the first step.
     """
@@ -100,7 +100,7 @@ class Compared(msgspec.Struct, frozen=True):
     faster: float
 
 
-class Machine(msgspec.Struct, frozen=True):
+class BenchMachine(msgspec.Struct, frozen=True):
     """Where it ran. parameters_m: millions of the model."""
 
     device: str
@@ -110,8 +110,8 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def run(
-    plan: LearnerPlan, say: Callable[[str], object] = print, shapes: Sequence[Shape] = SHAPES
-) -> tuple[Machine, list[Compared]]:
+    plan: LearnerBenchPlan, say: Callable[[str], object] = print, shapes: Sequence[BatchShape] = SHAPES
+) -> tuple[BenchMachine, list[ShapeComparison]]:
     """Where it ran, and each shape. Raises RuntimeError where the two do not agree, ConfigError for a model that is none."""
     import torch
 
@@ -128,13 +128,13 @@ def run(
         for shape in shapes:
             say(shape.name)
             found.append(Peers(model, plan, device="cuda" if gpu else "cpu").compared(shape, cost, peak))
-    return Machine(card, size.trained / 1e6, plan.dtype, peak), found
+    return BenchMachine(card, size.trained / 1e6, plan.dtype, peak), found
 
 
 class Peers:
     """A learner and a plain step, on weights of their own."""
 
-    def __init__(self, model: str, plan: LearnerPlan, *, device: str) -> None:
+    def __init__(self, model: str, plan: LearnerBenchPlan, *, device: str) -> None:
         from trainer.learners.torch import TorchLearner
 
         self._plan = plan
@@ -143,7 +143,7 @@ class Peers:
         self._learner: TorchLearner = TorchLearner(model, self._config, device=device)
         self._plain = PlainStep(model, self._config, device=device)
 
-    def compared(self, shape: Shape, cost: TokenCost, peak: float) -> Compared:
+    def compared(self, shape: BatchShape, cost: TokenCost, peak: float) -> ShapeComparison:
         """Both on one shape."""
         from trainer.batch.batch import pack
 
@@ -160,7 +160,7 @@ class Peers:
         ]
         clock = 0 if self._device == "cpu" else 1
         faster = statistics.median(plain[clock] / ours[clock] for ours, plain in taken)
-        return Compared(shape.name, whole.tokens_BT.size, loss, gradient, timed[0], timed[1], faster)
+        return ShapeComparison(shape.name, whole.tokens_BT.size, loss, gradient, timed[0], timed[1], faster)
 
     def _ours(self, items: Sequence["TrainItem"]) -> float:
         """Packed, forward, backward and update, as the trainer does it."""
@@ -182,7 +182,7 @@ class Peers:
             apart += float((to_torch(state[f"adam/exp_avg/{name}"]) - expected).square().sum())
         return require_near(abs(mine - other), (apart / square) ** 0.5, self._plan.dtype)
 
-    def _items(self, shape: Shape) -> list["TrainItem"]:
+    def _items(self, shape: BatchShape) -> list["TrainItem"]:
         """Random answers, as if sampled by a policy near this one."""
         random = np.random.default_rng(shape.answers)
         size = self._plain.module.config.get_text_config().vocab_size
@@ -211,7 +211,7 @@ def require_near(loss: float, gradient: float, dtype: str) -> tuple[float, float
 
 
 def _item(
-    shape: Shape, index: int, tokens: Sequence[int], advantage: float, logprobs: np.ndarray | None = None
+    shape: BatchShape, index: int, tokens: Sequence[int], advantage: float, logprobs: np.ndarray | None = None
 ) -> "TrainItem":
     from trainer.batch.batch import TrainItem
 
@@ -230,7 +230,7 @@ def _item(
     return TrainItem(experience, item)
 
 
-def _config(plan: LearnerPlan) -> "TrainerConfig":
+def _config(plan: LearnerBenchPlan) -> "TrainerConfig":
     from trainer.config import LaneConfig, TrainerConfig
 
     return TrainerConfig(
@@ -269,7 +269,7 @@ def _timed(
     )
 
 
-def _random_model(folder: Path, plan: LearnerPlan) -> str:
+def _random_model(folder: Path, plan: LearnerBenchPlan) -> str:
     """A Qwen3 of 26 million parameters at the usual size."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -35,7 +35,7 @@ WALK = (
 LINKS = {"an answer": r'href="(/answers/[^"?]+)"', "a version": r'href="(/versions/\d+)"'}
 
 
-class Seen(msgspec.Struct):
+class PageViews(msgspec.Struct):
     """What people saw. took_ms: of each page. failed: pages that were none, by status."""
 
     took_ms: list[float] = []
@@ -46,7 +46,7 @@ class Person:
     """One browser: a connection, a cookie, and the page it holds."""
 
     def __init__(self, url: str, link: str, seed: int, hurry: float) -> None:
-        self.seen = Seen()
+        self.seen = PageViews()
         self._client = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
         self._drawn = random.Random(seed)
         self._hurry = hurry
@@ -94,7 +94,7 @@ class Person:
             self.seen.failed[status] = self.seen.failed.get(status, 0) + 1
 
 
-def look(url: str, link: str, people: int, seconds: float, *, hurry: float = 1.0) -> Seen:
+def look(url: str, link: str, people: int, seconds: float, *, hurry: float = 1.0) -> PageViews:
     """What so many people saw within so many seconds. hurry: times as fast as a person."""
     until_s = time.monotonic() + seconds
     everybody = [Person(url, link, seed, hurry) for seed in range(people)]
@@ -103,7 +103,7 @@ def look(url: str, link: str, people: int, seconds: float, *, hurry: float = 1.0
         thread.start()
     for thread in threads:
         thread.join()
-    found = Seen()
+    found = PageViews()
     for one in everybody:
         found.took_ms += one.seen.took_ms
         for status, count in one.seen.failed.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.all import BenchRow
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
-    from infra.cli.bench.learner import Compared, LearnerPlan, Machine
+    from infra.cli.bench.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
 
 
 def figures_table(name: str, figures: dict[str, float]) -> Table:
@@ -76,7 +76,7 @@ def all_table(rows: "Sequence[BenchRow]") -> Table:
     return table
 
 
-def learner_about(plan: "LearnerPlan", machine: "Machine") -> str:
+def learner_about(plan: "LearnerBenchPlan", machine: "BenchMachine") -> str:
     """What was measured, and on what."""
     peak = f"{machine.peak_tflops:,.0f} TFLOP/s" if machine.peak_tflops else "a peak that is not known: --peak"
     return (
@@ -85,7 +85,7 @@ def learner_about(plan: "LearnerPlan", machine: "Machine") -> str:
     )
 
 
-def learner_table(found: "Sequence[Compared]") -> Table:
+def learner_table(found: "Sequence[ShapeComparison]") -> Table:
     """Two rows a shape, headrace's step and the plain one; seconds are the least and the median."""
     table = Table("batch", "step", title="bench learner")
     for name in ("CPU s", "wall s", "tokens/s", "TFLOP/s", "MFU", "peak MiB", "times as fast"):

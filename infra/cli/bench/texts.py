@@ -20,7 +20,7 @@ VOCABULARY = 151_643
 CODE_CHARS = 1_000_000
 
 
-class SampledAnswer(msgspec.Struct, frozen=True):
+class RawAnswer(msgspec.Struct, frozen=True):
     """One answer as an engine hands it over: lists and text."""
 
     id: str
@@ -30,7 +30,7 @@ class SampledAnswer(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...]
 
 
-def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[SampledAnswer]:
+def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0) -> list[RawAnswer]:
     """A group: one prompt, `num_episodes` responses."""
     pieces, ids = _corpus()
     random = np.random.default_rng(seed)
@@ -46,7 +46,7 @@ def samples(num_episodes: int, num_prompt: int, num_response: int, seed: int = 0
         response, answer = passage(num_response)
         logprobs = _sampled_logprobs(num_response, random)
         messages = (Message("user", question), Message("assistant", answer))
-        group.append(SampledAnswer(f"task-1.0.0-{episode}-0", prompt, response, logprobs, messages))
+        group.append(RawAnswer(f"task-1.0.0-{episode}-0", prompt, response, logprobs, messages))
     return group
 
 

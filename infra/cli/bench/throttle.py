@@ -14,7 +14,7 @@ CHUNK_BYTES = 64 * 1024
 LATE_S = 0.05  # that a connection may catch up, where the machine was busy
 
 
-class Door(msgspec.Struct):
+class ThrottledPort(msgspec.Struct):
     """One port of the proxy, and the bytes that came back through it from the server (HTTP's headers are among them)."""
 
     port: int = 0
@@ -29,9 +29,9 @@ class Door(msgspec.Struct):
 
 
 @contextmanager
-def throttled(port: int, bytes_per_s: float, count: int) -> Iterator[list[Door]]:
+def throttled(port: int, bytes_per_s: float, count: int) -> Iterator[list[ThrottledPort]]:
     """So many doors to a server on a port of this machine; in each direction a connection passes `bytes_per_s`."""
-    opened: Future[list[Door]] = Future()
+    opened: Future[list[ThrottledPort]] = Future()
     loop = asyncio.new_event_loop()
     ended = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(_serve(port, bytes_per_s, count, opened, ended),))
@@ -44,13 +44,17 @@ def throttled(port: int, bytes_per_s: float, count: int) -> Iterator[list[Door]]
         loop.close()
 
 
-async def _serve(port: int, bytes_per_s: float, count: int, opened: "Future[list[Door]]", ended: asyncio.Event) -> None:
-    doors, servers = [Door() for _ in range(count)], []
+async def _serve(
+    port: int, bytes_per_s: float, count: int, opened: "Future[list[ThrottledPort]]", ended: asyncio.Event
+) -> None:
+    doors, servers = [ThrottledPort() for _ in range(count)], []
     running: set[asyncio.Task[None]] = set()
     try:
         for door in doors:
 
-            async def passes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door = door) -> None:
+            async def passes(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: ThrottledPort = door
+            ) -> None:
                 task = asyncio.current_task()
                 assert task is not None
                 running.add(task)
@@ -73,7 +77,7 @@ async def _serve(port: int, bytes_per_s: float, count: int, opened: "Future[list
 
 
 async def _connection(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door, port: int, bytes_per_s: float
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: ThrottledPort, port: int, bytes_per_s: float
 ) -> None:
     door.connections += 1
     try:

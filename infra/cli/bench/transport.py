@@ -49,7 +49,7 @@ class TransportPlan(msgspec.Struct, frozen=True):
     idle_s: float = IDLE_S
 
 
-class Reading(msgspec.Struct):
+class ReaderProcess(msgspec.Struct):
     """A reader's process. servers: pids of what it shares with its sender."""
 
     name: str
@@ -106,7 +106,7 @@ def written_answers(file: Path, groups: int) -> list[dict[str, Any]]:
 
 
 def measured(
-    readings: Sequence[Reading], answers: Sequence[Mapping[str, Any]], plan: TransportPlan, say: Say
+    readings: Sequence[ReaderProcess], answers: Sequence[Mapping[str, Any]], plan: TransportPlan, say: Say
 ) -> list[Beside]:
     """Rounds of all in turn, after one that shows that they read what was sent."""
     expected = expected_digest(answers, plan.answers)
@@ -140,7 +140,7 @@ def expected_digest(answers: Sequence[Mapping[str, Any]], number: int) -> str:
 
 
 @contextmanager
-def _ours(folder: Path) -> Iterator[Reading]:
+def _ours(folder: Path) -> Iterator[ReaderProcess]:
     import asyncio
 
     from infra.cli.bench.transport_ours import APP
@@ -164,7 +164,7 @@ async def _create_topics(bootstrap: str, app: str) -> None:
     await bus.close()
 
 
-def redis_readings(folder: Path, ending: ExitStack, say: Say, python: Path) -> list[Reading]:
+def redis_readings(folder: Path, ending: ExitStack, say: Say, python: Path) -> list[ReaderProcess]:
     from infra.local.address import choose_address
     from infra.local.process import start_watched
 
@@ -206,7 +206,7 @@ def _until_open(port: int, log: Path) -> None:
         time.sleep(0.05)
 
 
-def ray_readings(folder: Path, ending: ExitStack, say: Say, python: Path) -> list[Reading]:
+def ray_readings(folder: Path, ending: ExitStack, say: Say, python: Path) -> list[ReaderProcess]:
     if why := lacks("ray", python):
         say(f"transport: Ray's Queue is left out: {why}")
         return []
@@ -221,7 +221,7 @@ def ray_readings(folder: Path, ending: ExitStack, say: Say, python: Path) -> lis
 
 
 @contextmanager
-def _reading(name: str, command: list[str], folder: Path, servers: tuple[int, ...]) -> Iterator[Reading]:
+def _reading(name: str, command: list[str], folder: Path, servers: tuple[int, ...]) -> Iterator[ReaderProcess]:
     """A reader's process that is ready, ended on the way out with all that it started."""
     log = folder / f"{name}.log"
     with log.open("ab") as said:
@@ -236,7 +236,7 @@ def _reading(name: str, command: list[str], folder: Path, servers: tuple[int, ..
             start_new_session=True,
         )
     try:
-        reading = Reading(name, process, log, servers)
+        reading = ReaderProcess(name, process, log, servers)
         reading.heard()
         yield reading
     finally:

@@ -41,7 +41,7 @@ def engine_memory(first: Mapping[str, Tensor], second: Mapping[str, Tensor], fol
     return {"engine_peak_over_weights": peak / full_bytes, "second_engine_peak_over_weights": more / full_bytes}
 
 
-class Follower:
+class FollowerProcess:
     """A process that follows. Begins once it is told to."""
 
     def __init__(self, process: multiprocessing.context.SpawnProcess, told: Connection) -> None:
@@ -55,7 +55,7 @@ class Follower:
 
 
 @contextmanager
-def _engine(folder: Path, events: list[PolicyEvent]) -> Iterator[Follower]:
+def _engine(folder: Path, events: list[PolicyEvent]) -> Iterator[FollowerProcess]:
     """One that is ready, and holds what it fetched until the `with` ends."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -64,13 +64,13 @@ def _engine(folder: Path, events: list[PolicyEvent]) -> Iterator[Follower]:
     theirs.close()
     try:
         ours.recv()
-        yield Follower(process, ours)
+        yield FollowerProcess(process, ours)
     finally:
         ours.close()
         process.join()
 
 
-def _peak_bytes(folder: Path, engines: list[Follower]) -> int:
+def _peak_bytes(folder: Path, engines: list[FollowerProcess]) -> int:
     """The most that all hold above what they hold now, while the last one works."""
 
     def held() -> int:

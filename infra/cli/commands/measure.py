@@ -260,10 +260,10 @@ def learner(
 
     On a GPU say --hidden 2048 --layers 16, or --model with a folder.
     """
-    from infra.cli.bench.learner import LearnerPlan, run
+    from infra.cli.bench.learner import LearnerBenchPlan, run
     from infra.cli.bench.tables import learner_about, learner_table
 
-    plan = LearnerPlan(
+    plan = LearnerBenchPlan(
         model=model,
         hidden=hidden,
         layers=layers,

@@ -49,7 +49,7 @@ class Forbidden(Exception):
     """A viewer who may not do this, or a request that does not come from a page of this console; says which."""
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
+class _Cookie(msgspec.Struct, frozen=True, array_like=True):
     """What a cookie says."""
 
     key_id: str
@@ -57,7 +57,7 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
     session: str
 
 
-class Access:
+class ConsoleAccess:
     """The doors of one console. link: a secret that looks, "" for none. clock: seconds of the epoch."""
 
     def __init__(self, store: Store, link: str = "", clock: Callable[[], float] = time.time) -> None:
@@ -91,7 +91,7 @@ class Access:
             if LOOKS.isdisjoint(key.scopes):
                 raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look, operate or unseal")
             key_id = key.id
-        held = msgspec.json.encode(_Held(key_id, self._clock() + LIVES_S, secrets.token_hex(16)))
+        held = msgspec.json.encode(_Cookie(key_id, self._clock() + LIVES_S, secrets.token_hex(16)))
         return f"{held.hex()}.{self._mac(held)}"
 
     def viewer(self, cookie: str) -> Viewer:
@@ -105,7 +105,7 @@ class Access:
             raise Refused("wrong") from error
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise Refused("wrong")
-        held = msgspec.json.decode(body, type=_Held)
+        held = msgspec.json.decode(body, type=_Cookie)
         if held.until_s < self._clock():
             raise Refused("expired")
         if held.key_id == LINK:

@@ -1,7 +1,7 @@
 """The application: every address there is, who may ask for it, and what every answer says to the browser.
 
 Guarantees: no answer lets a browser run anything but the one script, load anything from elsewhere, or be framed; every page
-and every action is behind `Access`; a GET changes nothing.
+and every action is behind `ConsoleAccess`; a GET changes nothing.
 """
 
 import logging
@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.gateway.access.keys import Refused
-from infra.cli.console.access import Access, Forbidden, Viewer, check_origin
+from infra.cli.console.access import ConsoleAccess, Forbidden, Viewer, check_origin
 from infra.cli.console.actions import SCOPES, Refusal
 from infra.cli.console.page import Pages
 from infra.cli.console.pages_act import ACTIONS
@@ -51,7 +51,7 @@ Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Respo
 _log = logging.getLogger(__name__)
 
 
-def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: str) -> ASGIApp:
+def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], cookie: str) -> ASGIApp:
     """The console over one run. hosts: names a request may be for. cookie: its name, one for each port."""
     doors = Doors(pages, access, cookie)
     app = Starlette(
@@ -73,7 +73,7 @@ def make_app(pages: Pages, access: Access, *, hosts: tuple[str, ...], cookie: st
 class Doors:
     """What stands before every page and every action."""
 
-    def __init__(self, pages: Pages, access: Access, cookie: str) -> None:
+    def __init__(self, pages: Pages, access: ConsoleAccess, cookie: str) -> None:
         self._pages = pages
         self._access = access
         self._cookie = cookie

@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 20
 MAX_POINTS = 240
 
 
-class Point(msgspec.Struct, frozen=True):
+class ChartPoint(msgspec.Struct, frozen=True):
     """A point of a line. low, high: of its interval. title: shown where the pointer rests. version: that it is of."""
 
     x: float
@@ -33,7 +33,7 @@ class Line(msgspec.Struct, frozen=True):
     """A line with its name and colour, 0 to 7; `dashed` for another run."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
     colour: int = 0
     dashed: bool = False
 
@@ -58,7 +58,7 @@ def safe(text: str) -> Markup:
     return escape(printable(text))
 
 
-def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+def thin(points: Sequence[ChartPoint], at_most: int = MAX_POINTS) -> list[ChartPoint]:
     """No more points than can be seen, the first and the last among them, and of each stretch the lowest and the highest."""
     points = [one for one in points if math.isfinite(one.y)]
     if len(points) <= at_most:
@@ -150,7 +150,7 @@ def _line(line: Line, xs: Scale, ys: Scale) -> list[str]:
 
 def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
     """What the pointer meets: at each x the points of every line, each named by its line where there are several."""
-    places: dict[float, list[tuple[Line, Point]]] = {}
+    places: dict[float, list[tuple[Line, ChartPoint]]] = {}
     for line in lines:
         for one in line.points:
             if one.title and math.isfinite(one.y):

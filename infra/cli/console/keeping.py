@@ -40,7 +40,7 @@ TRACE_FILE = "trace.sqlite"
 _log = logging.getLogger(__name__)
 
 
-class Kept(msgspec.Struct):
+class IndexState(msgspec.Struct):
     """How far the indexes are. fault: why the log cannot be read now. left: records still to be folded, by topic.
     is_caught_up: whether all was read that was there at the start. is_traced: whether the index of `trace` has it.
     """
@@ -54,7 +54,7 @@ class Kept(msgspec.Struct):
 class Keeper:
     """Keeps the indexes in the folder `state` up. kept: how far they are. looked: set for each page."""
 
-    def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
+    def __init__(self, settings: Settings, log: Log, state: Path, kept: IndexState, looked: asyncio.Event) -> None:
         self._run, self._policy = run, policy = settings.run or settings.app, settings.policy.name
         self.kept = kept
         self.looked = looked
@@ -129,7 +129,7 @@ def keeper_of(state: Path, command: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, "-m", "infra.cli.console.keeping", str(state), *command)
 
 
-async def keep_apart(arguments: Sequence[str], kept: Kept, looked: asyncio.Event) -> None:
+async def keep_apart(arguments: Sequence[str], kept: IndexState, looked: asyncio.Event) -> None:
     """Keep the indexes up by a process of its own until cancelled; one that ends, or says what is not understood, is started
     again. kept: set to what the process says.
     """
@@ -141,7 +141,7 @@ async def keep_apart(arguments: Sequence[str], kept: Kept, looked: asyncio.Event
             assert child.stdout is not None
             async for line in child.stdout:
                 try:
-                    new = msgspec.json.decode(line, type=Kept)
+                    new = msgspec.json.decode(line, type=IndexState)
                 except msgspec.DecodeError as error:
                     _log.error("keeper_said line=%r error=%s", line[:200], error)
                     break  # `_end` ends it
@@ -183,7 +183,7 @@ async def _end(child: Process) -> None:
 async def run_keeper(state: Path, settings: Settings) -> None:
     """Keep the indexes up until the end of the input. Raises BrokerUnavailable where the log cannot be reached at all."""
     async with connected(settings, deadline_s=10.0) as log:
-        keeper = Keeper(settings, log, state, Kept(), asyncio.Event())
+        keeper = Keeper(settings, log, state, IndexState(), asyncio.Event())
 
         def say() -> None:
             sys.stdout.buffer.write(msgspec.json.encode(keeper.kept) + b"\n")

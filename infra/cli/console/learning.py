@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from infra.cli.console.charts import Line, Point, area_chart, bins_of, line_chart
+from infra.cli.console.charts import ChartPoint, Line, area_chart, bins_of, line_chart
 from infra.cli.console.tables import area_table, line_table, shown
 
 # What a chart is called, the end of the names it draws, and whether its axis begins at zero.
@@ -49,7 +49,7 @@ def _evals(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
                 within = "" if row["low"] is None else f" ({row['low']:.1%} to {row['high']:.1%})"
                 x = (row["time_ms"] - start) / 60_000 if by_time else row["version"]
                 told = f"v{row['version']}: {share:.1%}{within}, {row['right']} of {row['asked']}"
-                points.append(Point(x, share, told, row["low"], row["high"], row["version"]))
+                points.append(ChartPoint(x, share, told, row["low"], row["high"], row["version"]))
             suites.setdefault(suite, []).append(Line(run, points, number, dashed=number > 0))
     return [(f"Suite {suite}", lines) for suite, lines in suites.items()]
 
@@ -66,7 +66,7 @@ def _curves(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
             for colour, name in enumerate(mine):
                 rows = database.execute("SELECT * FROM curves WHERE name = ? ORDER BY version", (name,)).fetchall()
                 points = [
-                    Point(
+                    ChartPoint(
                         (row["time_ms"] - start) / 60_000 if by_time else row["version"],
                         row["value"],
                         f"v{row['version']}: {row['value']:.4g}",

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from infra.cli.console.access import Access, Viewer
+from infra.cli.console.access import ConsoleAccess, Viewer
 from infra.cli.console.answers import Spell
 from infra.cli.console.charts import short
 from infra.cli.console.learning import Run
@@ -33,7 +33,9 @@ class Pages:
     beside: other runs' indexes. spell: token ids as text, None where there is no tokenizer.
     """
 
-    def __init__(self, reading: Reading, access: Access, command: Sequence[str], beside: Sequence[Run] = ()) -> None:
+    def __init__(
+        self, reading: Reading, access: ConsoleAccess, command: Sequence[str], beside: Sequence[Run] = ()
+    ) -> None:
         self.reading = reading
         self.access = access
         self.command = tuple(command)

@@ -24,9 +24,9 @@ from infra.cli.channel import ChannelDecision, PolicyWords, decisions
 from infra.cli.clock import LogClock
 from infra.cli.console.fold import MARK
 from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
-from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
+from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
 from infra.cli.expected import OVER, wanted_of
-from infra.cli.heard import Hour
+from infra.cli.heard import LastHour
 from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
 from infra.cli.status import GONE_S, READ, read_status
@@ -60,7 +60,7 @@ class History(msgspec.Struct, frozen=True):
 class Reading:
     """One run, as the pages read it. state: folder of the indexes. kept: how far they are. looked: set for each page."""
 
-    def __init__(self, settings: Settings, log: Log, state: Path, kept: Kept, looked: asyncio.Event) -> None:
+    def __init__(self, settings: Settings, log: Log, state: Path, kept: IndexState, looked: asyncio.Event) -> None:
         self.settings = settings
         self.log = log
         self.kept = kept
@@ -75,7 +75,7 @@ class Reading:
         self._newest = HeldNewest(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
         self._clock = LogClock(log, self._reports_follower, silent_s=GONE_S)
-        self._hour = Hour(log, self._reports_follower)
+        self._hour = LastHour(log, self._reports_follower)
         self._words_follower = Follower(log, (topics.POLICIES,))
         self._words = PolicyWords(policy)
         self._held: dict[str, tuple[float, Any]] = {}

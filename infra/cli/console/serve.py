@@ -18,11 +18,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from infra.cli.connect import log_to_stderr, reading, store_of
-from infra.cli.console.access import Access
+from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
-from infra.cli.console.keeping import FILE, Keeper, Kept, keep_apart, keeper_of
+from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keeper_of
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import Reading
@@ -52,7 +52,7 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
         # An archive lies in this process alone, and no role is at work beside it.
         is_apart = bool(command)
-        access = Access(store, link)
+        access = ConsoleAccess(store, link)
         run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
         async with run as (app, _):
             await serve(app, sock)
@@ -91,7 +91,7 @@ async def made(
     log: Log,
     state: Path,
     *,
-    access: Access,
+    access: ConsoleAccess,
     command: Sequence[str],
     address: str,
     is_apart: bool = False,
@@ -102,7 +102,7 @@ async def made(
     host, port = address.lower().rpartition(":")[::2]
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
-        kept, looked = Kept(), asyncio.Event()
+        kept, looked = IndexState(), asyncio.Event()
         reading = Reading(settings, log, folder, kept, looked)
         pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
@@ -147,7 +147,7 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def serve(app: ASGIApp, sock: socket.socket) -> None:
     """Answer until SIGINT or SIGTERM."""
-    server = Server(server_options(app))
+    server = ConsoleServer(server_options(app))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.leave)
     await server.serve(sockets=[sock])
@@ -161,7 +161,7 @@ def server_options(app: ASGIApp) -> uvicorn.Config:
     )  # fmt: skip
 
 
-class Server(uvicorn.Server):
+class ConsoleServer(uvicorn.Server):
     """Signals are the command's, so that Ctrl-C ends it cleanly."""
 
     def leave(self) -> None:

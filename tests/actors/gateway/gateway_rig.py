@@ -103,7 +103,7 @@ def engine(script: Any = None, **options: Any) -> ScriptedEngine:
     return ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=script, **options)
 
 
-class Served:
+class RunningGateway:
     """A running gateway."""
 
     def __init__(self, bus: MemoryBus, store: Store, metrics: Metrics, folder: Path, config: GatewayConfig) -> None:
@@ -180,11 +180,11 @@ async def serving(
     limits: GatewayLimits = LIMITS,
     topics: bool = True,
     **settings: Any,
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[RunningGateway]:
     """A gateway for the length of a block; one that dies in it fails the test. Keys must be made before, or reloaded."""
     fields = {"listen": "127.0.0.1:0", "train_on": "consented", "limits": limits, "send_s": 1.0, "keys_reload_s": 0.01}
     config = GatewayConfig(**{**fields, **settings})
-    served = Served(bus or MemoryBus(), store or MemoryStore(), Metrics("serve"), folder, config)
+    served = RunningGateway(bus or MemoryBus(), store or MemoryStore(), Metrics("serve"), folder, config)
     if topics:
         await served.log.create_topics(partitions=2, keep_ms=3_600_000)
     served.engine = made or engine(says("Hello."))

@@ -16,7 +16,7 @@ from actors.gateway.http.errors import ApiError
 from actors.gateway.http.requests import REACHING, read_chat, read_text
 from infra.settings.config import decode
 from schemas.errors import ConfigError
-from tests.actors.gateway.gateway_rig import ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -107,7 +107,9 @@ def test_bytes_that_are_no_character_do_not_hold_the_stream_for_ever() -> None:
     assert len(told) > 50
 
 
-async def error_of(served: Served, key: str, content: bytes, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+async def error_of(
+    served: RunningGateway, key: str, content: bytes, path: str = "/v1/chat/completions"
+) -> tuple[int, Any]:
     async with served.http(key) as http:
         answer = await http.post(path, content=content, headers={"content-type": "application/json"})
         return answer.status_code, answer.json()["error"]

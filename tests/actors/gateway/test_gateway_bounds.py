@@ -112,7 +112,7 @@ def test_deep_tool_parameters_are_told_and_leave_no_trace_of_a_failure(
     asyncio.run(check())
 
 
-class Watched(ByteTokenizer):
+class WatchedTokenizer(ByteTokenizer):
     """Says where it is asked, and for how much at most."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Watched(ByteTokenizer):
 
 def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cannot_fit(tmp_path: Path) -> None:
     async def check() -> None:
-        tokenizer, limit = Watched(), GatewayLimits(prompt_tokens=1000)
+        tokenizer, limit = WatchedTokenizer(), GatewayLimits(prompt_tokens=1000)
         async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
             key = served.key()
             await served.keys_read()
@@ -153,7 +153,7 @@ def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cann
 
 def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
     async def check() -> None:
-        tokenizer = Watched()
+        tokenizer = WatchedTokenizer()
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
         async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
             key = served.key()

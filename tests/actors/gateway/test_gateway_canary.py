@@ -23,15 +23,15 @@ from infra.store.memory import MemoryStore
 from schemas import Closure, PolicyEvent, Progress
 from schemas.topics import POLICIES, PROGRESS, REPORTS
 from streams.collect.decision import trial_of
-from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded, serves
-from tests.actors.rig import MASTER, Heard, master, running, until
+from tests.actors.rig import MASTER, TopicArrivals, master, running, until
 
 SHARE = 0.5
 
 
 @asynccontextmanager
-async def both(folder: Path, share: float = 1.0) -> AsyncIterator[tuple[Served, Served]]:
+async def both(folder: Path, share: float = 1.0) -> AsyncIterator[tuple[RunningGateway, RunningGateway]]:
     """A gateway that says "Stable." and a canary that says "Canary." to so large a share, on one log and one store."""
     bus, store = MemoryBus(), MemoryStore()
     async with serving(folder, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
@@ -362,7 +362,7 @@ def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_eve
 ) -> None:
     async def check() -> PolicyEvent:
         async with both(tmp_path, SHARE) as (stable, canary):
-            log, policies = stable.log, Heard(stable.log, POLICIES)
+            log, policies = stable.log, TopicArrivals(stable.log, POLICIES)
             key = stable.key()
             await stable.keys_read(), await canary.keys_read()
             config = replace(MASTER, gate=GateConfig(canary=CanaryConfig(), people=PeopleConfig(block="1ms")))

@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from actors.engines.scripted import ScriptedEngine
 from infra.model.model import Tokenizer
 from tests.actors.gateway.families import FAMILIES, WEATHER, family_tokenizer
-from tests.actors.gateway.gateway_rig import Served, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, serving
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [WEATHER]
@@ -27,7 +27,7 @@ def samples(tokenizer: Tokenizer, text: str) -> ScriptedEngine:
     return ScriptedEngine(num_vocabulary=tokenizer.num_tokens, max_model_len=4096, script=lambda prompt: script)
 
 
-async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told:
+async def chat(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> Told:
     if not stream:
         answer = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
         message = answer.choices[0].message.model_dump()
@@ -47,7 +47,7 @@ async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told
     return thought, said, [(one["name"], json.loads(one["arguments"])) for one in found]
 
 
-async def responses(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told:
+async def responses(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> Told:
     asked: Any = {"model": "m", "input": "Hi", "tools": [{"type": "function", **FUNCTION, "strict": False}]}
     if stream:
         async with client.responses.stream(**asked) as events:
@@ -59,7 +59,7 @@ async def responses(client: openai.AsyncOpenAI, served: Served, stream: bool) ->
     return thought, response.output_text, [(one.name, json.loads(one.arguments)) for one in calls]
 
 
-async def messages(client: openai.AsyncOpenAI, served: Served, stream: bool) -> Told:
+async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> Told:
     tool = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
     asked: Any = {"model": "m", "max_tokens": 200, "messages": ASK, "tools": [tool]}
     async with AsyncAnthropic(api_key=client.api_key, base_url=served.url, max_retries=0) as other:

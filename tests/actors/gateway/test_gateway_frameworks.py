@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from actors.engines.scripted import ScriptedEngine
-from tests.actors.gateway.gateway_rig import VOCABULARY, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, RunningGateway, engine, says, serving
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Zürich?"}]
 
@@ -30,7 +30,7 @@ def call_begins() -> str:
     return call("").partition('""')[0] + '"'
 
 
-async def client_of(served: Served) -> OpenAI:
+async def client_of(served: RunningGateway) -> OpenAI:
     key = served.key()
     await served.keys_read()
     return OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)

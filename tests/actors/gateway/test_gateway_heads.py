@@ -11,7 +11,7 @@ import pytest
 
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.heads import MAX_HEAD_BYTES
-from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 LONG = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (MAX_HEAD_BYTES + 1)
@@ -20,7 +20,7 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @asynccontextmanager
-async def connection(served: Served) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connection(served: RunningGateway) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     try:
         async with asyncio.timeout(60):

@@ -16,7 +16,7 @@ from actors.gateway.config import RedactRules
 from infra.store.images import decode_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, Served, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, RunningGateway, says, serving
 from tests.actors.looking import Looking
 from tests.eye_model import drawings
 
@@ -47,7 +47,7 @@ def looks(*texts: str) -> Looking:
     return Looking(num_vocabulary=VOCABULARY, max_model_len=4096, script=says(*(texts or ("A ring.",))))
 
 
-async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+async def chat(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
     if stream:
         pieces: Any = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), stream=True)
         text = "".join([piece.choices[0].delta.content or "" async for piece in pieces])
@@ -57,7 +57,7 @@ async def chat(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None
     assert text == "A ring."
 
 
-async def responses(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+async def responses(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
     picture = {"type": "input_image", "image_url": url(ONE.picture), "detail": "auto"}
     given: Any = [{"role": "user", "content": [picture, {"type": "input_text", "text": "What is it?"}]}]
     if stream:
@@ -70,7 +70,7 @@ async def responses(client: openai.AsyncOpenAI, served: Served, stream: bool) ->
     assert after.output_text == "A ring.", "what is gone on from shows the picture again"
 
 
-async def messages(client: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: bool) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE.picture).decode()}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
     asking: Any = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": content}]}

@@ -17,7 +17,7 @@ from actors.engines.engine import Sampling, SchemaNotTried
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
 from actors.gateway.http.errors import ApiError
-from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Zürich?"}]
@@ -36,7 +36,7 @@ def held(schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-async def client_of(served: Served, **options: Any) -> AsyncOpenAI:
+async def client_of(served: RunningGateway, **options: Any) -> AsyncOpenAI:
     made = served.key()
     await served.keys_read()
     return served.client(made, **options)

@@ -21,7 +21,7 @@ from actors.gateway.http.openapi import document, shown
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas.ids import session_name
-from tests.actors.gateway.gateway_rig import Served, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, serving
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"
@@ -195,7 +195,7 @@ def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-async def answered(served: Served, key: str) -> str:
+async def answered(served: RunningGateway, key: str) -> str:
     answer = await served.client(key).chat.completions.create(**CHAT)  # type: ignore[call-overload]
     return str(answer.id)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from actors.gateway.http.listen import bound
-from tests.actors.gateway.gateway_rig import Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_log_away import ASK, spooled
 
 
@@ -28,7 +28,7 @@ def test_no_answer_on_a_kept_connection_waits_until_the_one_before_it_is_acknowl
     asyncio.run(check())
 
 
-async def listens(served: Served) -> bool:
+async def listens(served: RunningGateway) -> bool:
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
     except ConnectionRefusedError:

@@ -23,20 +23,20 @@ from infra.store.memory import MemoryStore
 from schemas import Control, Received
 from schemas.errors import BrokerUnavailable
 from schemas.topics import FEEDBACK
-from tests.actors.gateway.gateway_rig import AwayBus, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def ask_many(served: Served, key: str, count: int) -> list[str]:
+async def ask_many(served: RunningGateway, key: str, count: int) -> list[str]:
     async with served.http(key) as http:
         answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=ASK) for _ in range(count)))
     assert [answer.status_code for answer in answers] == [200] * count
     return [answer.json()["id"].removeprefix("hr-") for answer in answers]
 
 
-async def drained(served: Served) -> None:
+async def drained(served: RunningGateway) -> None:
     await until(lambda: not spooled(served.folder), seconds=60)
 
 

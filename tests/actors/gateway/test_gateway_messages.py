@@ -14,7 +14,7 @@ from actors.gateway.apis.messages import read_count, read_messages
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from schemas.ids import answer_id
-from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
 
 if TYPE_CHECKING:  # seconds of imports, which every worker would pay to collect the tests
     from anthropic import AsyncAnthropic
@@ -29,7 +29,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_
 THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 
 
-async def opened(served: Served, **key: Any) -> "AsyncAnthropic":
+async def opened(served: RunningGateway, **key: Any) -> "AsyncAnthropic":
     from anthropic import AsyncAnthropic
 
     made = served.key(**key)

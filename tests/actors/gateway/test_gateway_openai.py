@@ -14,7 +14,7 @@ from openai import OpenAI
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from schemas.ids import answer_id
-from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -25,7 +25,7 @@ WEATHER = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 
 
-async def opened(served: Served, **key: Any) -> openai.AsyncOpenAI:
+async def opened(served: RunningGateway, **key: Any) -> openai.AsyncOpenAI:
     made = served.key(**key)
     await served.keys_read()
     return served.client(made)

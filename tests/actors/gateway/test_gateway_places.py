@@ -19,7 +19,7 @@ from actors.gateway.config import CanaryShare, GatewayLimits
 from actors.gateway.http.errors import ApiError
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
-from tests.actors.gateway.gateway_rig import VOCABULARY, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 
 LONG = [{"role": "user", "content": "x" * 6000}]  # leaves the event loop to be tokenized
@@ -30,7 +30,7 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"model": "main", "messages": [{"role": "user", "content": "Hi"}], **more}
 
 
-async def all_back(served: Served, limit: int) -> None:
+async def all_back(served: RunningGateway, limit: int) -> None:
     """Until the gateway says that nothing runs; then as many answers as there are places are given at once."""
     await until(lambda: served.metrics.gauges().get("answers_running") == 0.0, seconds=60)
     key = served.key()

@@ -24,7 +24,7 @@ from schemas import Block, Experience, Feedback, Message, decode
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
 from streams.config import StreamsConfig
 from streams.sources.received import run_received
-from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 from tests.streams.memory_worker import settled, working
 
@@ -43,7 +43,7 @@ def no_names(experience: Experience) -> Experience | Drop:
     return experience.with_bulk(messages=masked)
 
 
-async def stored(served: Served) -> bytes:
+async def stored(served: RunningGateway) -> bytes:
     """Every byte in the log, in the spool, in the store and in the streams' databases, packed sections unpacked."""
     assert isinstance(served.bus, MemoryBus)
     found = b""
@@ -84,7 +84,7 @@ def in_database(path: Path) -> bytes:
     return found
 
 
-async def collected(served: Served, num_said: int) -> None:
+async def collected(served: RunningGateway, num_said: int) -> None:
     """Let the streams fold all that was written and said into their databases."""
     log = served.log
     hearing = asyncio.create_task(run_received((), log, Metrics("process")))

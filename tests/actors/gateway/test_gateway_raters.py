@@ -17,7 +17,7 @@ from schemas import Received
 from schemas.errors import StoreError
 from schemas.ids import session_name
 from schemas.names import keyed_session, keyed_subject
-from tests.actors.gateway.gateway_rig import Served, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, serving
 from tests.actors.gateway.test_gateway_privacy import stored
 
 HOOK = Webhook("/zendesk", b"s3cret", "x-signature")
@@ -30,20 +30,20 @@ async def token_for(http: httpx.AsyncClient, answer: str, choice: int = 0) -> st
     return str(made.json()["token"])
 
 
-async def rated(served: Served, token: str, answer: str, **more: Any) -> int:
+async def rated(served: RunningGateway, token: str, answer: str, **more: Any) -> int:
     async with served.http() as http:
         said = {"answer_id": answer, "value": 1, **more}
         return (await http.post("/v1/feedback", json=said, headers={"x-feedback-token": token})).status_code
 
 
-async def hooked(served: Served, body: object, hook: Webhook = HOOK) -> int:
+async def hooked(served: RunningGateway, body: object, hook: Webhook = HOOK) -> int:
     data = json.dumps(body).encode()
     signature = hmac.new(hook.secret, data, hashlib.sha256).hexdigest()
     async with served.http() as http:
         return (await http.post(hook.path, content=data, headers={hook.header: signature})).status_code
 
 
-def sealing_keys(served: Served) -> list[str]:
+def sealing_keys(served: RunningGateway) -> list[str]:
     return list(served.store.keys(FOLDER))
 
 
@@ -223,7 +223,7 @@ def test_a_webhooks_body_that_is_sent_again_is_one_record(tmp_path: Path) -> Non
 
 
 def test_a_webhook_waits_for_the_store_where_the_apps_secret_was_never_read(tmp_path: Path) -> None:
-    class Away(MemoryStore):
+    class AwayStore(MemoryStore):
         away = True
 
         def get(self, key: str) -> bytes:
@@ -232,7 +232,7 @@ def test_a_webhook_waits_for_the_store_where_the_apps_secret_was_never_read(tmp_
             return super().get(key)
 
     async def check() -> None:
-        store = Away()
+        store = AwayStore()
         store.put(SECRET, b"s" * 32)
         async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
             answer = f"hr-{keyed_session(b's' * 32, 'acme', 's', 'yes')}.7-3.0-0-0"

@@ -18,7 +18,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
 from schemas.topics import POLICIES
-from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import VOCABULARY, AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 from tests.contracts.engine_case import char_model
 
@@ -28,7 +28,7 @@ CLIENTS = 16
 ASK: Any = [{"role": "user", "content": "37+45="}]
 
 
-async def announce(served: Served, version: int, tensors: Tensors) -> PolicyEvent:
+async def announce(served: RunningGateway, version: int, tensors: Tensors) -> PolicyEvent:
     """As a trainer does: an anchor in the store, an event in the log."""
     event = await asyncio.to_thread(
         publish,
@@ -42,7 +42,7 @@ async def announce(served: Served, version: int, tensors: Tensors) -> PolicyEven
     return event
 
 
-async def loaded(served: Served, version: int) -> None:
+async def loaded(served: RunningGateway, version: int) -> None:
     await until(lambda: served.engine.version >= version, seconds=120)
 
 
@@ -71,7 +71,7 @@ async def stream_until(client: openai.AsyncOpenAI, done: asyncio.Event, max_toke
 
 
 async def reload_under_load(
-    served: Served, versions: int, changed: Callable[[int], Tensors], reference: Reference, max_tokens: int
+    served: RunningGateway, versions: int, changed: Callable[[int], Tensors], reference: Reference, max_tokens: int
 ) -> None:
     made = served.key()
     await served.keys_read()
@@ -191,7 +191,7 @@ def test_customers_are_taken_back_and_held_where_somebody_said_so(tmp_path: Path
     asyncio.run(check())
 
 
-async def serves(served: Served, version: int) -> None:
+async def serves(served: RunningGateway, version: int) -> None:
     await until(lambda: served.engine.version == version, seconds=120)
 
 

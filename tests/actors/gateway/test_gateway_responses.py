@@ -16,7 +16,7 @@ from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from schemas.ids import answer_id
-from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
 
 WEATHER: Any = {
     "type": "function",
@@ -27,7 +27,7 @@ WEATHER: Any = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 
 
-async def opened(served: Served, **key: Any) -> openai.AsyncOpenAI:
+async def opened(served: RunningGateway, **key: Any) -> openai.AsyncOpenAI:
     made = served.key(**key)
     await served.keys_read()
     return served.client(made)

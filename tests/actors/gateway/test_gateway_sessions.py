@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import Served, engine, serving
+from gateway_rig import RunningGateway, engine, serving
 
 from actors.gateway.answering.sessions import BRANCHED, MAX_ENDS
 from actors.rollout.parts import OTHER
@@ -33,7 +33,7 @@ async def asked(client: openai.AsyncOpenAI, said: Conversation, **headers: str) 
     return [*said, {"role": "assistant", "content": made.choices[0].message.content}]
 
 
-async def opened(served: Served) -> openai.AsyncOpenAI:
+async def opened(served: RunningGateway) -> openai.AsyncOpenAI:
     key = served.key()
     await served.keys_read()
     return served.client(key)

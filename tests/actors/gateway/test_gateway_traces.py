@@ -27,7 +27,7 @@ SPAN = AnswerSpan(
 )  # fmt: skip
 
 
-class Collector:
+class TraceReceiver:
     """What a receiver of OTLP/HTTP got. status: what it answers with."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    found = Collector()
+def collector() -> Iterator[TraceReceiver]:
+    found = TraceReceiver()
     with http_endpoint(found.take) as url:
         found.url = f"{url}/v1/traces"
         yield found
@@ -66,7 +66,7 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: Collector, tmp_path: Path) -> None:
+def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: TraceReceiver, tmp_path: Path) -> None:
     async def scene() -> tuple[list[str], list[str]]:
         ids, finishes = [], []
         traces = TracesConfig(endpoint=collector.url)
@@ -101,7 +101,7 @@ def test_each_answer_is_one_span_with_its_id_tokens_version_and_end(collector: C
         assert secret not in collector.bodies
 
 
-def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: Collector, tmp_path: Path) -> None:
+def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: TraceReceiver, tmp_path: Path) -> None:
     def gone(prompt: tuple[int, ...]) -> list[int]:
         raise RuntimeError("cuda")
 
@@ -121,7 +121,7 @@ def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: Collector, tm
 
 @pytest.mark.parametrize("away", [True, False])
 def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
-    collector: Collector, tmp_path: Path, away: bool
+    collector: TraceReceiver, tmp_path: Path, away: bool
 ) -> None:
     collector.status = 400
     endpoint = "http://127.0.0.1:9/v1/traces" if away else collector.url

@@ -21,7 +21,7 @@ from schemas.errors import StoreError
 from schemas.ids import experience_id, request_group, session_name, subject_of
 from schemas.names import keyed_subject
 from schemas.topics import EXPERIENCES
-from tests.actors.gateway.gateway_rig import AwayBus, Served, engine, says, serving
+from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 from tests.infra.test_seal import SAID, answer
 from tests.schemas.record_samples import group_block
@@ -61,7 +61,7 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
 
 
-async def ask(served: Served, key: str, *contents: str, session: str = "", user: str = "") -> None:
+async def ask(served: RunningGateway, key: str, *contents: str, session: str = "", user: str = "") -> None:
     headers = {"x-session-id": session} if session else {}
     body = {"model": "m", "messages": turns(*contents), **({"user": user} if user else {})}
     async with served.http(key) as http:
@@ -226,14 +226,14 @@ def test_keys_that_wait_are_bounded_and_one_that_was_cut_short_is_not_used(tmp_p
 
 
 def test_the_keys_of_one_subject_are_found_without_a_look_at_the_others(tmp_path: Path) -> None:
-    class Watched(DirectoryStore):
+    class WatchedStore(DirectoryStore):
         looked_at: list[str] = []
 
         def _walk(self, top: Path) -> Any:
             self.looked_at.append(top.name)
             return super()._walk(top)
 
-    store = Watched(tmp_path)
+    store = WatchedStore(tmp_path)
     keys = Keys(store)
     others = [keyed_subject(b"secret", "acme", f"u{number}") for number in range(50)]
     for subject in (*others, SUBJECT):

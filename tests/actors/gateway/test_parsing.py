@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import AnswerParser, OwnParser, Parsed, Written, ready
+from actors.gateway.answering.parsing import AnswerParser, OwnParser, Parsed, SampledText, ready
 from actors.gateway.answering.text import Detokenizer
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
@@ -19,7 +19,7 @@ from actors.gateway.http.requests import read_chat
 from infra.model.model import Tokenizer
 from infra.model.writing import Writing, as_template_takes, writing_of
 from schemas.errors import ConfigError
-from tests.actors.gateway.families import FAMILIES, WEATHER, Family, family_tokenizer
+from tests.actors.gateway.families import FAMILIES, WEATHER, TemplateFamily, family_tokenizer
 from tests.actors.gateway.gateway_rig import ByteTokenizer
 from tests.infra.chat_models import STYLES
 
@@ -27,7 +27,7 @@ OWN = [name for name, family in FAMILIES.items() if family.writing.is_own]
 FOREIGN = [name for name in FAMILIES if name not in OWN]
 
 
-def told(parser: AnswerParser, tokenizer: Any, written: Written, chunk: int) -> Parsed:
+def told(parser: AnswerParser, tokenizer: Any, written: SampledText, chunk: int) -> Parsed:
     """What a stream tells of an answer before it is whole."""
     pieces, words = parser.pieces(written), Detokenizer(tokenizer.decode)
     thought = said = ""
@@ -38,13 +38,13 @@ def told(parser: AnswerParser, tokenizer: Any, written: Written, chunk: int) -> 
     return Parsed(thought, said)
 
 
-def written(tokenizer: Tokenizer, family: Family, text: str, tools: Sequence[Any]) -> Written:
+def written(tokenizer: Tokenizer, family: TemplateFamily, text: str, tools: Sequence[Any]) -> SampledText:
     backend = tokenizer.wrapped.backend_tokenizer
     prompt, tokens = (backend.encode(one, add_special_tokens=False).ids for one in (family.prompt, text))
-    return Written(prompt=prompt, tokens=tokens, text=tokenizer.decode(tokens), tools=tools)
+    return SampledText(prompt=prompt, tokens=tokens, text=tokenizer.decode(tokens), tools=tools)
 
 
-def check_family(family: Family, folder: Path) -> None:
+def check_family(family: TemplateFamily, folder: Path) -> None:
     tokenizer = family_tokenizer(folder, family)
     parser = answer_parser(tokenizer)
     answers = [(family.answer, [WEATHER]), (family.answer, []), (family.half, [WEATHER]), (family.plain, [WEATHER])]
@@ -93,7 +93,7 @@ def test_pieces_of_any_text_are_the_beginning_of_the_whole(parts: list[str]) -> 
     tokenizer = ByteTokenizer()
     parser = OwnParser(tokenizer)
     text = "".join(parts)
-    asked = Written(prompt=(), tokens=tokenizer.encode(text), text=text, tools=[WEATHER])
+    asked = SampledText(prompt=(), tokens=tokenizer.encode(text), text=text, tools=[WEATHER])
     whole, begun = parser.parse(asked), told(parser, tokenizer, asked, 3)
     assert whole.thought.startswith(begun.thought) and whole.said.startswith(begun.said)
     assert whole.unread == ("<tool_call>" in whole.said) and not whole.calls
@@ -105,7 +105,7 @@ def test_gpt_oss_is_read_by_its_own_tokens(tmp_path: Path) -> None:
 
     encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
     marks = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|constrain|>")
-    family = Family(Writing("openai", "openai_gptoss"), "", Parsed(), "", controls=marks)
+    family = TemplateFamily(Writing("openai", "openai_gptoss"), "", Parsed(), "", controls=marks)
     made = family_tokenizer(tmp_path / "model", family)
 
     class Harmony:
@@ -129,7 +129,7 @@ def test_gpt_oss_is_read_by_its_own_tokens(tmp_path: Path) -> None:
         (thought + call[:-6], Parsed("Look.", 'to=functions.weather json{"city": ', unread=True)),
     ):
         tokens = encoding.encode(text, allowed_special="all")
-        asked = Written(prompt=(), tokens=tokens, text=Harmony().decode(tokens), tools=[WEATHER])
+        asked = SampledText(prompt=(), tokens=tokens, text=Harmony().decode(tokens), tools=[WEATHER])
         whole = parser.parse(asked)
         assert (whole.thought, whole.calls, whole.unread) == (expected.thought, expected.calls, expected.unread)
         assert whole.said.startswith(expected.said)

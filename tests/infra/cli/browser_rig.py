@@ -32,7 +32,7 @@ def browser() -> "Iterator[Browser]":
         found.close()
 
 
-class Watched:
+class WatchedPage:
     """A page of a browser, with everything it complained of and asked for."""
 
     def __init__(self, browser: "Browser", url: str, scheme: Any) -> None:

@@ -12,10 +12,10 @@ import httpx
 import msgspec
 
 from actors.gateway.access.keys import create_key, revoke_key
-from infra.cli.console.access import Access
+from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.reading import Reading
-from infra.cli.console.serve import Server, bound, command_of, made, server_options
+from infra.cli.console.serve import ConsoleServer, bound, command_of, made, server_options
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -199,12 +199,12 @@ class Console:
         self.keys: dict[str, str] = {}
         self.log: Log
         self.reading: Reading
-        self.access: Access
+        self.access: ConsoleAccess
         self.ahead_s = 0.0  # how far the clock of its doors is ahead; only grows
         self.loop: asyncio.AbstractEventLoop
         self.ready = threading.Event()
         self.fault: BaseException | None = None
-        self._server: Server
+        self._server: ConsoleServer
 
     def run(self, settings: Settings, config: Path) -> None:
         """Until `stop`, in the thread of whoever calls."""
@@ -247,12 +247,12 @@ class Console:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{address}"
         state = settings.folder / "state"
-        self.access = Access(self.store, LINK, lambda: time.time() + self.ahead_s)
+        self.access = ConsoleAccess(self.store, LINK, lambda: time.time() + self.ahead_s)
         async with made(
             settings, self.log, state, access=self.access, command=command_of(config, []), address=address
         ) as (app, reading):
             self.reading = reading
-            self._server = Server(server_options(app))
+            self._server = ConsoleServer(server_options(app))
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
             while not self._server.started or not reading.kept.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
                 await asyncio.sleep(0.02)
@@ -286,7 +286,7 @@ async def looking_at(
     settings: Settings, log: Log, state: Path, address: str = "127.0.0.1:1"
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
     """Somebody who looks at a console with these settings at an address, once it has read what there is."""
-    access = Access(MemoryStore(), LINK)
+    access = ConsoleAccess(MemoryStore(), LINK)
     async with made(settings, log, state, access=access, command=(), address=address) as (app, reading):
         await until(lambda: reading.kept.is_caught_up)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

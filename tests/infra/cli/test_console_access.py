@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
-from infra.cli.console.access import RELOAD_S, Access, Viewer
+from infra.cli.console.access import RELOAD_S, ConsoleAccess, Viewer
 from infra.cli.console.actions import SCOPES
 from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
@@ -169,7 +169,7 @@ def test_while_one_request_waits_for_a_slow_store_the_others_are_answered_by_wha
 
     async def main() -> None:
         store, now_s = Slow(), [1000.0]
-        access = Access(store, LINK, lambda: now_s[0])
+        access = ConsoleAccess(store, LINK, lambda: now_s[0])
         await access.refresh()
         store.open.clear()
         store.asked.clear()

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from infra.cli.connect import connected
-from infra.cli.console.access import Access
-from infra.cli.console.keeping import Kept, keep_apart
+from infra.cli.console.access import ConsoleAccess
+from infra.cli.console.keeping import IndexState, keep_apart
 from infra.cli.console.serve import command_of, made
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
@@ -69,7 +69,7 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                     settings,
                     log,
                     tmp_path,
-                    access=Access(MemoryStore(), LINK),
+                    access=ConsoleAccess(MemoryStore(), LINK),
                     command=command_of(config, []),
                     address="127.0.0.1:1",
                     is_apart=True,
@@ -106,7 +106,7 @@ def test_what_breaks_in_the_keeping_of_the_index_ends_the_console_by_that_very_e
     async def main() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())  # its topics were never made, which no page can wait for
         settings = Settings(app="t", folder=tmp_path)
-        access = Access(MemoryStore(), LINK)
+        access = ConsoleAccess(MemoryStore(), LINK)
         async with asyncio.timeout(30):
             async with made(settings, log, tmp_path, access=access, command=(), address="127.0.0.1:1"):
                 await asyncio.Event().wait()
@@ -125,7 +125,7 @@ def test_a_keeper_that_says_what_nobody_understands_is_ended_said_and_started_ag
     )
 
     async def main() -> None:
-        kept = Kept()
+        kept = IndexState()
         keeping = asyncio.create_task(keep_apart((sys.executable, str(keeper)), kept, asyncio.Event()))
         async with asyncio.timeout(60):
             while not (said.exists() and len(said.read_text()) > 1):

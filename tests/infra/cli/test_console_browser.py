@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.infra.cli.browser_rig import Watched, browser
+from tests.infra.cli.browser_rig import WatchedPage, browser
 from tests.infra.cli.console_rig import LINK, SESSION, Console, console
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def chromium() -> "Iterator[Browser]":
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])
-def watched(request: pytest.FixtureRequest, chromium: "Browser", here: Console) -> Iterator[Watched]:
-    found = Watched(chromium, here.url, request.param)
+def watched(request: pytest.FixtureRequest, chromium: "Browser", here: Console) -> Iterator[WatchedPage]:
+    found = WatchedPage(chromium, here.url, request.param)
     found.page.goto(f"{here.url}/enter?link={LINK}")
     yield found
     found.context.close()
@@ -49,7 +49,7 @@ def watched(request: pytest.FixtureRequest, chromium: "Browser", here: Console) 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs_nothing_foreign_asks_nobody_else_and_can_be_used_by_anybody(
-    watched: Watched, name: str, tmp_path: Path
+    watched: WatchedPage, name: str, tmp_path: Path
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -66,7 +66,7 @@ def test_a_page_runs_nothing_foreign_asks_nobody_else_and_can_be_used_by_anybody
     assert {url for url in watched.asked if not url.startswith((watched.url, "data:"))} == set()
 
 
-def violations(watched: Watched, axe: Any) -> list[str]:
+def violations(watched: WatchedPage, axe: Any) -> list[str]:
     """Serious findings of axe, a line each."""
     results = axe.run(watched.page, options={"runOnly": ["wcag2a", "wcag2aa", "best-practice"]})
     return [
@@ -78,7 +78,7 @@ def violations(watched: Watched, axe: Any) -> list[str]:
 
 @pytest.mark.parametrize("by", ["the table", "the timeline"])
 def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_what_it_learned_from(
-    watched: Watched, by: str
+    watched: WatchedPage, by: str
 ) -> None:
     page = watched.page
     page.goto(f"{watched.url}/")
@@ -100,7 +100,7 @@ def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_wh
     assert "First learned in version 5" in text and "question 0 about refunds" in text
 
 
-def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: Watched) -> None:
+def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/")
     alarm = page.get_by_role("listitem").filter(has_text="no master runs: none has ever spoken")
@@ -109,7 +109,7 @@ def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched:
     assert page.locator("#a-role-does-not-run").inner_text().startswith("## A role does not run")
 
 
-def test_the_pointer_on_a_curve_is_told_its_version(watched: Watched) -> None:
+def test_the_pointer_on_a_curve_is_told_its_version(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/learning")
     spot = page.locator("figure", has_text="Suite dev").locator("g", has_text="v5:")
@@ -118,7 +118,7 @@ def test_the_pointer_on_a_curve_is_told_its_version(watched: Watched) -> None:
     assert spot.locator("circle").evaluate("one => getComputedStyle(one).opacity") == "1"
 
 
-def test_the_keyboard_reaches_the_page_and_the_search(watched: Watched) -> None:
+def test_the_keyboard_reaches_the_page_and_the_search(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/answers")
     page.keyboard.press("Tab")
@@ -132,7 +132,7 @@ def test_the_keyboard_reaches_the_page_and_the_search(watched: Watched) -> None:
     assert page.get_by_role("row").count() == 7  # six answers and the head
 
 
-def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: Watched) -> None:
+def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/")
     with page.expect_response("**/?fragment=1", timeout=20_000) as again:
@@ -146,7 +146,7 @@ def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: Watc
 
 
 def test_an_operator_promotes_a_version_from_its_page(chromium: "Browser", here: Console) -> None:
-    found = Watched(chromium, here.url, "light")
+    found = WatchedPage(chromium, here.url, "light")
     page = found.page
     page.goto(f"{here.url}/enter")
     page.get_by_label("Key").fill(here.keys["operate"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.console.charts import MAX_POINTS, Bins, Line, Point, area_chart, bins_of, line_chart, thin
+from infra.cli.console.charts import MAX_POINTS, Bins, ChartPoint, Line, area_chart, bins_of, line_chart, thin
 from infra.cli.console.tables import area_table, line_table
 from tests.infra.cli.console_rig import looking
 from tests.infra.cli.test_console_pages import filled, text_of
@@ -29,7 +29,7 @@ def test_areas_over_however_many_versions_name_whole_ones_each_once(low: int, hi
 
 @pytest.mark.parametrize("newest", [1, 2, 3, 7, 12])
 def test_the_axis_of_a_small_run_names_versions_that_there_are(newest: int) -> None:
-    points = [Point(version, 0.5, f"v{version}") for version in range(newest + 1)]
+    points = [ChartPoint(version, 0.5, f"v{version}") for version in range(newest + 1)]
     for chart in (
         line_chart("suite", [Line("dev", points)]),
         area_chart("fates", bins_of(0, newest), {"trained": [1.0] * (newest + 1)}, x_name="version"),
@@ -39,8 +39,8 @@ def test_the_axis_of_a_small_run_names_versions_that_there_are(newest: int) -> N
 
 
 def test_a_spike_in_a_long_curve_is_drawn() -> None:
-    points = [Point(at, 1.0) for at in range(10_000)]
-    points[4_321], points[8_765] = Point(4_321, 50.0), Point(8_765, -50.0)
+    points = [ChartPoint(at, 1.0) for at in range(10_000)]
+    points[4_321], points[8_765] = ChartPoint(4_321, 50.0), ChartPoint(8_765, -50.0)
     kept = thin(points)
     assert len(kept) <= MAX_POINTS and {4_321, 8_765, 0, 9_999} <= {one.x for one in kept}
     assert [one.x for one in kept] == sorted(one.x for one in kept)
@@ -79,8 +79,8 @@ def test_every_figure_of_the_learning_page_is_also_a_table_that_a_keyboard_opens
 
 
 def test_the_table_of_a_figure_holds_what_is_drawn_and_no_more() -> None:
-    points = [Point(at, float(at), version=at) for at in range(10_000)]
-    table = line_table([Line("a", points), Line("b", [Point(0, 0.5, low=0.25, high=0.75, version=0)])], "version")
+    points = [ChartPoint(at, float(at), version=at) for at in range(10_000)]
+    table = line_table([Line("a", points), Line("b", [ChartPoint(0, 0.5, low=0.25, high=0.75, version=0)])], "version")
     assert table.columns == ["version", "of", "value", "95 % interval"]
     assert len(table.rows) == MAX_POINTS + 1 and table.rows[-1] == ["v0", "b", "0.5", "0.25 to 0.75"]
     areas = area_table(Bins(4, 2, 3), {"trained": [1.0, 0.0, 2_000.0], "late": [0.0, 0.0, 3.0]}, "version")

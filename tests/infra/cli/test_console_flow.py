@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from infra.cli.console.answers import level_of
-from infra.cli.console.charts import Bins, Line, Point, area_chart, bounds, line_chart, short, spark, thin, ticks
+from infra.cli.console.charts import Bins, ChartPoint, Line, area_chart, bounds, line_chart, short, spark, thin, ticks
 from infra.cli.console.flow import boxes_of, sentence
 from infra.cli.console.versions import MAX_PAIRED, Budget, marked
 from infra.cli.settings import load_settings
@@ -89,7 +89,7 @@ def test_the_box_of_collect_says_how_many_answers_wait_for_feedback() -> None:
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=400))
 def test_every_chart_is_well_formed_and_small(pairs: list[tuple[float, float]]) -> None:
-    points = [Point(x, y, "<b>v1</b>", y, y) for x, y in sorted(pairs)]
+    points = [ChartPoint(x, y, "<b>v1</b>", y, y) for x, y in sorted(pairs)]
     chart = line_chart("a <title>", [Line("one", points), Line("none", [])])
     assert "nan" not in chart and "inf" not in chart and "<b>" not in chart and "style=" not in chart
     assert len(re.findall("<svg|<p ", chart)) == 1 and len(chart) < 120_000
@@ -108,7 +108,7 @@ def test_areas_lie_upon_each_other_and_name_themselves() -> None:
     chart = area_chart("fates", Bins(0, 1, 3), {"trained": [1, 2, 3], "<late>": [0, 1, 0]}, x_name="version")
     assert chart.count("<polygon") == 2 and "&lt;late&gt;: 1" in chart
     assert spark([1.0], "none") == Markup("")
-    assert thin([Point(float(at), 0.0) for at in range(1000)], 10)[-1].x == 999.0
+    assert thin([ChartPoint(float(at), 0.0) for at in range(1000)], 10)[-1].x == 999.0
 
 
 @given(st.text(max_size=60), st.text(max_size=60))

@@ -12,7 +12,7 @@ from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.store.store import Store
 from schemas import Block, DeadLetter, DropMarker, encode, topics
-from tests.infra.cli.browser_rig import Watched, browser
+from tests.infra.cli.browser_rig import WatchedPage, browser
 from tests.infra.cli.console_rig import BROKER_TOML, Console, console, live
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def here(kafka: str) -> Iterator[Console]:
 def page(here: Console) -> "Iterator[Page]":
     """The Data page of an operator; nothing may be complained of on the way."""
     with browser() as chromium:
-        found = Watched(chromium, here.url, "light")
+        found = WatchedPage(chromium, here.url, "light")
         found.page.goto(f"{here.url}/enter")
         found.page.get_by_label("Key").fill(here.keys["operate"])
         found.page.get_by_role("button", name="Look").click()

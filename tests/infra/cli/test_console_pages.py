@@ -145,7 +145,7 @@ def test_whatever_a_pointer_meets_on_a_chart_names_its_version(tmp_path: Path) -
     asyncio.run(main())
 
 
-class Away(MemoryBus):
+class AwayBroker(MemoryBus):
     """A broker that goes, and comes back."""
 
     is_away = False
@@ -158,7 +158,7 @@ class Away(MemoryBus):
 
 def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_not(tmp_path: Path) -> None:
     async def main() -> None:
-        bus = Away()
+        bus = AwayBroker()
         log = Log(bus, "t", store=MemoryStore())
         await fill(log)
         async with looking(tmp_path, log) as (client, reading):

@@ -8,7 +8,7 @@ import pytest
 
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex
-from infra.cli.console.keeping import FILE, TRACE_FILE, Kept
+from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
 from infra.cli.console.reading import Reading
 from infra.cli.settings import Settings
 from infra.log.log import Log
@@ -24,7 +24,9 @@ def test_an_answer_that_is_listed_and_not_traced_yet_is_waited_for(tmp_path: Pat
         log, new = Log(MemoryBus(), "t", store=MemoryStore()), live(99, "a new question", "a new answer")
         await fill(log)
         index = ConsoleIndex(tmp_path / FILE)
-        reading = Reading(Settings(app="t", folder=tmp_path), log, tmp_path, Kept(is_traced=True), asyncio.Event())
+        reading = Reading(
+            Settings(app="t", folder=tmp_path), log, tmp_path, IndexState(is_traced=True), asyncio.Event()
+        )
         with pytest.raises(NotInLog):
             await reading.answer(new.id)  # and the index of `trace` has the rest now
         with (tmp_path / TRACE_FILE).with_suffix(".lock").open("w") as lock:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infra.cli.expected import Heard, missing
-from infra.cli.heard import CELL_MS, MARK, Hour
+from infra.cli.heard import CELL_MS, MARK, LastHour
 from infra.cli.newest import newest
 from infra.cli.status import GONE_S, read_status
 from infra.log.bus import Record
@@ -64,7 +64,7 @@ def heard_of(processes: list[tuple[int, int, str]], looks: int = 1) -> tuple[dic
     async def main() -> tuple[dict[str, Heard], dict[str, Heard], int]:
         log, truth = await filled(processes)
         follower = CountingFollower(log, (topics.REPORTS,))
-        hour = Hour(log, follower)
+        hour = LastHour(log, follower)
         for _ in range(looks):
             found = await hour.heard(await newest(log, topics.REPORTS, LIVE))
         await follower.close()
@@ -102,7 +102,7 @@ def test_a_process_that_died_before_the_newest_records_is_missed_and_one_that_st
         async def main() -> list[str]:
             log, _ = await filled([(0, 7200, "running")] * 3 + [(0, 5000, last)])
             wanted = {"explore": 0}
-            heard = await Hour(log).heard(await newest(log, topics.REPORTS, LIVE))
+            heard = await LastHour(log).heard(await newest(log, topics.REPORTS, LIVE))
             state = await read_status(log, now_s=NOW_S, max_lag=1, wanted=wanted)
             assert state["missing"] == missing(wanted, heard, NOW_S, GONE_S)
             return list(state["missing"])

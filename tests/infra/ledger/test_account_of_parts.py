@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.ledger.account import Ledger
-from infra.ledger.audit import Room, audit
-from infra.ledger.spool import PARTS, Spool
+from infra.ledger.audit import DiskSpace, audit
+from infra.ledger.spool import PARTS, ScratchSpool
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Batch, BatchItem, Block, Control, Drawn, Fence, Rollback, Skip, topics
@@ -72,7 +72,7 @@ def test_parts_on_a_disk_add_up_to_the_account_of_all_in_memory(
     log: Mapping[str, Sequence[Control | Block]], buffer_begins: int
 ) -> None:
     plain = PlainLedger(RUN, buffer_begins)
-    with closing(Ledger(RUN, buffer_begins, Spool(parts=3, at_once=2))) as ledger:
+    with closing(Ledger(RUN, buffer_begins, ScratchSpool(parts=3, at_once=2))) as ledger:
         for topic, records in log.items():
             found = [message(topic, record, offset) for offset, record in enumerate(records)]
             fold_all(plain, topic, found)
@@ -97,7 +97,7 @@ def held_by(ledger: Ledger, num_groups: int) -> int:
 
 
 def test_what_an_account_holds_does_not_grow_with_the_log() -> None:
-    few, many = (Ledger(RUN, spool=Spool(parts=512, at_once=8)) for _ in range(2))
+    few, many = (Ledger(RUN, spool=ScratchSpool(parts=512, at_once=8)) for _ in range(2))
     with closing(few), closing(many):
         assert held_by(many, 4000) < 2 * held_by(few, 1000)
         assert many.spool.num_bytes > 4 * few.spool.num_bytes > 0
@@ -105,7 +105,7 @@ def test_what_an_account_holds_does_not_grow_with_the_log() -> None:
 
 def test_nothing_of_a_spool_has_a_name_that_could_be_left_behind() -> None:
     before = set(Path(tempfile.gettempdir()).iterdir())
-    with closing(Ledger(RUN, spool=Spool(parts=1, at_once=1))) as ledger:
+    with closing(Ledger(RUN, spool=ScratchSpool(parts=1, at_once=1))) as ledger:
         ledger.fold("experiences", message("experiences", block("a.0")))
         assert ledger.spool.num_bytes > 0
         assert not {one for one in set(Path(tempfile.gettempdir()).iterdir()) - before if one.name.startswith("tmp")}
@@ -121,12 +121,12 @@ async def a_log(num_groups: int) -> Log:
 
 def test_what_an_audit_needs_of_the_disk_is_said_before_it_reads_and_too_little_is_an_error() -> None:
     async def main() -> None:
-        log, said = await a_log(2000), list[Room | str]()
+        log, said = await a_log(2000), list[DiskSpace | str]()
         asked = dict(on_reading=lambda topic, left: said.append(topic), on_room=said.append, many=2000)
         await audit(log, RUN, **asked, free=lambda folder: 10**9)
         room = said[0]
-        assert isinstance(room, Room) and room.folder == Path(tempfile.gettempdir())
-        with closing(Ledger(RUN, spool=Spool(parts=1, at_once=512))) as ledger:
+        assert isinstance(room, DiskSpace) and room.folder == Path(tempfile.gettempdir())
+        with closing(Ledger(RUN, spool=ScratchSpool(parts=1, at_once=512))) as ledger:
             async for one in log.read_all(topics.EXPERIENCES):
                 ledger.fold("experiences", one)
             assert 0.7 * ledger.spool.num_bytes < room.needed < 2.0 * ledger.spool.num_bytes

@@ -8,9 +8,9 @@ import pytest
 
 from infra.ledger.backup import (
     Backup,
-    Kept,
-    Shelf,
-    Stretch,
+    BackupRecord,
+    BackupTarget,
+    PartitionRange,
     checked,
     copy_all,
     listed,
@@ -46,7 +46,7 @@ def silent(words: str) -> None:
 
 
 async def copied(log: Log, store: Store, place: Store) -> Backup:
-    shelf = Shelf(place, silent)
+    shelf = BackupTarget(place, silent)
     return shelf.finish(await copy_all(log, store, shelf, {}))
 
 
@@ -58,7 +58,7 @@ def test_what_names_offsets_is_copied_before_the_log_and_what_the_log_names_afte
 
     async def main() -> None:
         log = await filled_log(MemoryStore())
-        shelf = Shelf(place, lambda words: read.append("log") if words.startswith("buffer/") else None)
+        shelf = BackupTarget(place, lambda words: read.append("log") if words.startswith("buffer/") else None)
         await copy_all(log, store, shelf, {})
 
     asyncio.run(main())
@@ -147,7 +147,7 @@ def test_a_backup_holds_every_record_and_object_and_no_key() -> None:
         records = [message.record async for message in log.read_all(topics.BUFFER)]
         assert (buffer.begin, buffer.end) == (3, records[-1].offset + 1)
         assert list(recorded(place, buffer)) == [
-            Kept(one.offset, one.timestamp_ms, one.key, one.value, one.headers) for one in records
+            BackupRecord(one.offset, one.timestamp_ms, one.key, one.value, one.headers) for one in records
         ]
 
     asyncio.run(main())
@@ -157,7 +157,7 @@ def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there() -> N
     async def main() -> None:
         store, place = MemoryStore(), MemoryStore()
         log = await filled_log(store)
-        shelf = Shelf(place, silent)
+        shelf = BackupTarget(place, silent)
         await copy_all(log, store, shelf, {})
         with pytest.raises(ConfigError, match="was not finished"):
             open_backup(place, "t")
@@ -176,7 +176,7 @@ def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there() -> N
 
 def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
     place = MemoryStore()
-    sha256 = Shelf(place, silent).keep(b"body")
+    sha256 = BackupTarget(place, silent).keep(b"body")
     place.put(f"objects/{sha256}", b"Body")
     with pytest.raises(BadFrame, match=f"objects/{sha256}: its bytes have another sha256"):
         checked(place, sha256)
@@ -187,7 +187,7 @@ def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
 
 def test_a_backup_of_another_app_is_refused() -> None:
     place = MemoryStore()
-    Shelf(place, silent).finish(Backup(app="mine", taken_ms=1))
+    BackupTarget(place, silent).finish(Backup(app="mine", taken_ms=1))
     with pytest.raises(ConfigError, match='of app "mine", and the settings name "yours"'):
         open_backup(place, "yours")
 
@@ -216,7 +216,7 @@ def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not
     store, place = MemoryStore(), MemoryStore()
     for key in ("keys/u/1", "keys/v/1", "gateway/secret"):
         store.put(key, b"secret")
-    shelf = Shelf(place, silent)
+    shelf = BackupTarget(place, silent)
     shelf.copy(store, lambda key: True)
     backup = shelf.finish(Backup(app="t", taken_ms=1))
     store.put("keys/u/1", b"")
@@ -227,9 +227,9 @@ def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not
 
 
 def test_in_a_hole_of_a_compacted_topic_lies_the_record_behind_it_once_more() -> None:
-    records = [Kept(12, 5, b"a", b"A"), Kept(15, 6, b"b", b"B")]
+    records = [BackupRecord(12, 5, b"a", b"A"), BackupRecord(15, 6, b"b", b"B")]
     a, b = (5, b"a", b"A", ()), (6, b"b", b"B", ())
-    stretch = Stretch(10, 17)
+    stretch = PartitionRange(10, 17)
     whole = [a, a, a, b, b, b, b]
     assert list(placed(iter(records), 10, stretch)) == whole
     for at in range(10, 18):  # where a restore that is begun again goes on

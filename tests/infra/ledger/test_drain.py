@@ -8,7 +8,7 @@ import pytest
 from infra.ledger.drain import Draining, drain, go_on
 from schemas import Directive, Drawn, Progress
 from schemas.topics import EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
-from tests.actors.rig import Heard, load, master, memory_log, running, until
+from tests.actors.rig import TopicArrivals, load, master, memory_log, running, until
 from tests.infra.ledger.whole_loop import trained_steps, whole_loop
 from tests.streams.collect.collecting import answer, block
 
@@ -48,7 +48,7 @@ def test_a_master_that_starts_into_a_drain_issues_nothing() -> None:
         log = await memory_log()
         await load(log)
         await log.publish(POLICIES, Directive(order="drain", owner="ann"))
-        heard, tasks = Heard(log, REPORTS), Heard(log, TASKS)
+        heard, tasks = TopicArrivals(log, REPORTS), TopicArrivals(log, TASKS)
         listening = [asyncio.create_task(one.listen()) for one in (heard, tasks)]
         async with running(master(log), *listening):
             await until(lambda: any(one.state == "drained" for one in heard.of(Progress)))

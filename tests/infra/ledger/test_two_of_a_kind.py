@@ -20,7 +20,7 @@ from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFI
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.rules import Rules
 from tests.actors.acting import reissues, rollouts
-from tests.actors.rig import MASTER, Heard, load, master, memory_log, running, task, until
+from tests.actors.rig import MASTER, TopicArrivals, load, master, memory_log, running, task, until
 from tests.infra.ledger.whole_loop import PACING, trained_steps, whole_loop
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import memory_log as app_log
@@ -66,7 +66,7 @@ def test_a_second_master_takes_the_lease_and_the_first_ends() -> None:
     async def main() -> None:
         log = await memory_log()
         await load(log)
-        heard = Heard(log, REPORTS)
+        heard = TopicArrivals(log, REPORTS)
         listening = asyncio.create_task(heard.listen())
         first = master(log)
         async with running(listening):

@@ -16,7 +16,7 @@ from tests.infra.weights.test_publish import NAMES, bf16, first_weights, put, pu
 NUM_SHARDS = 24
 
 
-class Living(bytes):
+class LiveObject(bytes):
     """An object that was read; the store counts those that somebody still holds."""
 
     store: "CountingLiving"
@@ -37,7 +37,7 @@ class CountingLiving(MemoryStore):
         data = super().get(key)
         if "/anchors/" not in key:
             return data
-        shard = Living(data)
+        shard = LiveObject(data)
         shard.store = self
         self.count(1)
         return shard

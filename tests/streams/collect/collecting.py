@@ -96,7 +96,7 @@ async def scored(experiences: Sequence[Experience], context: Context) -> ChainRe
     return ChainResult(kept=tuple(kept), dropped=tuple(dropped))
 
 
-class Inbox:
+class FakePartition:
     """A partition of `verified`: records with offsets and log-append times."""
 
     def __init__(self, step_ms: int = 10) -> None:
@@ -111,7 +111,7 @@ class Inbox:
         self.arrivals.append(arrival)
         return arrival
 
-    def extend(self, records: Iterable[Block | Control | None]) -> "Inbox":
+    def extend(self, records: Iterable[Block | Control | None]) -> "FakePartition":
         for record in records:
             self.append(record)
         return self
@@ -122,7 +122,7 @@ class Inbox:
         return value
 
 
-def folded(inbox: Inbox, rules: Rules = RULES, state: State | None = None, kept_from: int = 0) -> list[Folded]:
+def folded(inbox: FakePartition, rules: Rules = RULES, state: State | None = None, kept_from: int = 0) -> list[Folded]:
     """Everything the inbox leads to, record by record; kept_from: the log was trimmed below it."""
     state = State() if state is None else state
     results = []

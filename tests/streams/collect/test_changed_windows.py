@@ -14,7 +14,7 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.collect.windows import APART_MS, PORTION, go_by
-from tests.streams.collect.collecting import Inbox, answer, block, decisions, folded, said, tick
+from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_collector import closed_groups, fold_everything, opened
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
@@ -104,7 +104,7 @@ def test_a_source_that_was_taken_out_is_waited_for_no_more(tmp_path: Path, is_ra
 
 def test_of_several_answers_of_a_group_all_must_be_rated_before_it_closes() -> None:
     """A group that may have all it waits for is looked at again, and not just closed."""
-    inbox = Inbox().extend([block(*(answer("a1b2.0", at, size=2, lane="live") for at in range(2)))])
+    inbox = FakePartition().extend([block(*(answer("a1b2.0", at, size=2, lane="live") for at in range(2)))])
     inbox.extend([said(REF, 1.0), said("hr-a1b2.0.0-9-0", 1.0)])
     state = State()
     assert not decisions(folded(inbox, rules(csat=DAY_MS, user=HOUR_MS), state=state))
@@ -116,7 +116,7 @@ def test_of_several_answers_of_a_group_all_must_be_rated_before_it_closes() -> N
 
 def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:
     count = 2 * PORTION + 500
-    inbox = Inbox(step_ms=1).extend(block(answer(f"a{at}.0", 0, size=1, lane="live")) for at in range(count))
+    inbox = FakePartition(step_ms=1).extend(block(answer(f"a{at}.0", 0, size=1, lane="live")) for at in range(count))
     state, now = State(), rules(csat=1)
     assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
     assert go_by(state, now) == count
@@ -130,7 +130,7 @@ def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:
 
 def test_rules_that_did_not_change_move_nothing() -> None:
     waiting = block(answer("a1b2.0", 0, size=1, lane="live"))
-    inbox = Inbox().extend([said("hr-none.0.0-0-0", 1.0), block(answer("t.0", 0)), waiting, said(REF, 1.0)])
+    inbox = FakePartition().extend([said("hr-none.0.0-0-0", 1.0), block(answer("t.0", 0)), waiting, said(REF, 1.0)])
     given, state = rules(csat=DAY_MS, user=HOUR_MS), State()
     folded(inbox, given, state=state)
     before = {name: group.due_ms for name, group in state.groups.items()}

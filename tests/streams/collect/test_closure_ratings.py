@@ -3,7 +3,7 @@
 from schemas import Closure, Rating
 from streams.collect.credit import FeedbackRules
 from streams.collect.rules import Rules
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, folded, said, tick
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_fold_turns import WINDOW_MS, group_of_turn, ref, turn
 
 RULES = Rules(
@@ -14,11 +14,11 @@ RULES = Rules(
 REF = "hr-a1b2.0.0-0-0"
 
 
-def closures(inbox: Inbox, rules: Rules = RULES) -> list[Closure]:
+def closures(inbox: FakePartition, rules: Rules = RULES) -> list[Closure]:
     return [decision.closure for decision in decisions(folded(inbox, rules))]
 
 
-def newest(inbox: Inbox, rules: Rules = RULES) -> dict[str, Closure]:
+def newest(inbox: FakePartition, rules: Rules = RULES) -> dict[str, Closure]:
     return {closure.group: closure for closure in closures(inbox, rules)}
 
 
@@ -27,12 +27,12 @@ def values(closure: Closure) -> list[tuple[str, float]]:
     return [(rating.rater, rating.value) for rating in closure.ratings]
 
 
-def live(group: str = "a1b2.0") -> Inbox:
-    return Inbox().extend([block(answer(group, 0, size=1, lane="live"))])
+def live(group: str = "a1b2.0") -> FakePartition:
+    return FakePartition().extend([block(answer(group, 0, size=1, lane="live"))])
 
 
 def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_is_bad() -> None:
-    inbox = Inbox()
+    inbox = FakePartition()
     for session in range(4):
         name = f"bcdfbcdfbcdfbcdfbcdfbcd{'fghj'[session]}".replace("g", "q")
         inbox.extend(turn(number, name) for number in range(10))
@@ -46,7 +46,7 @@ def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_
 
 
 def test_a_revision_that_an_echo_alone_causes_leaves_the_ratings_as_they_were() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 1.0, rater="ann"), said(ref(1), 0.0, rater="ann")])
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 1.0, rater="ann"), said(ref(1), 0.0, rater="ann")])
     inbox.append(said(ref(1), 1.0, id="changed", rater="ann"))
     inbox.append(tick(), after_ms=WINDOW_MS)
     first = [closure for closure in closures(inbox) if closure.group == group_of_turn(0)]
@@ -88,5 +88,5 @@ def test_silence_and_its_default_are_no_rating() -> None:
 
 
 def test_a_rollout_was_not_answered_in_production() -> None:
-    (closure,) = closures(Inbox().extend([block(answer("t.0", 0), answer("t.0", 1))]))
+    (closure,) = closures(FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))]))
     assert (closure.answered_ms, closure.ratings) == (-1, ())

@@ -16,7 +16,7 @@ from streams.collect.needs import wanted
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, said, tick
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, said, tick
 from tests.streams.processors.by_default import reward
 from trainer.buffer.buffer import Buffer
 
@@ -51,7 +51,7 @@ BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction
 
 
 def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
-    inbox, state, found = Inbox().extend(records), State(), []
+    inbox, state, found = FakePartition().extend(records), State(), []
     chain = chain_of(STEPS)
     for arrival in inbox.arrivals:
         fetched = {offset: inbox.block_at(offset) for offset in wanted(state, arrival, rules)}
@@ -129,7 +129,7 @@ def test_a_retracted_value_is_taken_back_from_what_was_not_drawn_yet() -> None:
 def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     given = msgspec.structs.replace(RULES, sources={"csat": SOURCE, "other": SOURCE})
     records = [live(), edit("ok", id="1"), BACK]
-    inbox, state, found = Inbox().extend(records), State(), []
+    inbox, state, found = FakePartition().extend(records), State(), []
     inbox.append(tick(), after_ms=WINDOW_MS)
     for arrival in inbox.arrivals:
         found += asyncio.run(fold(state, arrival, given, chain_of(STEPS))).decisions
@@ -138,7 +138,7 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
 
 def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
     """What may not be trained on is not in the log, so there is nothing an edit could be made of."""
-    inbox, state = Inbox().extend([edit("ok", id="1")]), State()
+    inbox, state = FakePartition().extend([edit("ok", id="1")]), State()
     inbox.append(tick(), after_ms=WINDOW_MS)
     results = [asyncio.run(fold(state, arrival, RULES, chain_of(STEPS))) for arrival in inbox.arrivals]
     assert not any(result.decisions for result in results)
@@ -146,7 +146,7 @@ def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
 
 
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:
-    inbox, state = Inbox().extend([live(), edit("ok", id="1")]), State()
+    inbox, state = FakePartition().extend([live(), edit("ok", id="1")]), State()
     given = msgspec.structs.replace(RULES, corrects=False)
     results = [asyncio.run(fold(state, arrival, given, chain_of(STEPS))) for arrival in inbox.arrivals]
     assert results[1].dropped["correction without [collect.correct]"] == 1

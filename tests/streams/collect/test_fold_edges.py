@@ -20,7 +20,7 @@ from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     RULES,
-    Inbox,
+    FakePartition,
     answer,
     block,
     decisions,
@@ -55,7 +55,7 @@ def test_a_record_names_the_group_it_is_about() -> None:
 
 
 def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:
-    inbox = Inbox().extend([Closure(group="a.0", outcome="dropped"), None])
+    inbox = FakePartition().extend([Closure(group="a.0", outcome="dropped"), None])
     state = State()
     first, second = folded(inbox, RULES, state)
     (letter,) = first.letters
@@ -64,14 +64,14 @@ def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:
 
 
 def test_feedback_with_a_bad_ref_is_put_aside_and_counted() -> None:
-    (found,) = folded(Inbox().extend([said("nothing", 1.0)]))
+    (found,) = folded(FakePartition().extend([said("nothing", 1.0)]))
     (letter,) = found.letters
     assert letter.reason == "bad ref" and letter.error == "ref: got 'nothing', expected the id of an answer"
     assert found.dropped == {"feedback with a bad ref": 1}
 
 
 def test_feedback_that_never_found_an_answer_is_put_aside_word_by_word() -> None:
-    inbox = Inbox().extend([said("a.0.0-0-0", 1.0, rater="ann"), said("a.0.0-0-0", 0.0, rater="bob", id="b")])
+    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0, rater="ann"), said("a.0.0-0-0", 0.0, rater="bob", id="b")])
     inbox.append(tick(), after_ms=4_979)
     assert folded(inbox, rules())[-1].letters == [], "a window after its first word"
     inbox.append(tick(), after_ms=11)
@@ -86,21 +86,23 @@ def test_feedback_that_never_found_an_answer_is_put_aside_word_by_word() -> None
 
 
 def test_words_wait_for_an_answer_as_long_as_a_deadline_where_that_is_longer() -> None:
-    inbox = Inbox().extend([said("a.0.0-0-0", 1.0)])
+    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0)])
     inbox.append(tick(), after_ms=DEADLINE_MS - 1)
     inbox.append(tick(), after_ms=1)
     assert [bool(one.letters) for one in folded(inbox, rules(window_ms=10))] == [False, False, True]
 
 
 def test_what_was_said_and_taken_back_of_an_answer_that_never_came_counts_once() -> None:
-    inbox = Inbox().extend([said("a.0.0-0-0", 1.0), said("a.0.0-0-0", 0.0, id="back", type="retraction")])
+    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0), said("a.0.0-0-0", 0.0, id="back", type="retraction")])
     inbox.append(tick(), after_ms=20_000)
     assert folded(inbox, rules())[-1].dropped == {"feedback without an answer": 1}
 
 
 def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
     """What is dropped uses up no rater's day: there is room for the last word."""
-    inbox = Inbox(step_ms=0).extend(said(f"a.0.0-{number}-0", 1.0, rater="ann") for number in range(MAX_ANSWERS + 1))
+    inbox = FakePartition(step_ms=0).extend(
+        said(f"a.0.0-{number}-0", 1.0, rater="ann") for number in range(MAX_ANSWERS + 1)
+    )
     inbox.append(said("a.0.0-0-0", 0.0, id="again", rater="ann"))
     state = State()
     results = folded(inbox, rules(limits=DayLimits(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
@@ -109,7 +111,7 @@ def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
 
 
 def test_an_episode_beyond_its_group_and_one_that_comes_late_are_counted() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 0)), block(answer("a.0", 2)), block(answer("a.0", 0))])
+    inbox = FakePartition().extend([block(answer("a.0", 0)), block(answer("a.0", 2)), block(answer("a.0", 0))])
     inbox.append(tick(), after_ms=2_000)
     inbox.extend([block(answer("a.0", 1)), block(answer("a.0", 1)), stub("a.0", 1)])
     results = folded(inbox)
@@ -121,7 +123,7 @@ def test_an_episode_beyond_its_group_and_one_that_comes_late_are_counted() -> No
 
 def test_a_deadline_fires_before_the_record_whose_time_has_reached_it() -> None:
     for after_ms, complete in ((DEADLINE_MS - 1, True), (DEADLINE_MS, False)):
-        inbox = Inbox().extend([block(answer("a.0", 0))])
+        inbox = FakePartition().extend([block(answer("a.0", 0))])
         inbox.append(block(answer("a.0", 1)), after_ms=after_ms)
         (decision,) = decisions(folded(inbox))
         assert ("missing at deadline" not in decision.closure.drops) is complete
@@ -129,24 +131,26 @@ def test_a_deadline_fires_before_the_record_whose_time_has_reached_it() -> None:
 
 def test_an_answer_of_production_waits_for_its_window_and_not_a_moment_longer() -> None:
     group = request_group(session_name("acme", "chat"), 7, 1)
-    inbox = Inbox().extend([block(answer(group, 0, size=1, lane="live"))])
+    inbox = FakePartition().extend([block(answer(group, 0, size=1, lane="live"))])
     inbox.append(tick(), after_ms=4_999)
     inbox.append(tick(), after_ms=1)
     assert [len(one.decisions) for one in folded(inbox, rules())] == [0, 0, 1]
-    usual = Inbox().extend([block(answer("a.0", 0, size=1))])
+    usual = FakePartition().extend([block(answer("a.0", 0, size=1))])
     assert [len(one.decisions) for one in folded(usual, rules())] == [1], "no other lane waits"
-    assert [len(one.decisions) for one in folded(Inbox().extend(inbox.arrivals[0].value for _ in "1"), RULES)] == [1]
+    assert [
+        len(one.decisions) for one in folded(FakePartition().extend(inbox.arrivals[0].value for _ in "1"), RULES)
+    ] == [1]
 
 
 def test_another_attempt_of_a_group_that_is_over_is_superseded_once() -> None:
     first = [block(answer("a.0", number)) for number in range(2)]
     second = [block(answer("a.0", number, attempt=1)) for number in range(2)]
-    results = folded(Inbox().extend([*first, *second, *second]))
+    results = folded(FakePartition().extend([*first, *second, *second]))
     assert [(one.closure.attempt, one.closure.outcome) for one in decisions(results)][1:] == [(1, "superseded")]
 
 
 def test_of_attempts_the_first_that_is_complete_wins_and_the_other_is_over() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 0)), *(block(answer("a.0", n, attempt=1)) for n in range(2))])
+    inbox = FakePartition().extend([block(answer("a.0", 0)), *(block(answer("a.0", n, attempt=1)) for n in range(2))])
     inbox.append(block(answer("a.0", 1)))
     state = State()
     results = folded(inbox, RULES, state)
@@ -159,7 +163,7 @@ def test_of_attempts_the_first_that_is_complete_wins_and_the_other_is_over() -> 
 
 
 def test_feedback_for_an_answer_that_is_not_there_is_counted_when_the_group_is_closed() -> None:
-    inbox = Inbox().extend([said("a.0.0-7-0", 1.0), *(block(answer("a.0", number)) for number in range(2))])
+    inbox = FakePartition().extend([said("a.0.0-7-0", 1.0), *(block(answer("a.0", number)) for number in range(2))])
     assert drops(folded(inbox, rules()))["feedback for an unknown answer"] == 1
     inbox.append(said("a.0.0-9-0", 1.0))
     assert drops(folded(inbox, rules()))["feedback for an unknown answer"] == 2
@@ -169,11 +173,11 @@ def test_late_words_are_heard_as_their_source_says() -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
     late = said("a.0.0-1-0", 0.5)
     for policy, revisions, reason in (("drop", 1, ""), ("amend", 2, "late amend"), ("retrain", 2, "late retrain")):
-        results = folded(Inbox().extend([*closed, late]), rules(policy))
+        results = folded(FakePartition().extend([*closed, late]), rules(policy))
         made = decisions(results)
         assert len(made) == revisions and made[-1].closure.reason == reason
         assert drops(results).get("late feedback", 0) == (policy == "drop")
-    (_, again) = decisions(folded(Inbox().extend([*closed, late]), rules("retrain")))
+    (_, again) = decisions(folded(FakePartition().extend([*closed, late]), rules("retrain")))
     sent = [one for part in again.blocks for one in part.experiences if one.kind != "withdrawal"]
     assert {(one.lane, one.retrained, one.revision) for one in sent} == {("human", 1, 1)}
 
@@ -181,7 +185,7 @@ def test_late_words_are_heard_as_their_source_says() -> None:
 def test_a_group_is_trained_again_and_revised_only_so_often() -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
     words = [said("a.0.0-1-0", value / 10, id=str(value)) for value in range(6)]
-    results = folded(Inbox().extend([*closed, *words]), rules("retrain", retrainings=2, revisions=4))
+    results = folded(FakePartition().extend([*closed, *words]), rules("retrain", retrainings=2, revisions=4))
     assert drops(results)["retrained often enough"] == 2 and drops(results)["revised often enough"] == 2
     assert [one.closure.revision for one in decisions(results)] == [0, 1, 2, 3, 4]
 
@@ -189,7 +193,7 @@ def test_a_group_is_trained_again_and_revised_only_so_often() -> None:
 def test_a_closed_turn_hears_nothing_late_where_late_words_are_dropped() -> None:
     source = FeedbackRules(window_ms=5_000, late="drop", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
-    inbox = Inbox().extend([turn(0)])
+    inbox = FakePartition().extend([turn(0)])
     inbox.append(tick(), after_ms=5_000)
     inbox.extend([turn(1), said(ref(1), 1.0)])
     results = folded(inbox, given)
@@ -202,25 +206,25 @@ def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_
     source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     state = State()
-    folded(Inbox().extend([turn(1), said(ref(1), 1.0), first]), given, state)
+    folded(FakePartition().extend([turn(1), said(ref(1), 1.0), first]), given, state)
     assert [credit.turns for credit in state.groups[first.group].credits.values()] == [1]
 
 
 def test_of_two_attempts_that_complete_with_one_record_the_first_wins() -> None:
     both = block(*(answer("a.0", 0, size=1, attempt=number) for number in (1, 0)))
-    made = [(one.closure.attempt, one.closure.outcome) for one in decisions(folded(Inbox().extend([both])))]
+    made = [(one.closure.attempt, one.closure.outcome) for one in decisions(folded(FakePartition().extend([both])))]
     assert made == [(1, "superseded"), (0, "buffered")]
 
 
 def test_what_is_superseded_is_told_with_its_lane_and_its_place_in_the_order_of_issue() -> None:
     other = replace(answer("a.0", 0, attempt=0, lane="live"), sequence=412)
-    inbox = Inbox().extend([block(other), *(block(answer("a.0", number, attempt=1)) for number in range(2))])
+    inbox = FakePartition().extend([block(other), *(block(answer("a.0", number, attempt=1)) for number in range(2))])
     closure = decisions(folded(inbox))[0].closure
     assert (closure.outcome, closure.attempt, closure.lane, closure.sequence) == ("superseded", 0, "live", 412)
 
 
 def test_the_deadline_of_a_group_is_that_of_its_first_attempt() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 0))])
+    inbox = FakePartition().extend([block(answer("a.0", 0))])
     inbox.append(block(answer("a.0", 0, attempt=1)), after_ms=DEADLINE_MS // 2)
     inbox.append(tick(), after_ms=DEADLINE_MS // 2)
     assert [len(one.decisions) for one in folded(inbox)] == [0, 0, 2]
@@ -230,7 +234,7 @@ def test_words_about_an_unknown_answer_are_not_kept_with_a_closed_group() -> Non
     state = State()
     known = "a.0.0-1-0"
     words = [said("a.0.0-7-0", 1.0), said(known, 1.0)]
-    folded(Inbox().extend([*words, *(block(answer("a.0", number)) for number in range(2))]), rules(), state)
+    folded(FakePartition().extend([*words, *(block(answer("a.0", number)) for number in range(2))]), rules(), state)
     assert list(state.groups["a.0"].feedback) == [known] and not state.frames.unsaved
 
 
@@ -247,19 +251,19 @@ def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, 
     words = [said(f"a.0.0-{episode}-0", 0.5, id=str(number), rater="ann") for number in range(3)]
     still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
     limited = rules(late, revisions=revisions, limits=DayLimits(rater_answers=1, rater_share=0.0))
-    results = folded(Inbox().extend([*closed, *words, *still_open]), limited)
+    results = folded(FakePartition().extend([*closed, *words, *still_open]), limited)
     assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
 
 
 def test_a_rater_who_agrees_is_told_of_and_nothing_is_trained_for_it() -> None:
     closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 0.5, rater="ann")]
-    results = folded(Inbox().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"))
+    results = folded(FakePartition().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"))
     closure = decisions(results)[-1].closure
     assert (closure.reason, closure.experiences, closure.revision) == ("rated again", 0, 2)
     assert decisions(results)[-1].blocks == () and "retrained often enough" not in drops(results)
     state = State()
-    folded(Inbox().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"), state)
+    folded(FakePartition().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"), state)
     assert state.groups["a.0"].retrained == 1, "once, for the verdict that changed"
 
 
@@ -270,7 +274,7 @@ def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
         seen.append(context)
         return await scored(experiences, context)
 
-    inbox, state = Inbox().extend([tick(), block(answer("a.0", 0, size=1))]), State()
+    inbox, state = FakePartition().extend([tick(), block(answer("a.0", 0, size=1))]), State()
     for arrival in inbox.arrivals:
         asyncio.run(fold(state, arrival, RULES, noting))
     (context,) = seen
@@ -278,7 +282,7 @@ def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
 
 
 def test_what_came_late_is_told_where_the_group_is_closed_anew() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 1))])
+    inbox = FakePartition().extend([block(answer("a.0", 1))])
     inbox.append(tick(), after_ms=DEADLINE_MS)
     inbox.extend([block(answer("a.0", 0)), said("a.0.0-1-0", 0.5)])
     assert decisions(folded(inbox, rules()))[-1].closure.drops["late"] == 1
@@ -304,13 +308,13 @@ def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
         replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=text)
         for name, text in zip("abc", ("x1", "x2", "x1"), strict=True)
     ]
-    assert drops(folded(Inbox().extend(words), given)) == {"burst of near duplicates": 1}
+    assert drops(folded(FakePartition().extend(words), given)) == {"burst of near duplicates": 1}
     sealed = [replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=f"x1 {name * 40}") for name in "abc"]
-    assert drops(folded(Inbox().extend(sealed), given)) == {"burst of near duplicates": 2}
+    assert drops(folded(FakePartition().extend(sealed), given)) == {"burst of near duplicates": 2}
 
 
 def test_a_group_that_time_decides_about_is_saved_again() -> None:
-    inbox, state = Inbox().extend([block(answer("a.0", 0))]), State()
+    inbox, state = FakePartition().extend([block(answer("a.0", 0))]), State()
     folded(inbox, RULES, state)
     state.touched.clear()
     inbox.append(tick(), after_ms=DEADLINE_MS)
@@ -321,7 +325,7 @@ def test_a_group_that_time_decides_about_is_saved_again() -> None:
 def test_a_turn_that_comes_between_closes_earlier_ones_anew_only_as_often_as_words_may() -> None:
     source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, revisions=1)
-    inbox = Inbox().extend([turn(0)])
+    inbox = FakePartition().extend([turn(0)])
     inbox.append(tick(), after_ms=5_000)
     inbox.extend([turn(2), said(ref(2), 1.0), turn(1)])
     results = folded(inbox, given)
@@ -335,11 +339,11 @@ def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not
         closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 1.0, rater="bob")]
         words = [said("a.0.0-1-0", value, id="1", rater="ann"), said("a.0.0-1-0", 0.0, id="2", rater="ann")]
         limited = rules("amend", limits=DayLimits(rater_answers=1, rater_share=0.0))
-        assert sum(drops(folded(Inbox().extend([*closed, *words]), limited)).values()) == 1
+        assert sum(drops(folded(FakePartition().extend([*closed, *words]), limited)).values()) == 1
     again = [said("a.0.0-1-0", 1.0, id=name, rater="ann") for name in "abc"]
     closed = [block(answer("a.0", number)) for number in range(2)]
     limited = rules("amend", limits=DayLimits(rater_answers=2, rater_share=0.0))
-    assert sum(drops(folded(Inbox().extend([*closed, *again]), limited)).values()) == 1
+    assert sum(drops(folded(FakePartition().extend([*closed, *again]), limited)).values()) == 1
 
 
 def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_compared_is_opened() -> None:
@@ -357,14 +361,14 @@ def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_comp
         "forum": FeedbackRules(window_ms=5_000, alike=1, within_ms=1_000),
     }
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, open_text=opened)
-    inbox = Inbox().extend([*live, *words])
+    inbox = FakePartition().extend([*live, *words])
     inbox.append(tick(), after_ms=5_000)
     found = [rating for one in decisions(folded(inbox, given)) for rating in one.closure.ratings or ()]
     assert [(one.source, one.value) for one in found] == [("letters", 1.0), ("csat", 0.0), ("forum", 0.5)]
 
 
 def test_a_block_that_comes_twice_or_lies_outside_its_group_is_not_kept() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 0)), block(answer("a.0", 0)), block(answer("a.0", 2))])
+    inbox = FakePartition().extend([block(answer("a.0", 0)), block(answer("a.0", 0)), block(answer("a.0", 2))])
     state = State()
     folded(inbox, RULES, state)
     assert list(state.frames.unsaved) == [0]
@@ -374,11 +378,11 @@ def test_an_answer_of_several_choices_waits_for_a_word_about_each() -> None:
     group = request_group(session_name("acme", "chat"), 7, 1)
     choices = block(*(answer(group, number, lane="live") for number in range(2)))
     words = [said(f"{group}.0-{number}-0", 1.0) for number in range(2)]
-    assert [len(one.decisions) for one in folded(Inbox().extend([choices, *words]), rules())] == [0, 0, 1]
+    assert [len(one.decisions) for one in folded(FakePartition().extend([choices, *words]), rules())] == [0, 0, 1]
 
 
 def test_an_answer_whose_last_part_comes_when_its_window_ends_is_closed_by_that_part() -> None:
-    inbox = Inbox().extend([block(answer("a.0", 0, lane="live"))])
+    inbox = FakePartition().extend([block(answer("a.0", 0, lane="live"))])
     inbox.append(block(answer("a.0", 1, lane="live")), after_ms=DEADLINE_MS // 2)
     assert [len(one.decisions) for one in folded(inbox, rules(window_ms=DEADLINE_MS // 2))] == [0, 1]
 
@@ -390,6 +394,6 @@ def test_nothing_is_learned_from_what_was_forgotten() -> None:
     keys.destroy(subject)
     gone = decode(sent, Keys(store).find)
     assert isinstance(gone, Block)
-    (one,) = decisions(folded(Inbox().extend([gone, block(answer("a.0", 1))])))
+    (one,) = decisions(folded(FakePartition().extend([gone, block(answer("a.0", 1))])))
     assert (one.closure.experiences, one.closure.drops) == (1, {"forgotten": 1})
     assert [member.episode for part in one.blocks for member in part.experiences] == [1] and not one.dropped

@@ -12,7 +12,7 @@ from streams.collect.group import AnswerFeedback, LoggedFeedback
 from streams.collect.rules import Rules
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
-    Inbox,
+    FakePartition,
     answer,
     block,
     buffered,
@@ -38,24 +38,24 @@ def live(group: str = "a1b2.0") -> Block:
 REF = "hr-a1b2.0.0-0-0"
 
 
-def rewards(inbox: Inbox, given: Rules) -> dict[tuple[str, int], float | None]:
+def rewards(inbox: FakePartition, given: Rules) -> dict[tuple[str, int], float | None]:
     return {key: members[0][1] for key, members in buffered(folded(inbox, given)).items()}
 
 
 def test_a_live_answer_waits_for_its_feedback() -> None:
-    inbox = Inbox().extend([live()])
+    inbox = FakePartition().extend([live()])
     assert not decisions(folded(inbox, rules()))
     inbox.append(said(REF, 0.8))
     assert rewards(inbox, rules()) == {("a1b2.0", 0): 0.8}
 
 
 def test_feedback_before_its_answer_waits_for_it() -> None:
-    inbox = Inbox().extend([said(REF, 0.8), live()])
+    inbox = FakePartition().extend([said(REF, 0.8), live()])
     assert rewards(inbox, rules()) == {("a1b2.0", 0): 0.8}
 
 
 def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
-    inbox = Inbox().extend([live()])
+    inbox = FakePartition().extend([live()])
     inbox.append(said(REF, 0.8), after_ms=WINDOW_MS)
     inbox.append(said(REF, 0.2, rater="second"))
     heard = buffered(folded(inbox, rules("amend")))
@@ -63,7 +63,7 @@ def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
 
 
 def test_feedback_without_an_answer_is_counted_and_dead_lettered() -> None:
-    inbox = Inbox().extend([said(REF, 0.8)])
+    inbox = FakePartition().extend([said(REF, 0.8)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     results = folded(inbox, rules())
     assert drops(results) == {"feedback without an answer": 1}
@@ -71,12 +71,12 @@ def test_feedback_without_an_answer_is_counted_and_dead_lettered() -> None:
 
 
 def test_feedback_with_a_bad_ref_is_dead_lettered() -> None:
-    results = folded(Inbox().extend([said("nonsense", 0.8)]), rules())
+    results = folded(FakePartition().extend([said("nonsense", 0.8)]), rules())
     assert [letter.reason for result in results for letter in result.letters] == ["bad ref"]
 
 
 def test_silence_differs_from_zero() -> None:
-    silent, zero = Inbox().extend([live()]), Inbox().extend([live(), said(REF, 0.0)])
+    silent, zero = FakePartition().extend([live()]), FakePartition().extend([live(), said(REF, 0.0)])
     silent.append(tick(), after_ms=WINDOW_MS)
     assert rewards(zero, rules()) == {("a1b2.0", 0): 0.0}
     experience = decisions(folded(silent, rules()))[0].blocks[0].experiences[0]
@@ -84,7 +84,7 @@ def test_silence_differs_from_zero() -> None:
 
 
 def test_silence_takes_the_default_when_the_window_closes() -> None:
-    inbox = Inbox().extend([live()])
+    inbox = FakePartition().extend([live()])
     inbox.append(tick(), after_ms=WINDOW_MS - 1)
     assert not rewards(inbox, rules("drop", 0.25))
     inbox.append(tick(), after_ms=1)
@@ -93,37 +93,37 @@ def test_silence_takes_the_default_when_the_window_closes() -> None:
 
 def test_an_answer_waits_for_every_source() -> None:
     given = rules("drop", None, "csat", "thumbs")
-    inbox = Inbox().extend([live(), said(REF, 0.8)])
+    inbox = FakePartition().extend([live(), said(REF, 0.8)])
     assert not rewards(inbox, given)
     inbox.append(said(REF, 0.2, source="thumbs"))
     assert rewards(inbox, given) == {("a1b2.0", 0): 0.8}
 
 
 def test_rollouts_do_not_wait_for_feedback() -> None:
-    inbox = Inbox().extend([block(answer("t.0", 0), answer("t.0", 1))])
+    inbox = FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))])
     assert len(decisions(folded(inbox, rules()))) == 1
 
 
 def test_feedback_is_credited_to_the_answer_it_names_and_to_no_other() -> None:
     answers = block(*(answer("a1b2.0", episode, size=2, lane="live") for episode in range(2)))
-    inbox = Inbox().extend([answers, said("a1b2.0.0-1-0", 0.7)])
+    inbox = FakePartition().extend([answers, said("a1b2.0.0-1-0", 0.7)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     assert buffered(folded(inbox, rules())) == {("a1b2.0", 0): [("a1b2.0.0-0-0", 0.0), ("a1b2.0.0-1-0", 0.7)]}
 
 
 def test_feedback_for_an_answer_that_never_was_is_counted() -> None:
-    inbox = Inbox().extend([said("a1b2.0.0-9-0", 0.7), live(), said(REF, 0.5)])
+    inbox = FakePartition().extend([said("a1b2.0.0-9-0", 0.7), live(), said(REF, 0.5)])
     assert drops(folded(inbox, rules())) == {"feedback for an unknown answer": 1}
 
 
 def test_the_same_feedback_twice_counts_once() -> None:
-    inbox = Inbox().extend([live(), said(REF, 0.8, id="x"), said(REF, 0.8, id="x")])
+    inbox = FakePartition().extend([live(), said(REF, 0.8, id="x"), said(REF, 0.8, id="x")])
     results = folded(inbox, rules("amend"))
     assert len(decisions(results)) == 1
 
 
 def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
-    inbox = Inbox().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
+    inbox = FakePartition().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules("drop"))
     assert len(decisions(results)) == 1
     assert drops(results) == {"late feedback": 1}
@@ -131,7 +131,7 @@ def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
 
 @pytest.mark.parametrize(("late", "lane"), [("amend", "live"), ("retrain", "human")])
 def test_late_feedback_sends_a_new_revision(late: str, lane: str) -> None:
-    inbox = Inbox().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
+    inbox = FakePartition().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules(late))
     last = [decision.blocks[-1].experiences[0] for decision in decisions(results)]
     assert [(one.revision, one.reward) for one in last] == [(0, 0.8), (1, 0.1)]
@@ -141,14 +141,14 @@ def test_late_feedback_sends_a_new_revision(late: str, lane: str) -> None:
 
 def test_a_retraction_sends_a_revision_without_what_it_took_back() -> None:
     back = said(REF, 0.0, id="back", type="retraction")
-    inbox = Inbox().extend([live(), said(REF, 0.8), back])
+    inbox = FakePartition().extend([live(), said(REF, 0.8), back])
     last = decisions(folded(inbox, rules("amend")))[1]
     assert last.closure.revision == 1
     assert last.blocks[0].experiences[0].score("csat") is None
 
 
 def test_late_feedback_about_an_answer_the_log_no_longer_holds_is_counted() -> None:
-    inbox = Inbox().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
+    inbox = FakePartition().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules("amend"), kept_from=1)
     assert drops(results) == {"answer no longer in the log": 1}
     assert len(decisions(results)) == 1
@@ -170,14 +170,15 @@ def test_raters_are_averaged_and_each_may_revise() -> None:
 def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:
     asked = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=(), trial=7)
     withdrawn = said(REF, 0.0, id="2", type="retraction")
-    inbox = Inbox().extend([block(asked), said(REF, 0.2, id="1"), withdrawn])
+    inbox = FakePartition().extend([block(asked), said(REF, 0.2, id="1"), withdrawn])
     closures = [decision.closure for decision in decisions(folded(inbox, rules("amend")))]
     assert [(one.revision, one.mean_reward, one.version, one.trial) for one in closures] == [
         (0, 0.2, 1, 7),
         (1, None, 1, 7),
     ]
     assert [
-        decision.closure.trial for decision in decisions(folded(Inbox().extend([live(), said(REF, 1.0)]), rules()))
+        decision.closure.trial
+        for decision in decisions(folded(FakePartition().extend([live(), said(REF, 1.0)]), rules()))
     ] == [-1]
     ratings, heard = Ratings(PeopleConfig(mature="1h")), []
     for closure in closures:

@@ -16,7 +16,7 @@ from streams.collect.rules import Rules, group_named
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
-    Inbox,
+    FakePartition,
     answer,
     block,
     buffered,
@@ -71,13 +71,13 @@ def test_any_interleaving_and_duplication_gives_the_same_closures(
     given_groups: list[list[Block | Control]], random: object, doubles: int
 ) -> None:
     records = [record for group in given_groups for record in group]
-    expected = folded(Inbox(step_ms=1).extend(records), RULES)
+    expected = folded(FakePartition(step_ms=1).extend(records), RULES)
     shuffled = list(records)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for _ in range(doubles):
         place = random.randrange(len(shuffled) + 1)  # type: ignore[attr-defined]
         shuffled.insert(place, random.choice(records))  # type: ignore[attr-defined]
-    got = folded(Inbox(step_ms=1).extend(shuffled), RULES)
+    got = folded(FakePartition(step_ms=1).extend(shuffled), RULES)
     assert buffered(got) == buffered(expected)
     assert ends(got) == ends(expected)
 
@@ -94,7 +94,7 @@ def ends(results: list[object]) -> set[tuple[object, ...]]:
 class Worker:
     """Folds an inbox with its state in a file; dies and comes back at will, as the collector does it."""
 
-    def __init__(self, path: Path, inbox: Inbox, rules: Rules) -> None:
+    def __init__(self, path: Path, inbox: FakePartition, rules: Rules) -> None:
         self.inbox, self.rules = inbox, rules
         self.pending = PendingFile(path)
         self.state = self.pending.load({})
@@ -151,7 +151,7 @@ def record_of(kind: str, group: int, number: int, attempt: int) -> Block | Contr
 def test_crashes_and_rebuilds_decide_as_one_uninterrupted_worker(
     steps: list[tuple[str, int, int, int]], lives: list[tuple[int, bool, bool]]
 ) -> None:
-    inbox = Inbox(step_ms=20).extend(record_of(*step) for step in steps)
+    inbox = FakePartition(step_ms=20).extend(record_of(*step) for step in steps)
     expected = {key_of(decision): decision.closure for decision in decisions(folded(inbox, SHORT))}
     contents = [sent for decision in decisions(folded(inbox, SHORT)) for sent in decision.blocks]
     published: dict[tuple[str, int, int], object] = {}
@@ -188,7 +188,7 @@ def ids_of(sent: Block) -> list[tuple[str, int, str, float | None]]:
 
 
 def test_a_closed_group_leaves_no_block_in_the_file(tmp_path: Path) -> None:
-    inbox = Inbox().extend([block(answer("t.0", 0)), block(answer("t.0", 1)), block(answer("u.0", 0))])
+    inbox = FakePartition().extend([block(answer("t.0", 0)), block(answer("t.0", 1)), block(answer("u.0", 0))])
     worker = Worker(tmp_path / "collect-0.sqlite", inbox, RULES)
     for until in range(1, 4):
         worker.batch(until, save=True)
@@ -211,12 +211,14 @@ def test_a_damaged_file_is_put_aside_and_started_anew(tmp_path: Path) -> None:
 
 def test_duplicate_stub_for_a_member_that_is_there_changes_nothing() -> None:
     gone = DropMarker(id="t.0.0-0-0", group="t.0", episode=0, group_size=2, reason="duplicate")
-    results = folded(Inbox().extend([block(answer("t.0", 0)), gone, block(answer("t.0", 1))]), RULES)
+    results = folded(FakePartition().extend([block(answer("t.0", 0)), gone, block(answer("t.0", 1))]), RULES)
     assert buffered(results) == {("t.0", 0): [("t.0.0-0-0", 0.0), ("t.0.0-1-0", 1.0)]}
 
 
 def test_state_in_memory_and_state_in_a_file_decide_alike(tmp_path: Path) -> None:
-    inbox = Inbox().extend([block(answer("t.0", 0)), block(answer("t.0", 0, attempt=1)), block(answer("t.0", 1))])
+    inbox = FakePartition().extend(
+        [block(answer("t.0", 0)), block(answer("t.0", 0, attempt=1)), block(answer("t.0", 1))]
+    )
     state = State()
     in_memory = decisions(folded(inbox, RULES, state))
     worker = Worker(tmp_path / "collect-0.sqlite", inbox, RULES)

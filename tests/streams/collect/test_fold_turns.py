@@ -17,7 +17,7 @@ from streams.collect.rules import Rules
 from streams.collect.turns import MAX_TURNS
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
-    Inbox,
+    FakePartition,
     answer,
     block,
     buffered,
@@ -73,7 +73,7 @@ NAN = float("nan")
 
 def last_scores(records: list[Block | Control], given: Rules, *ticks: int) -> dict[int, float | None]:
     """Turn to the csat of its newest revision."""
-    inbox = Inbox().extend(records)
+    inbox = FakePartition().extend(records)
     for after_ms in ticks:
         inbox.append(tick(), after_ms=after_ms)
     found: dict[int, float | None] = {}
@@ -114,7 +114,7 @@ def test_whatever_order_turns_and_feedback_come_in_the_credit_is_the_same(order:
 
 def test_late_feedback_is_credited_to_the_right_turn_and_to_no_later_one() -> None:
     closed = [turn(0), turn(1), turn(2)]
-    inbox = Inbox().extend(closed)
+    inbox = FakePartition().extend(closed)
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.append(said(ref(1), 0.8))
     heard = {
@@ -140,12 +140,12 @@ def test_repeated_feedback_is_credited_once_to_every_turn() -> None:
 def test_other_sessions_and_turns_with_several_choices_hear_nothing() -> None:
     other = session_name("acme", "chat-82")
     records = [turn(0, other), turn(0, size=2), turn(1), said(ref(1), 0.8)]
-    inbox = Inbox().extend(records)
+    inbox = FakePartition().extend(records)
     assert list(buffered(folded(inbox, rules()))) == [(group_of_turn(1), 0)]
 
 
 def test_late_feedback_under_drop_is_counted_and_no_turn_hears_it() -> None:
-    inbox = Inbox().extend([turn(0), turn(1)])
+    inbox = FakePartition().extend([turn(0), turn(1)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.append(said(ref(1), 0.8))
     inbox.append(turn(2))
@@ -157,7 +157,7 @@ def test_late_feedback_under_drop_is_counted_and_no_turn_hears_it() -> None:
 @pytest.mark.parametrize("late", ["drop", "amend", "retrain"])
 def test_what_is_said_of_a_later_turn_ends_no_turns_wait_for_its_own_verdict(late: str) -> None:
     records = [turn(0), turn(1), said(ref(1), 0.8), said(ref(0), 0.1, rater="ann")]
-    inbox = Inbox().extend(records)
+    inbox = FakePartition().extend(records)
     results = folded(inbox, rules(late))
     expected = {0: credit(0.1, 0.8, usual=usually(0.8, 0.1)), 1: 0.8}
     assert last_scores(records, rules(late)) == pytest.approx(expected)
@@ -218,7 +218,7 @@ def test_a_worker_that_lost_its_memory_between_any_two_records_credits_the_same(
 
 
 def test_what_a_later_turn_takes_back_is_taken_back_of_earlier_ones_however_often_they_were_revised() -> None:
-    inbox = Inbox().extend([turn(0), turn(1)])
+    inbox = FakePartition().extend([turn(0), turn(1)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.extend([said(ref(1), 1.0), said(ref(1), 1.0, id="back", type="retraction")])
     results = folded(inbox, msgspec.structs.replace(rules(), revisions=1))
@@ -227,7 +227,7 @@ def test_what_a_later_turn_takes_back_is_taken_back_of_earlier_ones_however_ofte
 
 
 def test_a_word_that_comes_late_to_an_earlier_turn_is_counted_once() -> None:
-    inbox = Inbox().extend([turn(0)])
+    inbox = FakePartition().extend([turn(0)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.extend([turn(1), turn(2), said(ref(2), 1.0), said(ref(1), 0.0)])
     assert drops(folded(inbox, rules("drop")))["late feedback"] == 2

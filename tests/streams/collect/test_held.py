@@ -10,7 +10,7 @@ from streams.collect.collector import Collector, CollectSettings
 from streams.collect.credit import FeedbackRules
 from streams.collect.held import BURST, RATER_CAP, held_back
 from streams.collect.rules import Rules
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, drops, folded, said
 from tests.streams.deliveries import memory_log, stored, values
 
 WITHIN_MS = 1_000
@@ -29,9 +29,9 @@ def ref(number: int) -> str:
     return f"a{number}.0.0-0-0"
 
 
-def rated(number: int, rater: str = "bot") -> Inbox:
+def rated(number: int, rater: str = "bot") -> FakePartition:
     """So many answers, each rated once by the same rater."""
-    inbox = Inbox().extend(block(answer(f"a{index}.0", 0, size=1, lane="live")) for index in range(number))
+    inbox = FakePartition().extend(block(answer(f"a{index}.0", 0, size=1, lane="live")) for index in range(number))
     return inbox.extend(said(ref(index), 1.0, id=str(index), rater=rater) for index in range(number))
 
 
@@ -88,12 +88,12 @@ def test_feedback_without_words_is_no_burst() -> None:
 
 def test_repeated_delivery_does_not_use_up_a_cap() -> None:
     once = said(ref(0), 1.0, id="x", rater="bot")
-    inbox = Inbox().extend([block(answer("a0.0", 0, size=1, lane="live")), once, once, once])
+    inbox = FakePartition().extend([block(answer("a0.0", 0, size=1, lane="live")), once, once, once])
     assert not drops(folded(inbox, rules(per_rater=1)))
 
 
 def test_what_is_held_back_leaves_no_group_open() -> None:
-    inbox = Inbox().extend([said("gone.0.0-0-0", 1.0, id=str(number), rater="bot") for number in range(3)])
+    inbox = FakePartition().extend([said("gone.0.0-0-0", 1.0, id=str(number), rater="bot") for number in range(3)])
     assert drops(folded(inbox, rules(per_rater=1))) == {RATER_CAP: 2}
 
 

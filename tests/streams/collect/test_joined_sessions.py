@@ -19,7 +19,7 @@ from streams.collect.decision import Folded
 from streams.collect.joined import MAX_JOINED
 from streams.collect.rules import Rules
 from streams.collect.state import State
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, decisions, drops, folded, said, tick
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, decisions, drops, folded, said, tick
 from tests.streams.collect.test_collector import opened
 from tests.streams.collect.test_fold_turns import credit, group_of_turn, ref, turn, usually
 from tests.streams.deliveries import stored, values
@@ -72,7 +72,7 @@ def joins(results: list[Folded]) -> list[list[int]]:
 
 
 def test_turns_are_closed_together_once_their_session_is_silent_in_the_order_of_their_turns() -> None:
-    inbox = Inbox().extend([exact(2), exact(0), exact(1)])
+    inbox = FakePartition().extend([exact(2), exact(0), exact(1)])
     assert joins(folded(inbox, rules(window_ms=0))) == []
     inbox.append(tick(), after_ms=SESSION_MS)
     results = folded(inbox, rules(window_ms=0))
@@ -82,7 +82,7 @@ def test_turns_are_closed_together_once_their_session_is_silent_in_the_order_of_
 
 
 def test_every_turn_starts_the_silence_anew() -> None:
-    inbox = Inbox().extend([exact(0)])
+    inbox = FakePartition().extend([exact(0)])
     for number in range(1, 4):
         inbox.append(exact(number), after_ms=SESSION_MS - 1)
     inbox.append(tick(), after_ms=SESSION_MS - 1)
@@ -92,7 +92,7 @@ def test_every_turn_starts_the_silence_anew() -> None:
 
 
 def test_a_session_waits_for_the_feedback_of_its_slowest_turn_and_each_is_credited_with_its_own() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
+    inbox = FakePartition().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
     inbox.append(tick(), after_ms=2 * SESSION_MS)
     assert joins(folded(inbox, rules())) == [], "turn 1 may still be spoken of"
     inbox.append(said(ref(1), 0.5))
@@ -103,7 +103,7 @@ def test_a_session_waits_for_the_feedback_of_its_slowest_turn_and_each_is_credit
 
 
 def test_turns_that_nobody_spoke_of_are_dropped_and_the_others_are_joined_without_them() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
+    inbox = FakePartition().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
     inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
     results = folded(inbox, rules())
     assert sent(results) == [(0, 0, Join(group_of_turn(0), 1)), (2, 0, Join(group_of_turn(0), 0))]
@@ -111,20 +111,22 @@ def test_turns_that_nobody_spoke_of_are_dropped_and_the_others_are_joined_withou
 
 
 def test_a_session_of_one_turn_is_closed_alone_and_says_nothing_of_a_join() -> None:
-    inbox = Inbox().extend([exact(0)])
+    inbox = FakePartition().extend([exact(0)])
     inbox.append(tick(), after_ms=SESSION_MS)
     assert sent(folded(inbox, rules(window_ms=0))) == [(0, 0, None)]
 
 
 def test_a_client_that_ends_its_session_has_it_closed_at_once_and_what_comes_then_is_another() -> None:
-    inbox = Inbox().extend([exact(0), exact(1), marked(2, scores=turn_scores(), ends_session=True), exact(3), exact(4)])
+    inbox = FakePartition().extend(
+        [exact(0), exact(1), marked(2, scores=turn_scores(), ends_session=True), exact(3), exact(4)]
+    )
     assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1, 2]]
     inbox.append(tick(), after_ms=SESSION_MS)
     assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_session_that_was_ended_still_waits_for_feedback() -> None:
-    inbox = Inbox().extend([turn(0), marked(1, ends_session=True), said(ref(1), 1.0)])
+    inbox = FakePartition().extend([turn(0), marked(1, ends_session=True), said(ref(1), 1.0)])
     assert joins(folded(inbox, rules())) == []
     inbox.append(said(ref(0), 1.0))
     assert joins(folded(inbox, rules())) == [[0, 1]]
@@ -132,14 +134,14 @@ def test_a_session_that_was_ended_still_waits_for_feedback() -> None:
 
 def test_rewritten_history_closes_what_came_before_it() -> None:
     rewritten = marked(2, scores=turn_scores(), part_reason=HISTORY_REWRITTEN)
-    inbox = Inbox().extend([exact(0), exact(1), rewritten, exact(3)])
+    inbox = FakePartition().extend([exact(0), exact(1), rewritten, exact(3)])
     assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1]]
     inbox.append(tick(), after_ms=SESSION_MS)
     assert joins(folded(inbox, rules(window_ms=0))) == [[0, 1], [2, 3]]
 
 
 def test_what_is_said_late_of_one_turn_revises_that_turn_alone_under_the_name_of_its_join() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9)])
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9)])
     inbox.append(tick(), after_ms=SESSION_MS)
     inbox.append(said(ref(0), 0.6, id="again"))
     name = group_of_turn(0)
@@ -148,7 +150,7 @@ def test_what_is_said_late_of_one_turn_revises_that_turn_alone_under_the_name_of
 
 def test_a_verdict_that_is_taken_back_while_the_session_goes_on_makes_its_turn_wait_again() -> None:
     back = said(ref(0), 0.0, id="back", type="retraction")
-    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9), back])
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9), back])
     inbox.append(tick(), after_ms=SESSION_MS)
     assert joins(folded(inbox, rules())) == [], "turn 0 may be spoken of again"
     inbox.append(said(ref(0), 0.7, id="anew"))
@@ -156,7 +158,7 @@ def test_a_verdict_that_is_taken_back_while_the_session_goes_on_makes_its_turn_w
 
 
 def test_feedback_that_meets_the_end_of_its_session_is_late_and_not_lost() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), said(ref(0), 0.2)])
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2)])
     inbox.append(said(ref(0), 0.6, id="again"), after_ms=WINDOW_MS + SESSION_MS)  # its own time closes both turns first
     results = folded(inbox, rules())
     assert [(number, revision) for number, revision, _ in sent(results)] == [(0, 0), (0, 1)]
@@ -164,7 +166,7 @@ def test_feedback_that_meets_the_end_of_its_session_is_late_and_not_lost() -> No
 
 
 def test_what_is_said_of_a_later_turn_is_credited_to_those_that_wait_with_it() -> None:
-    inbox = Inbox().extend([turn(0), turn(1), said(ref(1), 0.8)])
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(1), 0.8)])
     inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
     results = folded(inbox, rules(discount=0.5))
     scores = [one.score("csat") for d in decisions(results) for block in d.blocks for one in block.experiences]
@@ -172,13 +174,13 @@ def test_what_is_said_of_a_later_turn_is_credited_to_those_that_wait_with_it() -
 
 
 def test_a_session_without_an_end_is_closed_in_runs() -> None:
-    inbox = Inbox().extend(exact(number) for number in range(2 * MAX_JOINED + 1))
+    inbox = FakePartition().extend(exact(number) for number in range(2 * MAX_JOINED + 1))
     results = folded(inbox, rules(window_ms=0))
     assert joins(results) == [list(range(MAX_JOINED)), list(range(MAX_JOINED, 2 * MAX_JOINED))]
 
 
 def test_where_too_many_turns_wait_the_sessions_that_began_first_are_closed_early() -> None:
-    state, inbox = State(), Inbox()
+    state, inbox = State(), FakePartition()
     for number in range(40):
         for at in range(2):
             made = turn(at, session_name("acme", f"chat-{number}"))
@@ -192,13 +194,13 @@ def test_where_too_many_turns_wait_the_sessions_that_began_first_are_closed_earl
 
 
 def test_without_the_setting_each_turn_is_closed_by_itself_also_those_that_waited_before() -> None:
-    state, inbox = State(), Inbox().extend([exact(0), exact(1)])
+    state, inbox = State(), FakePartition().extend([exact(0), exact(1)])
     folded(inbox, rules(window_ms=0), state)
     assert state.num_held() == 2
     off = msgspec.structs.replace(rules(window_ms=0), session_ms=0)
     inbox.append(tick(), after_ms=SESSION_MS)
     assert sorted(sent(folded(inbox, off, state)), key=lambda one: one[0]) == [(0, 0, None), (1, 0, None)]
-    assert state.num_held() == 0 and joins(folded(Inbox().extend([exact(0), exact(1)]), off)) == [[0], [1]]
+    assert state.num_held() == 0 and joins(folded(FakePartition().extend([exact(0), exact(1)]), off)) == [[0], [1]]
 
 
 @settings(deadline=None)
@@ -211,7 +213,7 @@ def test_without_the_setting_each_turn_is_closed_by_itself_also_those_that_waite
 def test_whatever_comes_each_turn_is_closed_once_and_counts_as_it_would_alone(
     order: list[int], words: list[tuple[int, float, int]], gaps: list[int], ends: int
 ) -> None:
-    inbox, alone = Inbox(), Inbox()
+    inbox, alone = FakePartition(), FakePartition()
     for number, gap in zip(order, gaps, strict=True):
         for one in (inbox, alone):
             one.append(marked(number, ends_session=number == ends), after_ms=gap)
@@ -227,7 +229,7 @@ def test_whatever_comes_each_turn_is_closed_once_and_counts_as_it_would_alone(
     assert last[0] == last[1]
 
 
-def final_rewards(inbox: Inbox, given: Rules) -> dict[int, float | None]:
+def final_rewards(inbox: FakePartition, given: Rules) -> dict[int, float | None]:
     """Turn to the reward of its newest revision; each is closed once as revision 0."""
     state = State()
     found: dict[int, float | None] = {}

@@ -22,7 +22,7 @@ from streams.collect.limits import (
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.config import LimitsConfig
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, drops, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
 
 NOON_MS = 20_000 * DAY_MS + DAY_MS // 2
@@ -114,7 +114,7 @@ def praise(number: int, rater: str, tenant: str = "acme") -> Feedback:
 
 
 def test_what_is_beyond_a_raters_day_trains_nothing_and_is_no_rating() -> None:
-    inbox = Inbox().extend(block(answer(group(number), 0, size=1, lane="live")) for number in range(6))
+    inbox = FakePartition().extend(block(answer(group(number), 0, size=1, lane="live")) for number in range(6))
     inbox.extend(praise(number, "bot") for number in range(5)).append(praise(5, "ann"))
     results = folded(inbox, rules(DayLimits(rater_answers=2, rater_share=0.0)))
     raters = [rating.rater for one in decisions(results) for rating in one.closure.ratings or ()]
@@ -122,13 +122,13 @@ def test_what_is_beyond_a_raters_day_trains_nothing_and_is_no_rating() -> None:
 
 
 def test_what_turns_hear_of_a_word_is_moved_by_it_too() -> None:
-    inbox = Inbox().extend([*(turn(number) for number in range(4)), said(ref(3), 1.0, rater="ann")])
+    inbox = FakePartition().extend([*(turn(number) for number in range(4)), said(ref(3), 1.0, rater="ann")])
     inbox.extend([said(ref(0), 1.0, rater="bob"), said(ref(1), 1.0, rater="ann")])
     assert drops(folded(inbox, rules(DayLimits(rater_answers=4), 0.5))) == {RATER_LIMIT: 1}, "ann moved four turns"
 
 
 def test_what_is_taken_back_is_taken_back_beyond_any_limit() -> None:
-    inbox = Inbox().extend([block(answer(group(0), 0, size=1, lane="live")), praise(0, "ann")])
+    inbox = FakePartition().extend([block(answer(group(0), 0, size=1, lane="live")), praise(0, "ann")])
     inbox.append(said(f"{group(0)}.0-0-0", 0.0, id="back", rater="ann", type="retraction"))
     state = State()
     results = folded(inbox, rules(DayLimits(rater_answers=1)), state)

@@ -13,7 +13,7 @@ from streams.collect.feedback import MAX_COUNTED, MAX_KNOWN, TOO_MANY
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
 from streams.collect.state import State
-from tests.streams.collect.collecting import DEADLINE_MS, Inbox, answer, block, decisions, drops, folded, said
+from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, drops, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
 
 REF = "hr-a1b2.0.0-0-0"
@@ -25,9 +25,9 @@ def rules(late: str, discount: float = 0.0, **limits: int) -> Rules:
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, **limits)  # type: ignore[arg-type]
 
 
-def heard(words: Sequence[Feedback]) -> Inbox:
+def heard(words: Sequence[Feedback]) -> FakePartition:
     """An answer, and what is said about it; the first word closes it."""
-    return Inbox(step_ms=1).extend([block(answer("a1b2.0", 0, size=1, lane="live")), *words])
+    return FakePartition(step_ms=1).extend([block(answer("a1b2.0", 0, size=1, lane="live")), *words])
 
 
 def words(*values: float, raters: Sequence[str] = ("ann",)) -> list[Feedback]:
@@ -35,13 +35,13 @@ def words(*values: float, raters: Sequence[str] = ("ann",)) -> list[Feedback]:
     return [said(REF, value, id=str(number), rater=rater) for number, (value, rater) in each]
 
 
-def sent(inbox: Inbox, given: Rules) -> list[Experience]:
+def sent(inbox: FakePartition, given: Rules) -> list[Experience]:
     """Without what only takes back."""
     blocks = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
     return [one for sent in blocks for one in sent.experiences if one.kind != "withdrawal"]
 
 
-def closures(inbox: Inbox, given: Rules) -> list[Closure]:
+def closures(inbox: FakePartition, given: Rules) -> list[Closure]:
     return [decision.closure for decision in decisions(folded(inbox, given))]
 
 
@@ -75,13 +75,13 @@ def test_retrain_trains_again_once_per_verdict_and_no_more_than_so_often() -> No
 
 
 def test_a_credit_of_later_turns_trains_no_turn_again() -> None:
-    inbox = Inbox().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0)])
+    inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0)])
     found = [(one.group[-1], one.revision, one.lane, one.retrained) for one in sent(inbox, rules("retrain", 0.5))]
     assert found == [("0", 0, "live", 0), ("1", 0, "live", 0), ("0", 1, "live", 0)]
 
 
 def test_a_later_turn_of_the_same_credit_makes_no_revision() -> None:
-    inbox = Inbox().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0, rater="ann")])
+    inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0, rater="ann")])
     inbox.extend([said(ref(1), 1.0, id="again", rater="ann"), said(ref(1), 1.0, id="other", rater="bob")])
     revisions = [(one.group[-1], one.revision) for one in closures(inbox, rules("amend", 0.5))]
     assert revisions == [("0", 0), ("1", 0), ("0", 1), ("1", 1)]
@@ -102,7 +102,9 @@ def test_what_is_taken_back_is_taken_back_however_often_an_answer_was_revised() 
 def test_of_many_raters_the_first_stand_and_the_others_are_counted() -> None:
     number = 3 * MAX_COUNTED
     raters = [f"r{index}" for index in range(number)]
-    inbox = Inbox().extend([*words(*[1.0] * number, raters=raters), block(answer("a1b2.0", 0, size=1, lane="live"))])
+    inbox = FakePartition().extend(
+        [*words(*[1.0] * number, raters=raters), block(answer("a1b2.0", 0, size=1, lane="live"))]
+    )
     (closure,) = closures(inbox, rules("amend"))
     assert [rating.rater for rating in closure.ratings or ()] == raters[:MAX_COUNTED]
     assert drops(folded(inbox, rules("amend"))) == {TOO_MANY: number - MAX_COUNTED}
@@ -110,20 +112,20 @@ def test_of_many_raters_the_first_stand_and_the_others_are_counted() -> None:
 
 def test_words_about_answers_that_are_not_there_are_kept_in_bounded_number() -> None:
     number = MAX_ANSWERS + 5
-    inbox = Inbox(step_ms=0).extend(said(f"a1b2.0.0-{index}-0", 1.0) for index in range(number))
+    inbox = FakePartition(step_ms=0).extend(said(f"a1b2.0.0-{index}-0", 1.0) for index in range(number))
     assert drops(folded(inbox, rules("amend"))) == {"feedback about too many answers of a group": 5}
 
 
 def test_feedback_that_is_delivered_again_is_known_among_the_last_that_were_heard() -> None:
     many = words(*(index / 1000 for index in range(MAX_KNOWN)))
-    inbox = Inbox(step_ms=1).extend([*many, many[0], many[-1]])
+    inbox = FakePartition(step_ms=1).extend([*many, many[0], many[-1]])
     state = State()
     folded(inbox, rules("amend"), state)
     (stands,) = state.groups["a1b2.0"].feedback["a1b2.0.0-0-0"].counted
     assert stands.feedback == many[-1]
 
 
-def lines_run(inbox: Inbox, given: Rules, state: State) -> int:
+def lines_run(inbox: FakePartition, given: Rules, state: State) -> int:
     """Lines of Python that folding takes: work, whatever the machine does beside it."""
     count = 0
 

@@ -139,7 +139,7 @@ def test_a_snapshot_older_than_the_log_or_waiting_for_a_trimmed_block_is_not_tak
 
 
 def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> None:
-    class Away(MemoryStore):
+    class StoreThatIsAway(MemoryStore):
         def keys(self, prefix: str):  # type: ignore[no-untyped-def]
             raise StoreError("the store is away")
 
@@ -147,7 +147,7 @@ def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> 
             raise StoreError("the store is away")
 
     async def run() -> None:
-        log = await filled(some(8), Away())
+        log = await filled(some(8), StoreThatIsAway())
         metrics = Metrics("process")
         collector = collector_of(log, tmp_path, metrics)
         collector._carrier.store_away_s = 0.0

@@ -1,7 +1,7 @@
 """A session that is rated as it goes: every word amends the turns before it, and each turn is trained once."""
 
 from schemas import encode
-from tests.streams.collect.collecting import Inbox, decisions, folded, said
+from tests.streams.collect.collecting import FakePartition, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, rules, turn
 from trainer.buffer.buffer import Buffer
 
@@ -9,7 +9,7 @@ TURNS = 5
 
 
 def test_a_session_of_five_turns_rated_as_it_goes_trains_each_turn_once_whenever_it_is_drawn() -> None:
-    inbox = Inbox()
+    inbox = FakePartition()
     for number in range(TURNS):
         inbox.extend([turn(number), said(ref(number), 1.0)])
     blocks = [block for one in decisions(folded(inbox, rules("amend", 0.9))) for block in one.blocks]

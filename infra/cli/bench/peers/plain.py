@@ -49,14 +49,14 @@ class WireForm(NamedTuple):
     decode: Callable[[bytes], Any]
 
 
-class Listed(PlainAnswer):
+class ListedAnswer(PlainAnswer):
     """Tokens and logprobs as plain lists."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
-class Packed(PlainAnswer):
+class PackedAnswer(PlainAnswer):
     """Tokens and logprobs as the bytes of arrays."""
 
     tokens: bytes
@@ -65,9 +65,9 @@ class Packed(PlainAnswer):
 
 _encoder = msgspec.msgpack.Encoder()
 FORMS = {
-    "lists": WireForm(_encoder.encode, msgspec.msgpack.Decoder(Listed).decode),
-    "packed": WireForm(_encoder.encode, msgspec.msgpack.Decoder(Packed).decode),
-    "json": WireForm(msgspec.json.Encoder().encode, msgspec.json.Decoder(Listed).decode),
+    "lists": WireForm(_encoder.encode, msgspec.msgpack.Decoder(ListedAnswer).decode),
+    "packed": WireForm(_encoder.encode, msgspec.msgpack.Decoder(PackedAnswer).decode),
+    "json": WireForm(msgspec.json.Encoder().encode, msgspec.json.Decoder(ListedAnswer).decode),
 }
 
 

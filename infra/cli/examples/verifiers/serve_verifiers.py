@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 TIMEOUT_S = 3600.0  # an episode has a time of its own, and its key ends with it
 
 
-class Client(OpenAIChatCompletionsClient):  # type: ignore[misc]
+class VerifiersClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
     """Sends no field without a value: what is unknown is refused by name."""
 
     async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -69,7 +69,7 @@ class Rollouts:
         row = dict(self.rows[meta["of"]][meta["example"]])
         async with AsyncOpenAI(base_url=asked["base_url"], api_key=asked["api_key"], timeout=TIMEOUT_S) as client:
             output = await self.environment.run_rollout(
-                row, Client(client), asked["model"], {}, state_columns=["trajectory"]
+                row, VerifiersClient(client), asked["model"], {}, state_columns=["trajectory"]
             )
         return result_of(output)
 
