@@ -109,7 +109,7 @@ class Folder:
             for record, claimed in zip(records, claims, strict=True)
             if (value := claimed or _held(record)) is not None
         ]
-        with self._index.database:
+        with self._index.turn, self._index.database:
             if topic in (topics.EXPERIENCES, topics.EXPERTS):
                 self._index.add(members_of(found))
             elif topic in (topics.VERIFIED, topics.EVALS):

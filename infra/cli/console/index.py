@@ -9,6 +9,7 @@ of the whole answer its length and hash.
 import fcntl
 import json
 import sqlite3
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,15 @@ def reader_of(path: Path) -> sqlite3.Connection:
 
 
 class ConsoleIndex:
-    """The index as its one writer has it. Not safe for concurrent use; `is_writer` is False where another process writes."""
+    """The index as its one writer has it. Not safe for concurrent use; `is_writer` is False where another process writes.
+
+    turn: held by a thread while it writes, so that `close` waits for one that goes on after who asked for it was cancelled.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self.turn = threading.Lock()
         self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
         self.is_writer = False
         self.claim()
@@ -146,8 +151,9 @@ class ConsoleIndex:
         return True
 
     def close(self) -> None:
-        """Close the file."""
-        self.database.close()
+        """Close the file, once no thread writes."""
+        with self.turn:
+            self.database.close()
         self._lock.close()
 
     def begin_anew(self) -> None:

@@ -112,10 +112,12 @@ class Keeper:
             await asyncio.to_thread(self._prune)
 
     def _prune(self) -> None:
-        newest = self.index.database.execute("SELECT max(time_ms) FROM answers").fetchone()
-        before_ms = (newest[0] or 0) - int(self._keep_s * 1000)
-        self.index.prune(before_ms)
-        trim(self.index.database, before_ms)
+        index = self.index
+        with index.turn:
+            (newest_ms,) = index.database.execute("SELECT max(time_ms) FROM answers").fetchone()
+            before_ms = (newest_ms or 0) - int(self._keep_s * 1000)
+            index.prune(before_ms)
+            trim(index.database, before_ms)
 
     async def _close(self) -> None:
         await self._follower.close()

@@ -1,6 +1,7 @@
 """The console's index has a bound for each of its tables, and says how much there is."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 from infra.cli.console.bounds import MAX_TASKS, NEWEST, bounds_of, sizes, trim
@@ -85,3 +86,15 @@ def test_who_keeps_the_index_up_keeps_it_bounded(tmp_path: Path) -> None:
     database = reader_of(tmp_path / "state" / "console.sqlite")
     assert tuple(database.execute("SELECT min(version), max(version) FROM curves").fetchone()) == (10, at_most + 9)
     database.close()
+
+
+def test_an_index_is_closed_only_when_no_thread_writes_it(tmp_path: Path) -> None:
+    """A thread goes on after the task that asked for it was cancelled."""
+    index = ConsoleIndex(tmp_path / "console.sqlite")
+    closing = threading.Thread(target=index.close)
+    with index.turn:
+        closing.start()
+        closing.join(timeout=0.2)
+        trim(index.database, 0)
+    closing.join(timeout=30)
+    assert not closing.is_alive()

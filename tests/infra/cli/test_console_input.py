@@ -103,6 +103,7 @@ def test_an_opened_answer_is_listed_however_many_users_were_forgotten_after_it(t
                 for at, (word, about) in enumerate(rows):
                     values: dict[str, object] = dict.fromkeys(columns, "")
                     values |= {
+                        "n": at,
                         "offset": at,
                         "time_ms": at,
                         "word": word,
