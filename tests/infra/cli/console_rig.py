@@ -1,6 +1,7 @@
 """A run in memory with something on every page of the console, and the console over it on a port of its own."""
 
 import asyncio
+import sqlite3
 import tempfile
 import threading
 import time
@@ -311,3 +312,18 @@ def console(toml: str = TOML, opened: Opened = in_memory) -> Iterator[Console]:
         finally:
             here.stop()
             thread.join(timeout=20)
+
+
+def steps_of(database: sqlite3.Connection, question: Callable[[sqlite3.Connection], object]) -> int:
+    """Hundreds of steps of SQLite's machine that a question takes."""
+    hundreds = 0
+
+    def count() -> int:
+        nonlocal hundreds
+        hundreds += 1
+        return 0
+
+    database.set_progress_handler(count, 100)
+    question(database)
+    database.set_progress_handler(None, 100)
+    return hundreds

@@ -16,7 +16,7 @@ from infra.cli.console.index import ConsoleIndex, reader_of
 from infra.log.bus import Record
 from infra.store.seal import seal_event, seal_text
 from schemas import DeadLetter, encode, topics
-from tests.infra.cli.console_rig import HOSTILE, MADE, SECRET, SESSION, looking
+from tests.infra.cli.console_rig import HOSTILE, MADE, SECRET, SESSION, looking, steps_of
 from tests.infra.cli.test_console_pages import filled, text_of
 
 
@@ -133,18 +133,3 @@ def test_a_page_of_letters_or_tasks_looks_at_no_more_rows_in_a_long_index(tmp_pa
     assert found[1] <= 1.5 * found[0], found
     database.close()
     index.close()
-
-
-def steps_of(database: sqlite3.Connection, question: Callable[[sqlite3.Connection], object]) -> int:
-    """Hundreds of steps of SQLite's machine that a question takes."""
-    hundreds = 0
-
-    def count() -> int:
-        nonlocal hundreds
-        hundreds += 1
-        return 0
-
-    database.set_progress_handler(count, 100)
-    question(database)
-    database.set_progress_handler(None, 100)
-    return hundreds

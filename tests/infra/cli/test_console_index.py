@@ -21,10 +21,10 @@ from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
-from schemas import Block, PolicyEvent, Progress, topics
+from schemas import Batch, BatchItem, Block, PolicyEvent, Progress, topics
 from schemas.fields import KEPT_FIGURES
 from schemas.topics import Topic
-from tests.infra.cli.console_rig import SECRET, fill, live, looking, looking_at
+from tests.infra.cli.console_rig import SECRET, fill, live, looking, looking_at, steps_of
 
 
 def run_of(folder: Path) -> tuple[Log, ConsoleIndex, Folder]:
@@ -135,19 +135,25 @@ def test_pages_of_a_search_hold_every_answer_once(tmp_path: Path) -> None:
     index.close()
 
 
-def steps_of_search(database: sqlite3.Connection, query: Query) -> int:
-    """Hundreds of steps of SQLite's machine that a search takes."""
-    hundreds = 0
+def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        log, index, folder = run_of(tmp_path)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        members = [live(at, "asked", "said") for at in range(2)]
+        for one in members:
+            await log.publish(topics.EXPERIENCES, Block((one,)))
+        for token, step in ((5, 0), (2, 1)):  # the second is of a trainer that was overtaken
+            item = BatchItem(
+                id=members[step].id, partition=0, offset=step, index=0, lane="live", advantage=0.5, min_version=3
+            )
+            await log.publish(topics.BATCHES, Batch(run="t", token=token, step=step, version=3, items=(item,)))
+        await folder.refresh(log)
+        assert [tuple(row) for row in index.database.execute("SELECT step, token FROM steps")] == [(0, 5)]
+        fates = [row[0] for row in index.database.execute("SELECT fate FROM answers ORDER BY n")]
+        assert fates[0] == "trained" and fates[1] != "trained"
+        index.close()
 
-    def count() -> int:
-        nonlocal hundreds
-        hundreds += 1
-        return 0
-
-    database.set_progress_handler(count, 100)
-    search(database, query)
-    database.set_progress_handler(None, 100)
-    return hundreds
+    asyncio.run(main())
 
 
 def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index(tmp_path: Path) -> None:
@@ -159,7 +165,12 @@ def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index(tmp_path:
         rows = [(n, n, f"{n}", "trained") for n in range(last + 1, last + many + 1)]
         with index.database:
             index.many("INSERT INTO answers (n, key, id, fate) VALUES (?, ?, ?, ?)", rows)
-        found.append([steps_of_search(database, query) for query in (Query(), Query(fate="trained"))])
+        found.append(
+            [
+                steps_of(database, lambda one, query=query: search(one, query))
+                for query in (Query(), Query(fate="trained"))
+            ]
+        )
     assert all(after <= 2 * before for before, after in zip(*found, strict=True)), found
     database.close()
     index.close()
