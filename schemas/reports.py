@@ -1,5 +1,6 @@
 """What roles say of themselves: to people, and to the roles that decide from it. Evolution: see `schemas.records`."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from msgspec import Meta as Bounds
@@ -75,6 +76,16 @@ class FeedbackWait(Struct, frozen=True):
 
 
 MAX_HELD = 16_384
+
+
+def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
+    """What waits for feedback at several places.
+
+    >>> together([FeedbackWait(2, 7000), FeedbackWait(), FeedbackWait(3, 5000)])
+    FeedbackWait(answers=5, first_ms=5000)
+    """
+    found = [one for one in waits if one.answers]
+    return FeedbackWait(sum(one.answers for one in found), min((one.first_ms for one in found), default=0))
 
 
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):

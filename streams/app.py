@@ -22,11 +22,11 @@ from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import ends_within
 from infra.roles.role import Role
 from schemas import Progress
+from schemas.reports import together
 from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
 from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
-from streams.collect.state import together
 from streams.config import StreamsConfig
 from streams.sources.companion import companions
 from streams.sources.source import build_sources, run_sources

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from infra.cli.console import bounds
+from infra.cli.console.index import reader_of
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.store.snapshots import KEPT
@@ -105,14 +106,10 @@ def _in_files(settings: Settings) -> Iterable[Kept]:
 def _in_console(path: Path, replay: str) -> Iterable[Kept]:
     """The tables of the console's index; where it cannot be read, what bounds them."""
     rows: dict[str, int] = {}
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(_reader_of(path)) as database:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(reader_of(path)) as database:
         rows = bounds.sizes(database)
     for table, bound in bounds.bounds_of(replay).items():
         yield Kept(f"console {table}", bound, rows.get(table), "rows")
-
-
-def _reader_of(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
 
 
 def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:

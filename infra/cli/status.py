@@ -26,6 +26,7 @@ from infra.observe.alarms import NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
 from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
+from schemas.reports import together
 
 READ = (topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.EXPERIENCES, topics.BATCHES, topics.EVALS)
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
@@ -193,11 +194,10 @@ def speaking(roles: Sequence[State]) -> set[str]:
 
 def waiting(reports: Sequence[Progress], now_s: float) -> State:
     """What waits for feedback, as the stream workers say: how many answers, and in how many seconds the first window passes."""
-    waits = [one.waits for one in reports if one.waits is not None and one.waits.answers]
-    if not waits:
+    waits = together(one.waits for one in reports if one.waits is not None)
+    if not waits.answers:
         return {}
-    first_ms = min(one.first_ms for one in waits)
-    return {"answers": sum(one.answers for one in waits), "first_s": round(max(0.0, first_ms / 1000 - now_s), 1)}
+    return {"answers": waits.answers, "first_s": round(max(0.0, waits.first_ms / 1000 - now_s), 1)}
 
 
 def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:

@@ -18,8 +18,8 @@ from infra.log.memory import wall_ms
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from schemas import FeedbackWait
+from schemas.reports import together
 from streams.collect.collector import Collector, CollectSettings, TakenAway
-from streams.collect.state import together
 from streams.stages.stage import Delivery, end_for
 
 logger = logging.getLogger(__name__)

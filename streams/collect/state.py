@@ -87,16 +87,6 @@ class Frames:
             self._decoded_bytes -= self._decoded.popitem(last=False)[1][1]
 
 
-def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
-    """What waits at several places.
-
-    >>> together([FeedbackWait(2, 7000), FeedbackWait(), FeedbackWait(3, 5000)])
-    FeedbackWait(answers=5, first_ms=5000)
-    """
-    found = [one for one in waits if one.answers]
-    return FeedbackWait(sum(one.answers for one in found), min((one.first_ms for one in found), default=0))
-
-
 class State:
     """One partition. next_offset: of `verified`, everything below is folded; last_ms: log-append time of the record
     before it. now_ms: newest log-append time seen.
@@ -115,9 +105,8 @@ class State:
         self._sessions: dict[str, set[str]] = {}
         self._due: list[tuple[int, str]] = []
         self._held: dict[str, int] = {}  # turns that wait for their session, and when they came
-        self._waiting: dict[
-            str, int
-        ] = {}  # groups that wait for feedback, about in the order they came, and their answers
+        # Groups that wait for feedback, about in the order they came, and their answers.
+        self._waiting: dict[str, int] = {}
         self._closed: deque[tuple[int, str]] = deque()
 
     def schedule(self, group: Group, due_ms: int) -> None:

@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from infra.cli import export_model
 from infra.cli.bench.starts import REPORT, log_of_groups, master_start, store_records
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, MemoryReader
 from infra.policies.history import published
-from infra.policies.policy_feed import PolicyFeed
 from infra.store.memory import MemoryStore
-from schemas import Directive, PolicyEvent
+from schemas import PolicyEvent
 from schemas.topics import POLICIES, REPORTS
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake, hear_directives
@@ -105,9 +105,4 @@ async def _trainer(log: Log) -> None:
 
 async def _engine(log: Log) -> None:
     """What an explorer and a gateway read before they load a version."""
-    feed = PolicyFeed("main", channel="stable")
-    async for message in log.read_all(POLICIES):
-        if isinstance(message.value, Directive):
-            feed.fence(message.value, message.offset)
-        elif isinstance(message.value, PolicyEvent):
-            feed.apply(message.value, message.offset)
+    await export_model.published(log, "main", "newest")

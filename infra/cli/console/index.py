@@ -99,7 +99,7 @@ def lists(database: sqlite3.Connection, experience: str) -> bool:
 
 def reader_of(path: Path) -> sqlite3.Connection:
     """A connection that only reads. Raises sqlite3.Error where there is no index."""
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
     database.row_factory = sqlite3.Row
     database.execute("PRAGMA cache_size = -8000")
     return database
