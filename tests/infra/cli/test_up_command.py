@@ -151,8 +151,8 @@ def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_li
         for line in process.stdout:
             heard.append(line)
             if line.startswith("process started") and heard.count(line) == 1:
+                ready(tmp_path / "logs" / "process.log")  # from then on it surely bears its own command's name
                 (child,) = [one for one in children_of(process.pid) if "process" in command_of(one)]
-                ready(tmp_path / "logs" / "process.log")
                 os.kill(child, signal.SIGTERM)
             elif line.startswith("process started"):
                 break
