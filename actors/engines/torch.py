@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +37,7 @@ from actors.engines.token_spellings import folder_vocabulary
 from actors.engines.trace import Trace
 from actors.engines.uncached import UncachedBatch, remembers_otherwise
 from infra.model.adapter import put_adapter, remove_adapter
-from infra.model.model import folder_tensors, load_into, load_model, model_tensors, unlike
+from infra.model.model import folder_tensors, load_into, load_model, model_folder, model_tensors, unlike
 from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
 from infra.policies.adapter import Adapter
@@ -52,10 +51,11 @@ Finished = asyncio.Future[Completion]
 
 
 class TorchEngine:
-    """model: a folder. dtype: of weights and computation, as torch names it. max_model_len: tokens of prompt and answer
-    together; left out, what the model says. max_sequences: sequences sampled at once; more wait. threads: torch's, None
-    leaves them alone. routing: record the experts of each token, for `trainer.routing = "replay"`. kv: what a reload does
-    with the keys and values of running sequences; layers that remember otherwise are computed anew at every step.
+    """model: a folder, or a name in the local Hugging Face cache. dtype: of weights and computation, as torch names it.
+    max_model_len: tokens of prompt and answer together; left out, what the model says. max_sequences: sequences sampled at
+    once; more wait. threads: torch's, None leaves them alone. routing: record the experts of each token, for
+    `trainer.routing = "replay"`. kv: what a reload does with the keys and values of running sequences; layers that remember
+    otherwise are computed anew at every step.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class TorchEngine:
 
     def folder_weights(self) -> dict[str, Tensor]:
         """See HasFolder."""
-        folder = Path(self._folder)  # or a name that is looked up elsewhere
-        return folder_tensors(folder) if folder.is_dir() else {}
+        return folder_tensors(model_folder(self._folder))
 
     async def start(self) -> None:
         """Load the model and start its thread."""

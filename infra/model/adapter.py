@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from infra.model.model import load_model, meta_model
+from infra.model.model import load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
 from infra.policies.adapter import Adapter
 from infra.policies.manifest import TensorEntry, entries_of, sha256_hex
@@ -181,7 +181,7 @@ def write_adapter_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, T
 
 def base_hash(folder: str | Path) -> str:
     """sha256 over names, dtypes, shapes and data of a folder's tensors, however its files cut them. Raises ConfigError."""
-    where = _resolved(folder)
+    where = model_folder(folder)
     entries: dict[str, TensorEntry] = {}
     for path in sorted(where.glob("*.safetensors")):
         try:
@@ -193,21 +193,6 @@ def base_hash(folder: str | Path) -> str:
     if not entries:
         raise ConfigError(f"policy.model: {where} holds no *.safetensors file")
     return sha256_hex(msgspec.json.encode([entries[name] for name in sorted(entries)]))
-
-
-def _resolved(folder: str | Path) -> Path:
-    """The folder itself, or where the local Hugging Face cache has a model of that name. Raises ConfigError."""
-    if Path(folder).is_dir():
-        return Path(folder)
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(str(folder), "config.json", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"policy.model: got {folder}, which is no folder and not in the local cache: {error}"
-        ) from error
-    return Path(str(found)).parent
 
 
 def _text_model(module: Any) -> str:

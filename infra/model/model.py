@@ -328,6 +328,21 @@ def unlike(module: "torch.nn.Module", tensors: Mapping[str, Tensor]) -> str:
     return ""
 
 
+def model_folder(model: str | Path) -> Path:
+    """The folder itself, or where the local Hugging Face cache has a model of that name. Raises ConfigError."""
+    if Path(model).is_dir():
+        return Path(model)
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(str(model), "config.json", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"policy.model: got {model}, which is no folder and not in the local cache: {error}"
+        ) from error
+    return Path(str(found)).parent
+
+
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors in a model folder's safetensors files, as they are, without torch. Raises ConfigError.
 

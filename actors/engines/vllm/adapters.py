@@ -9,13 +9,14 @@ request sees `slots` - 1 loads at most under one version, and a load never waits
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from actors.engines.engine import EngineStopped
 from actors.engines.vllm.attempts import Attempts
-from schemas.errors import PolicyRefused
+from schemas.errors import ConfigError, PolicyRefused
 
 _log = logging.getLogger(__name__)
 READING_S = 0.005  # from one look whether an adapter is read to the next
@@ -104,9 +105,9 @@ class Adapters:
             self.retire(one)
             raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
         self._living.append(one)
-        if odd := next((name for _, name in placed if name), ""):
+        if reason := next((reason for _, reason in placed if reason), ""):
             self.retire(one)
-            raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
+            raise PolicyRefused(f"policy {label}: {reason}")
         return one, max(took_ms for took_ms, _ in placed)
 
     def serve(self, one: Living) -> None:
@@ -134,3 +135,12 @@ class Adapters:
             await self._llm.remove_lora(one.lora.lora_int_id)
         except Exception:  # vLLM is going, or gone: whoever has a request there learns it from that
             _log.warning("adapter_not_removed version=%d", Attempts.version_of(one.label), exc_info=True)
+
+
+async def check_adapted(llm: Any, names: Sequence[str], folder: Path) -> None:
+    """Raise ConfigError where no worker has a place for one of an adapter's tensors. names: as peft writes them."""
+    without = await llm.collective_rpc("headrace_not_adapted", args=(list(names),))
+    if odd := sorted(set.intersection(*map(set, without))):  # a worker need not have every layer
+        raise ConfigError(
+            f"trainer.lora.targets: vLLM cannot adapt {odd[0]} of {folder}; leave it out, or use the torch engine"
+        )

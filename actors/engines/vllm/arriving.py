@@ -4,7 +4,6 @@ Compared are exact sums of the bits, see `actors.engines.vllm.held`, of every ma
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,18 +32,14 @@ class Arriving:
         """Whether `place` has nothing to wait for."""
         return self._read.done()
 
-    def place(self) -> tuple[float, str]:
-        """Make it ready for requests: milliseconds in which nothing else ran, and the first matrix that is not what was sent,
-        "" for none.
-        """
-        begin = time.perf_counter()
+    def place(self) -> str:
+        """Make it ready for requests; the first matrix that is not what was sent, "" for none. Raises what reading raised."""
         lora, sent = self._read.result()
         adapters = self._model.lora_manager
         adapters.add_adapter(lora)
         adapters.activate_adapter(lora.id)
         held = slot_of(self._model, lora.id, {name: shape for name, (shape, _) in sent.items()})
-        odd = next((name for name, value in held if not same(sent[name][1], sums(value))), "")
-        return (time.perf_counter() - begin) * 1e3, odd
+        return next((name for name, value in held if not same(sent[name][1], sums(value))), "")
 
     def _read_folder(self) -> None:
         try:
@@ -55,18 +50,23 @@ class Arriving:
             self._read.set_exception(error)
 
 
-def not_adapted(model: Any, names: list[str]) -> str:
-    """The first of an adapter's matrices for which a model has no place, "" for none. names: as peft writes them."""
+def not_adapted(model: Any, names: list[str]) -> list[str]:
+    """Those of an adapter's matrices for which a model has no place. names: as peft writes them."""
     places = _places(model)
-    return next((name for name in names if _module_of(model, name)[0] not in places), "")
+    return [name for name in names if _module_of(model, name)[0] not in places]
 
 
 def slot_of(model: Any, number: int, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model computes with for each matrix of an adapter, where it has it in one piece."""
+    """What a model computes with for each matrix of an adapter, where it has it in one piece.
+
+    A worker has no place for a matrix of another worker's layers: `check_adapted` has made sure that one of them has it.
+    """
     places = _places(model)
     slot = model.lora_manager.lora_index_to_id.index(number)
     for name, shape in shapes.items():
         module_name, is_a = _module_of(model, name)
+        if module_name not in places:
+            continue
         module, index = places[module_name]
         stacked = module.lora_a_stacked if is_a else module.lora_b_stacked
         held = stacked[index][slot, 0, : shape[0], : shape[1]]

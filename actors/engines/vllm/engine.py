@@ -32,7 +32,7 @@ from actors.engines.judge import SchemaCompiler
 from actors.engines.once_per_schema import OncePerSchema
 from actors.engines.request_images import RequestImages
 from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
-from actors.engines.vllm.adapters import Adapters
+from actors.engines.vllm.adapters import Adapters, check_adapted
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.layers import names_to_send
@@ -49,7 +49,7 @@ from actors.engines.vllm.settings import (
 from actors.engines.vllm.streaming import stream, whole
 from actors.engines.vllm.swap import Scores, Sent, Swap
 from infra.model.adapter import adapter_shapes, find_adapter
-from infra.model.model import folder_tensors, load_model, meta_model, model_tensors
+from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Policy, Probe
@@ -60,10 +60,11 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class VllmEngine:
-    """model: a folder. options: vLLM's engine arguments. group_max_tokens: longest calls that become one request. routing:
-    record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not for answers that are streamed.
-    lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them live at once. kv: what a reload
-    does with the keys and values of running requests; a request under an adapter keeps its version, and them with it.
+    """model: a folder, or a name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest
+    calls that become one request. routing: record the experts of each token, for `trainer.routing = "replay"`; on a GPU only,
+    and not for answers that are streamed. lora: rank, alpha and targets where versions are adapters of the model; `max_loras`
+    of them live at once. kv: what a reload does with the keys and values of running requests; a request under an adapter
+    keeps its version, and them with it.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class VllmEngine:
         **options: object,
     ) -> None:
         self._keeps = kv == "keep" and lora is None
-        self._folder = Path(model)
+        self._model = model
         self._lora = lora
         self._seed = seed
         self._group_max_tokens = group_max_tokens
@@ -129,6 +130,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start vLLM and let it answer once: the first step of each kind is slow."""
+        self._folder = await asyncio.to_thread(model_folder, self._model)
         self._vision = await asyncio.to_thread(load_vision, self._folder)
         if self._keeps and self._vision is not None:
             raise ConfigError(
@@ -144,10 +146,12 @@ class VllmEngine:
         label = self._attempts.begin(0, proved=True)
         await self._llm.update_weight_version(label)
         await self._llm.collective_rpc("headrace_leave_out_amx")
+        await self._llm.collective_rpc("headrace_unlink_shared_memory")
         if self._adapter is None:
             await self._llm.collective_rpc("headrace_begin")
         else:
-            self._adapters = await self._begin_adapters(label)
+            await check_adapted(self._llm, sorted(self._shapes), self._folder)
+            self._adapters = Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=label)
         self._requests = Requests(
             self._llm,
             self._attempts,
@@ -233,8 +237,8 @@ class VllmEngine:
             return scores
 
     async def core_memory_mb(self) -> float:
-        """Resident memory of the process that holds the model."""
-        return float((await self._llm.collective_rpc("headrace_memory"))[0]["rss_mb"])
+        """Resident memory of the processes that hold the model."""
+        return float(sum(one["rss_mb"] for one in await self._llm.collective_rpc("headrace_memory")))
 
     def _running(self) -> Requests:
         if self._requests is None:
@@ -253,13 +257,6 @@ class VllmEngine:
         # One with a vision tower is saved under other names than policies have.
         self._held = folder_tensors(self._folder) if self._vision is None else model_tensors(load_model(self._folder))
         self._names = tuple(self._held)
-
-    async def _begin_adapters(self, base: str) -> Adapters:
-        if odd := (await self._llm.collective_rpc("headrace_not_adapted", args=(sorted(self._shapes),)))[0]:
-            raise ConfigError(
-                f"trainer.lora.targets: vLLM cannot adapt {odd} of {self._folder}; leave it out, or use the torch engine"
-            )
-        return Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=base)
 
     def _build(self) -> None:
         with cached_byte_code():

@@ -108,8 +108,21 @@ def engine_arguments(
             )
         if name in required and value != required[name]:
             raise ConfigError(f"engine.options.{name}: got {value!r}, headrace needs {required[name]!r}; leave it out")
-    defaults = {**DEFAULTS, **CPU_DEFAULTS} if on_cpu else DEFAULTS
+    workers = _workers(options)
+    defaults = {**DEFAULTS, **CPU_DEFAULTS, **workers} if on_cpu else DEFAULTS
     return {**defaults, **options, **required, "model": model, "seed": seed}
+
+
+def _workers(options: Mapping[str, object]) -> dict[str, object]:
+    """What several workers on a CPU need besides CPU_DEFAULTS: a process each. Raises ConfigError."""
+    if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline")):
+        return {}
+    if options.get("distributed_executor_backend") == "uni":
+        raise ConfigError(
+            'engine.options.distributed_executor_backend: got "uni", one process, in which vLLM waits for its other workers '
+            'for ever; expected "mp", or leave it out'
+        )
+    return {"distributed_executor_backend": "mp"}
 
 
 def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, object]:

@@ -90,6 +90,6 @@ class Swap:
                 raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
         _, _, applied, *_ = results
         workers = cast(list[tuple[float, str]], applied)
-        if odd := next((name for _, name in workers if name), ""):
-            raise PolicyRefused(f"policy {label}: after the load vLLM holds other values in {odd}")
+        if reason := next((reason for _, reason in workers if reason), ""):
+            raise PolicyRefused(f"policy {label}: {reason}")
         return min(began_s for began_s, _ in workers)

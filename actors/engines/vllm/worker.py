@@ -1,14 +1,18 @@
 """What headrace adds to vLLM's worker, inside the core process: applying weights, reading them back, and saying how it fares.
 
 vLLM mixes this class into its own worker, hence the prefix of every name. It imports nothing that the worker has not.
+
+Guarantee: a version that one of several workers cannot load is refused for all of them. What loads one raises nothing but
+returns why: vLLM reads the workers' answers up to the first that failed, and takes the others for answers to its next call.
 """
 
 import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from actors.engines.vllm.arriving import Arriving, not_adapted
@@ -16,6 +20,7 @@ from actors.engines.vllm.held import Held
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
+_log = logging.getLogger(__name__)
 
 
 class WeightsExtension:
@@ -35,6 +40,13 @@ class WeightsExtension:
                     builder.isa = "vec"
                     builder._set_isa_to_layers(group.layer_names)
 
+    def headrace_unlink_shared_memory(self) -> None:
+        """Remove the name of the memory through which workers on a CPU talk, once all of them have opened it, so that it
+        goes with the last of them. vLLM leaves it behind, 4 MB of each worker (release 0.32).
+        """
+        for name in shared_memory():
+            name.unlink(missing_ok=True)
+
     def headrace_begin(self) -> None:
         """Note what the model holds; once, before the first load."""
         self.headrace_held = Held(self.model_runner.get_model())
@@ -42,17 +54,20 @@ class WeightsExtension:
     def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
         """Load these tensors of a safetensors file, all sources of every fused module among them, and compare all that the
         model then holds with what it should hold. Returns when it began, by `time.perf_counter`, which all processes of a Linux
-        host share, and the first module that holds something else, "" for none.
+        host share, and why the version is refused, "" where the model holds it.
         """
+        began_s = time.perf_counter()
+        return began_s, _refused(lambda: self._headrace_loaded(path, names))
+
+    def _headrace_loaded(self, path: str, names: list[str]) -> str:
         from safetensors import safe_open
 
-        began_s = time.perf_counter()
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in names}
         with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-        return began_s, self.headrace_held.unlike()
+        return self.headrace_held.unlike()
 
     def headrace_read_adapter(self, number: int, name: str, path: str) -> None:
         """Begin to read an adapter folder, beside the steps."""
@@ -66,13 +81,17 @@ class WeightsExtension:
         return self.headrace_arriving.is_read
 
     def headrace_place_adapter(self) -> tuple[float, str]:
-        """Make the adapter that was read ready for requests, see `Arriving.place`."""
+        """Make the adapter that was read ready for requests, see `Arriving.place`. Returns the milliseconds in which nothing
+        else ran, and why the adapter is refused, "" where the model holds it.
+        """
+        began_s = time.perf_counter()
         arriving = self.headrace_arriving
         del self.headrace_arriving
-        return arriving.place()
+        reason = _refused(arriving.place)
+        return (time.perf_counter() - began_s) * 1e3, reason
 
-    def headrace_not_adapted(self, names: list[str]) -> str:
-        """The first of an adapter's tensors for which the model has no place, "" for none. names: as peft writes them."""
+    def headrace_not_adapted(self, names: list[str]) -> list[str]:
+        """Those of an adapter's tensors for which this worker's model has no place. names: as peft writes them."""
         return not_adapted(self.model_runner.get_model(), names)
 
     def headrace_memory(self) -> dict[str, float]:
@@ -81,6 +100,27 @@ class WeightsExtension:
         with open("/proc/self/statm") as statm:
             resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {"pid": float(os.getpid()), "rss_mb": resident / 1e6}
+
+
+def shared_memory() -> list[Path]:
+    """What this worker on a CPU made to talk with others through."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    groups = [getattr(one.device_communicator, "dist_module", None) for one in (get_tp_group(), get_pp_group())]
+    made: list[Any] = [one for one in groups if hasattr(one, "group_name")]
+    return [Path(f"/dev/shm/{one.group_name}_{one.communicator.rank}") for one in made]
+
+
+def _refused(load: Callable[[], str]) -> str:
+    """Why a version is refused, "" where the model holds it. load: returns the first name that holds something else, ""
+    for none.
+    """
+    try:
+        odd = load()
+    except Exception as error:
+        _log.exception("version not loaded")
+        return f"vLLM could not load it: {type(error).__name__}: {error}"
+    return f"after the load vLLM holds other values in {odd}" if odd else ""
 
 
 @contextmanager

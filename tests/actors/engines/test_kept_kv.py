@@ -22,13 +22,13 @@ NOTHING = Sent(Path("none"), [])
 
 
 class FakeCore(FakeVllm):
-    """Stands in for AsyncLLM: keeps what is sent to its core, in the order of sending. odd: what the worker finds wrong."""
+    """Stands in for AsyncLLM: keeps what is sent to its core, in the order of sending. reason: why the worker refuses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[str] = []
         self.output_processor = SimpleNamespace(request_states={})
-        self.odd = ""
+        self.reason = ""
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
 
@@ -37,7 +37,7 @@ class FakeCore(FakeVllm):
 
     async def collective_rpc(self, method: str, args: tuple[str, list[str]]) -> list[tuple[float, str]]:
         await self.utility("apply")
-        return [(0.0, self.odd)]
+        return [(0.0, self.reason)]
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
         await self.utility("forget")
@@ -99,12 +99,12 @@ def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_at
     async def check() -> None:
         llm, attempts = FakeCore(), Attempts("keep")
         requests = keeping(llm, attempts)
-        requests.born, llm.odd = attempts.begin(3, proved=True), "model.norm"
+        requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
         swap, bad = Swap(llm, requests, Exchange(), sees=False), attempts.begin(4)
-        with pytest.raises(PolicyRefused, match=r"model\.norm"):
+        with pytest.raises(PolicyRefused, match=r"it holds other values in model\.norm"):
             await swap.put(NOTHING, bad, None, keep=True)
         assert requests.born == bad, "what it computes is not found by those after it is undone"
-        llm.odd = ""
+        llm.reason = ""
         await swap.put(NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
         assert requests.born == undone and llm.sent[-4:] == ["apply", "forget", "label", "resume"]
 

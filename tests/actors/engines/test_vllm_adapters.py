@@ -25,7 +25,7 @@ class AdaptingVllm(FakeVllm):
         self.under: dict[str, str] = {}
         self.queues: dict[str, Queue] = {}
         self.had = 0
-        self.odd = ""
+        self.reason = ""
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "headrace_read_adapter":
@@ -37,7 +37,7 @@ class AdaptingVllm(FakeVllm):
             return [True, self.looks > 1]
         assert method == "headrace_place_adapter" and self.looks > 1, "both workers have read it"
         self.names[self.reading[0]] = self.reading[1]
-        return [(0.5, ""), (0.25, self.odd)]
+        return [(0.5, ""), (0.25, self.reason)]
 
     async def remove_lora(self, number: int) -> None:
         del self.names[number]
@@ -175,10 +175,8 @@ def test_a_version_that_vllm_does_not_hold_as_it_was_sent_is_refused_and_leaves(
     async def check() -> None:
         rig = Rig(slots=2)
         await rig.load(1)
-        rig.llm.odd = "model.layers.1.self_attn.q_proj.lora_B.weight"
-        with pytest.raises(
-            PolicyRefused, match=r"policy 2.3: after the load vLLM holds other values in model.layers.1"
-        ):
+        rig.llm.reason = "after the load vLLM holds other values in model.layers.1"
+        with pytest.raises(PolicyRefused, match=f"policy 2.3: {rig.llm.reason}"):
             await rig.load(2)
         await rig.adapters.close()
         assert list(rig.llm.names.values()) == ["1.2"] and rig.adapters.serving.label == "1.2"

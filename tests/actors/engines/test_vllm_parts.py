@@ -37,6 +37,7 @@ from schemas import Span
 from schemas.errors import ConfigError
 from tests.eye_model import build_eye_model, drawings
 
+BACKEND = "distributed_executor_backend"
 Answer = tuple[Sequence[int], Sequence[tuple[str, int, int]]]  # tokens, and the label of each run of them
 
 
@@ -268,6 +269,24 @@ def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> 
         arguments(max_num_sequences=9)
     with pytest.raises(ConfigError, match="logprobs_mode"):
         arguments(logprobs_mode="raw_logprobs")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_several_workers_have_a_process_each_and_are_not_begun_in_one(kind: str) -> None:
+    def arguments(on_cpu: bool = True, **options: object) -> dict[str, object]:
+        known = frozenset({f"{kind}_parallel_size", BACKEND, *REQUIRED})
+        return engine_arguments(model="m", seed=5, options=options, on_cpu=on_cpu, known=known)
+
+    size = f"{kind}_parallel_size"
+    assert arguments()[BACKEND] == arguments(**{size: 1})[BACKEND] == "uni"
+    assert arguments(**{size: 2})[BACKEND] == "mp"
+    assert BACKEND not in arguments(on_cpu=False, **{size: 2})
+    assert arguments(**{size: 2, BACKEND: "ray"})[BACKEND] == "ray"
+    for on_cpu in (False, True):
+        with pytest.raises(
+            ConfigError, match=f'engine.options.{BACKEND}: got "uni", .* expected "mp", or leave it out'
+        ):
+            arguments(on_cpu, **{size: 2, BACKEND: "uni"})
 
 
 def test_versions_that_are_adapters_have_vllm_begin_with_room_for_them() -> None:

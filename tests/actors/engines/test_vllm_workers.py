@@ -1,0 +1,219 @@
+"""vLLM in several processes, each with a shard of every matrix: all of them hold a version, or none serves it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engines.engine import Completion, Sampling
+from actors.engines.vllm.engine import VllmEngine
+from infra.model.model import load_tokenizer
+from infra.policies.policy import Policy
+from infra.policies.tensors import to_numpy
+from schemas.errors import PolicyRefused
+from tests.contracts.engine_case import Case, char_model
+from tests.contracts.test_learner import batch, opened
+from tests.infra.tiny_families import build_family
+from tests.variables import variables
+from trainer.config import LoraConfig
+
+pytestmark = pytest.mark.slow
+WORKERS = 2
+MATRIX = "model.layers.1.self_attn.o_proj"  # cut by its inputs, packed on a CPU
+PROMPTS = ((1, 22, 33), (1, 20), (1, 44, 5, 9))
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+Fault = Callable[[Any], None]
+
+
+def started(folder: Path, **options: object) -> Case:
+    model, tensors, reference, kept = char_model(folder)
+    engine = VllmEngine(model=str(model), seed=3, max_num_seqs=16, **options)
+    return Case(engine, tensors, reference, load_tokenizer(model).decode, kept)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with (
+        variables(VLLM_ALLOW_INSECURE_SERIALIZATION="1"),  # so that a test can look into vLLM's workers
+        started(tmp_path_factory.mktemp("workers") / "model", tensor_parallel_size=WORKERS) as made,
+    ):
+        yield made
+
+
+async def answers(case: Case) -> list[Completion]:
+    """Greedy ones, each as the reference has it."""
+    found = await asyncio.gather(*(case.engine.generate(prompt, GREEDY) for prompt in PROMPTS))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        case.assert_reproduced(prompt, completion, 1.0)
+    return found
+
+
+async def asked(case: Case, look: Callable[[Any], Any]) -> list[Any]:
+    """Of each worker."""
+    assert isinstance(case.engine, VllmEngine)
+    return list(await case.engine._llm.collective_rpc(look))
+
+
+def shard(worker: Any) -> tuple[int, list[list[float]]]:
+    """The rank of a worker, and what it multiplies with in the place of MATRIX."""
+    from actors.engines.vllm.held import columns
+
+    module = worker.model_runner.model.get_submodule(MATRIX)
+    return int(worker.rank), columns(module, tuple(range(module.input_size_per_partition))).tolist()
+
+
+async def assert_shards(case: Case) -> None:
+    """Each worker holds its part of the version that serves, and answers each call with the answer to it."""
+    whole = to_numpy(case.tensors[f"{MATRIX}.weight"])
+    found = await asked(case, shard)
+    assert [rank for rank, _ in found] == list(range(WORKERS))
+    for (_, held), wanted in zip(found, np.split(whole, WORKERS, axis=1), strict=True):
+        np.testing.assert_array_equal(np.array(held, np.float32), wanted)
+
+
+def test_every_worker_holds_its_shard_of_a_version_and_they_answer_as_one_worker_does(
+    case: Case, tmp_path: Path
+) -> None:
+    async def followed(case: Case) -> list[Completion]:
+        found = await answers(case)
+        for only in ("", "mlp", "layers.1."):
+            await case.load(case.next_policy(scale=1.05, only=only))
+            found += await answers(case)
+        return found
+
+    def several(case: Case) -> Any:
+        async def check() -> list[Completion]:
+            found = await followed(case)
+            await assert_shards(case)
+            return found
+
+        return check()
+
+    of_two = case.run(several)
+    with started(tmp_path / "model") as alone:
+        of_one = alone.run(followed)
+    assert {one.spans[0].version for one in of_two} == {0, 1, 2, 3}
+    for one, two in zip(of_one, of_two, strict=True):
+        assert one.tokens == two.tokens
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4, rtol=0)
+
+
+def shared(worker: Any) -> list[tuple[str, bool]]:
+    """The memory that a worker made, and whether it would stay when the worker is killed."""
+    from actors.engines.vllm.worker import shared_memory
+
+    return [(path.name, path.exists()) for path in shared_memory()]
+
+
+def test_workers_have_no_named_memory_that_would_outlive_them(case: Case) -> None:
+    async def check(case: Case) -> None:
+        found = await asked(case, shared)
+        names = [[name for name, _ in one] for one in found]
+        assert all(names) and len({str(one) for one in names}) == WORKERS
+        assert not [name for one in found for name, stays in one if stays]
+
+    case.run(check)
+
+
+def holds_another(worker: Any, rank: int) -> None:
+    """One worker's part of a matrix × 1.01, until it is loaded again."""
+    if worker.rank == rank:
+        module = worker.model_runner.model.get_submodule(MATRIX)
+        kernel = module.cpu_linear
+        module.cpu_linear = lambda x, weight, bias: kernel(x * 1.01, weight, bias)
+
+
+def fails_once(worker: Any, rank: int) -> None:
+    """One worker cannot load what comes next."""
+    if worker.rank == rank:
+        runner = worker.model_runner
+
+        def fail(**_: object) -> None:
+            del runner.reload_weights
+            raise MemoryError("planted")
+
+        runner.reload_weights = fail
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+@pytest.mark.parametrize(
+    ("fault", "scale", "said"),
+    [(holds_another, 1.0, f"holds other values in {MATRIX}"), (fails_once, 1.05, r"could not load it: .*planted")],
+)
+def test_a_version_that_one_worker_does_not_hold_is_refused_for_all_of_them(
+    case: Case, rank: int, fault: Callable[..., None], scale: float, said: str
+) -> None:
+    async def refused(case: Case, policy: Policy, prompts: Sequence[tuple[int, ...]]) -> None:
+        served = case.engine.version
+        running = [asyncio.create_task(case.engine.generate(one, Sampling(max_tokens=60))) for one in prompts]
+        await asyncio.sleep(0)
+        with pytest.raises(PolicyRefused, match=said):
+            await case.engine.load(policy)
+        assert case.engine.version == served
+        for prompt, completion in zip(prompts, await asyncio.gather(*running), strict=True):
+            assert {span.version for span in completion.spans} == {served}
+            case.assert_reproduced(prompt, completion, 1.0)
+
+    async def check(case: Case) -> None:
+        if fault is fails_once:
+            await asked(case, partial(fault, rank=rank))
+            await refused(case, case.next_policy(scale=scale), PROMPTS)
+        else:  # what runs before the load is sampled with the fault
+            await asked(case, partial(fault, rank=rank))
+            await refused(case, case.next_policy(scale=scale), ())
+        await assert_shards(case)
+        await answers(case)
+        await case.load(case.next_policy(scale=1.02, only="o_proj"))
+        await assert_shards(case)
+        await answers(case)
+
+    case.run(check)
+
+
+def cannot_read_once(worker: Any, rank: int) -> None:
+    """One worker cannot read the adapter that comes next."""
+    if worker.rank == rank:
+        manager = worker.model_runner.lora_manager
+
+        def fail(_: object) -> None:
+            del manager._load_adapter
+            raise MemoryError("planted")
+
+        manager._load_adapter = fail
+
+
+def test_an_adapter_that_one_worker_cannot_read_is_refused_for_all_of_them(tmp_path: Path) -> None:
+    folder = str(build_family(tmp_path / "model", "qwen3"))
+    lora = LoraConfig(rank=3, alpha=7)
+    learner = opened("trainer.learners.torch:TorchLearner", folder, lora=lora)
+    text = (1, *range(20, 40))
+
+    def version(number: int) -> Policy:
+        learner.step(batch(number), learning_rate=1e-2, seed=number)
+        tensors, adapter = learner.tensors(), learner.adapter
+        probe = learner.probe((text, (1, *range(60, 30, -3))))
+        return Policy(version=number, tensors=tensors, touched=frozenset(), probe=probe, adapter=adapter)
+
+    async def main() -> None:
+        told = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+        engine = VllmEngine(model=folder, max_num_seqs=8, tensor_parallel_size=WORKERS, lora=told)
+        await engine.start()
+        try:
+            for rank in range(WORKERS):
+                served = 2 * rank + 1
+                assert (await engine.load(version(served))).probe_abs_max < 1e-3
+                before = await engine.score_tokens(text)
+                await engine._llm.collective_rpc(partial(cannot_read_once, rank=rank))
+                with pytest.raises(PolicyRefused, match=r"could not load it: .*planted"):
+                    await engine.load(version(served + 1))
+                assert engine.version == served
+                assert await engine.score_tokens(text) == pytest.approx(before, abs=1e-5)
+        finally:
+            await engine.close()
+
+    with variables(VLLM_ALLOW_INSECURE_SERIALIZATION="1"):  # so that a fault can be planted in vLLM's workers
+        asyncio.run(main())
