@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from infra.cli.console import bounds
+from infra.cli.console.access import ended_bound
 from infra.cli.console.index import reader_of
 from infra.cli.settings import Settings
 from infra.log.log import Log
@@ -110,6 +111,7 @@ def _in_console(path: Path, replay: str) -> Iterable[Kept]:
         rows = bounds.sizes(database)
     for table, bound in bounds.bounds_of(replay).items():
         yield Kept(f"console {table}", bound, rows.get(table), "rows")
+    yield Kept("console ended sessions", ended_bound(), unit="sessions")  # in its memory; its page Data counts them
 
 
 def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,8 +2,12 @@
 
     a key (or the link the command prints) ─> POST /enter ─> cookie, signed by this process ─> asked of the keys at each request
 
-Guarantees: nothing is shown without a key that opens now, and a revoked one opens nothing RELOAD_S later; what changes
-anything is a POST that carries a token of its own session and comes from a page of this console; the link only looks.
+Guarantees: nothing is shown without a key that opens now, and a revoked one opens nothing RELOAD_S later; a session that was
+signed out of opens nothing more, whoever has its cookie; what changes anything is a POST that carries a token of its own
+session and comes from a page of this console; the link only looks.
+
+A session is of one console and of one start of it, since each signs with a secret of its own: another console of the app, and
+the same after a restart, asks for the key again. So what was signed out of need not be written anywhere.
 """
 
 import asyncio
@@ -24,6 +28,7 @@ from schemas.errors import StoreError
 
 RELOAD_S = 5.0
 LIVES_S = 12 * 3600.0
+MAX_ENDED = 10_000  # sessions that were signed out of while their cookies last
 LINK = "link"  # who looks through the link that the command prints
 LOOKS: frozenset[Scope] = frozenset({"look", "operate", "unseal"})
 
@@ -31,14 +36,16 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of.
+    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of. until_s: when its
+    cookie expires, seconds of the epoch.
 
-    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…")
+    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…", until_s=1.8e9)
     """
 
     name: str
     scopes: tuple[Scope, ...]
     session: str
+    until_s: float
 
     def may(self, scope: Scope) -> bool:
         """Whether this may be done; every scope of the console looks too."""
@@ -67,6 +74,7 @@ class ConsoleAccess:
         self._book = KeyBook()
         self._read_s = -math.inf
         self._secret = secrets.token_bytes(32)
+        self._ended: dict[str, float] = {}  # session → when its cookie expires
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
@@ -106,12 +114,28 @@ class ConsoleAccess:
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise Refused("wrong")
         held = msgspec.json.decode(body, type=_Cookie)
-        if held.until_s < self._clock():
+        if held.until_s < self._clock() or held.session in self._ended:
             raise Refused("expired")
         if held.key_id == LINK:
-            return Viewer(name=LINK, scopes=("look",), session=held.session)
+            return Viewer(LINK, ("look",), held.session, held.until_s)
         key = self._book.live(held.key_id, self._clock())
-        return Viewer(name=f"console:{key.tenant}/{key.id}", scopes=key.scopes, session=held.session)
+        return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, held.session, held.until_s)
+
+    def leave(self, viewer: Viewer) -> None:
+        """End a session: its cookie opens nothing more. Beyond MAX_ENDED every session ends, so that none comes back."""
+        now_s = self._clock()
+        self._ended = {session: until_s for session, until_s in self._ended.items() if until_s >= now_s}
+        if len(self._ended) < MAX_ENDED:
+            self._ended[viewer.session] = viewer.until_s
+            return
+        _log.warning("sessions_ended count=%d", len(self._ended))
+        self._secret = secrets.token_bytes(32)
+        self._ended = {}
+
+    @property
+    def num_ended(self) -> int:
+        """How many sessions it remembers that were ended."""
+        return len(self._ended)
 
     def form_token(self, viewer: Viewer) -> str:
         """What every form of this viewer carries."""
@@ -126,6 +150,15 @@ class ConsoleAccess:
 
     def _mac(self, body: bytes) -> str:
         return hmac.new(self._secret, body, hashlib.sha256).hexdigest()
+
+
+def ended_bound() -> str:
+    """What bounds the sessions that are remembered as ended.
+
+    >>> ended_bound()
+    '12 h each, at most 10,000: one more ends every session'
+    """
+    return f"{LIVES_S / 3600:.0f} h each, at most {MAX_ENDED:,}: one more ends every session"
 
 
 def check_origin(headers: Mapping[str, str]) -> None:

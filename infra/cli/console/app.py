@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.gateway.access.keys import Refused
+from actors.gateway.access.keys import Scope as KeyScope
 from infra.cli.console.access import ConsoleAccess, Forbidden, Viewer, check_origin
 from infra.cli.console.actions import SCOPES, Refusal
 from infra.cli.console.page import Pages
@@ -43,7 +44,7 @@ WHY = {
     "missing": "Sign in with a key that has the scope look, operate or unseal.",
     "wrong": "That key opens nothing here.",
     "revoked": "That key was revoked.",
-    "expired": "That key, or your session, has expired.",
+    "expired": "That key has expired, or your session has ended.",
 }
 Look = Callable[[Pages, Request, Viewer], Awaitable[Response]]
 Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Response]]
@@ -97,16 +98,10 @@ class Doors:
         action = str(request.path_params["action"])
         if action not in SCOPES:
             return self._pages.error(request, None, 404, "There is no such action.")
-        try:
-            check_origin(request.headers)
-            viewer = await self._viewer(request)
-            form = await form_of(request)
-            self._access.check_form(viewer, SCOPES[action], form)
-        except Refused as error:
-            return self._pages.sign_in(request, WHY[error.reason], 401)
-        except Forbidden as error:
-            return self._pages.error(request, None, 403, str(error))
-        return await self._told(request, viewer, lambda: ACTIONS[action](self._pages, request, viewer, action, form))
+        do = ACTIONS[action]
+        return await self._posted(
+            request, SCOPES[action], lambda viewer, form: do(self._pages, request, viewer, action, form)
+        )
 
     async def enter(self, request: Request) -> Response:
         """Sign in with a key, or with the link that was printed."""
@@ -129,14 +124,15 @@ class Doors:
         return answer
 
     async def leave(self, request: Request) -> Response:
-        """Sign out."""
-        try:
-            check_origin(request.headers)
-        except Forbidden as error:
-            return self._pages.error(request, None, 403, str(error))
-        answer = RedirectResponse("/enter", status_code=303)
-        answer.delete_cookie(self._cookie)
-        return answer
+        """Sign out, of a session of one's own."""
+
+        async def ended(viewer: Viewer, form: Mapping[str, str]) -> Response:
+            self._access.leave(viewer)
+            answer = RedirectResponse("/enter", status_code=303)
+            answer.delete_cookie(self._cookie)
+            return answer
+
+        return await self._posted(request, "look", ended)
 
     async def missing(self, request: Request, error: Exception) -> Response:
         """There is no such page."""
@@ -150,6 +146,21 @@ class Doors:
     async def _viewer(self, request: Request) -> Viewer:
         await self._access.refresh()
         return self._access.viewer(request.cookies.get(self._cookie, ""))
+
+    async def _posted(
+        self, request: Request, needed: KeyScope, done: Callable[[Viewer, Mapping[str, str]], Awaitable[Response]]
+    ) -> Response:
+        """What is `done` for a viewer whose key has the scope, by a form of their own session; else why not."""
+        try:
+            check_origin(request.headers)
+            viewer = await self._viewer(request)
+            form = await form_of(request)
+            self._access.check_form(viewer, needed, form)
+        except Refused as error:
+            return self._pages.sign_in(request, WHY[error.reason], 401)
+        except Forbidden as error:
+            return self._pages.error(request, None, 403, str(error))
+        return await self._told(request, viewer, lambda: done(viewer, form))
 
     async def _told(self, request: Request, viewer: Viewer, answer: Callable[[], Awaitable[Response]]) -> Response:
         try:

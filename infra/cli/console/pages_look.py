@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from infra.cli.console import bounds, data, learning, versions
-from infra.cli.console.access import Viewer
+from infra.cli.console.access import Viewer, ended_bound
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
 from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
@@ -182,6 +182,7 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
         tenths=tenths, rows=rows, bounds=bounds.bounds_of(pages.reading.settings.keep.replay), max_named=data.MAX_NAMED,
         made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
+        num_ended=pages.access.num_ended, ended_bound=ended_bound(),
     )  # fmt: skip
 
 

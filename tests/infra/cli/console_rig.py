@@ -5,15 +5,18 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
 import msgspec
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 
 from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
+from infra.cli.console.app import Headed
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import ConsoleServer, bound, command_of, made, server_options
@@ -201,6 +204,7 @@ class Console:
         self.log: Log
         self.reading: Reading
         self.access: ConsoleAccess
+        self.routes: Sequence[BaseRoute]
         self.ahead_s = 0.0  # how far the clock of its doors is ahead; only grows
         self.loop: asyncio.AbstractEventLoop
         self.ready = threading.Event()
@@ -253,6 +257,8 @@ class Console:
             settings, self.log, state, access=self.access, command=command_of(config, []), address=address
         ) as (app, reading):
             self.reading = reading
+            assert isinstance(app, Headed) and isinstance(app.app, Starlette)
+            self.routes = app.app.routes
             self._server = ConsoleServer(server_options(app))
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
             while not self._server.started or not reading.kept.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)

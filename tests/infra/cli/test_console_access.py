@@ -2,17 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
 import pytest
+from starlette.routing import Mount, Route
 
 from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
 from infra.cli.console.access import RELOAD_S, ConsoleAccess, Viewer
 from infra.cli.console.actions import SCOPES
+from infra.cli.console.pages_act import ACTIONS
 from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
 from schemas.topics import Topic
@@ -26,7 +28,10 @@ PAGES = (
 FORM = {"version": "3", "why": "for a test", "answer": f"{SESSION}.1-22.0-0-0", "stage": "verify"}
 KEYS = ("", "serve", "revoked", "expired", "hr-nobody-nothing", "look", "operate", "unseal")
 LIVES_S = 60.0  # keys that expire in a test
-OPENS = {"operate": {"operate"}, "unseal": {"unseal"}}  # scope → keys that have it
+# Scope → keys that have it; every address that takes a form of a session, with the scope it needs.
+OPENS = {"operate": {"operate"}, "unseal": {"unseal"}, "look": {"look", "operate", "unseal"}}
+POSTS: Mapping[str, Scope] = {**{f"/actions/{name}": scope for name, scope in SCOPES.items()}, "/leave": "look"}
+FOREIGN = ("https://elsewhere.example", "null", "", "http://127.0.0.1:1", "another site")
 SEALED = f"/answers/{SESSION}.1-22.0-0-0"
 
 
@@ -54,7 +59,7 @@ def token_of(client: httpx.Client, path: str = "/versions") -> str:
 def minted(here: Console, client: httpx.Client) -> str:
     """The token of a client's session, whatever its key may; one of nobody where it has no session."""
     cookie = next(iter(client.cookies.jar), None)
-    viewer = Viewer("nobody", (), "0" * 32)
+    viewer = Viewer("nobody", (), "0" * 32, 0.0)
     if cookie is not None and cookie.value:
         with suppress(Refused):
             viewer = here.access.viewer(cookie.value)
@@ -93,31 +98,61 @@ def test_a_page_is_shown_to_a_key_of_the_console_and_to_nobody_else(here: Consol
             assert answer.status_code == 401 and "refund" not in answer.text
 
 
-@pytest.mark.parametrize("action", sorted(SCOPES))
-@pytest.mark.parametrize("at", ["here", "https://elsewhere.example", "null", "", "http://127.0.0.1:1", "another site"])
+def headers_at(here: Console, at: str) -> dict[str, str]:
+    """What a browser says of where a form comes from: "here", one of FOREIGN."""
+    if at == "another site":
+        return {"origin": here.url, "sec-fetch-site": "cross-site"}
+    return {"origin": here.url if at == "here" else at} if at else {}
+
+
+@pytest.mark.parametrize("path", sorted(POSTS))
+@pytest.mark.parametrize("at", ["here", *FOREIGN])
 @pytest.mark.parametrize("key", [*KEYS, "revoked since", "expired since"])
 def test_of_every_action_key_and_origin_only_the_one_with_the_scope_from_a_page_of_the_console_is_let_in(
-    here: Console, action: str, at: str, key: str
+    here: Console, path: str, at: str, key: str
 ) -> None:
     """Each with the token that this console would have put into a form of that very session."""
-    may = key in OPENS[SCOPES[action]] and at == "here"
-    with signed_in(here, key, SCOPES[action]) as (client, token):
+    may = key in OPENS[POSTS[path]] and at == "here"
+    with signed_in(here, key, POSTS[path]) as (client, token):
         client.headers.pop("origin")
-        headers = {"origin": here.url if at in ("here", "another site") else at} if at else {}
-        headers |= {"sec-fetch-site": "cross-site"} if at == "another site" else {}
-        form = {
-            "token": token,
-            "why": " ",
-            "stage": "none",
-            "answer": SEALED.rpartition("/")[2],
-        }  # let in, it says what lacks
-        answer = client.post(f"/actions/{action}", data=form, headers=headers)
+        # Let in, an action says what lacks.
+        form = {"token": token, "why": " ", "stage": "none", "answer": SEALED.rpartition("/")[2]}
+        answer = client.post(path, data=form, headers=headers_at(here, at))
         if may:
-            assert answer.status_code == 400, answer.text
+            assert answer.status_code == (303 if path == "/leave" else 400), answer.text
         elif at != "here":
             assert answer.status_code == 403
         else:
             assert answer.status_code == (403 if key in ("look", "operate", "unseal") else 401)
+
+
+@pytest.mark.parametrize("at", ["here", *FOREIGN])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_signs_in_from_a_page_of_the_console_alone(here: Console, key: str, at: str) -> None:
+    """The one form that has no session yet, and so no token of it."""
+    with browser(here) as client:
+        client.headers.pop("origin")
+        answer = client.post("/enter", data={"key": here.keys.get(key, key)}, headers=headers_at(here, at))
+        may = at == "here" and key in OPENS["look"]
+        assert answer.status_code == (303 if may else 403 if at != "here" or key == "serve" else 401)
+        assert bool([*client.cookies.jar]) is may
+
+
+def test_every_address_that_takes_a_form_is_in_the_table_and_takes_nothing_else_but_a_look(here: Console) -> None:
+    """By the routes of the application: one that is new has its place in the table, or fails here."""
+    taking = set()
+    for route in here.routes:
+        if isinstance(route, Mount):
+            assert route.path == "/assets"
+            with browser(here, "operate") as client:
+                assert client.post("/assets/console.css").status_code == 405
+            continue
+        assert isinstance(route, Route) and route.methods is not None
+        assert route.methods <= {"GET", "HEAD", "POST"}
+        if "POST" in route.methods:
+            taking |= {route.path.replace("{action}", name) for name in (SCOPES if "{action}" in route.path else ("",))}
+    assert taking == POSTS.keys() | {"/enter"}
+    assert SCOPES.keys() == ACTIONS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.cli.console.access import ended_bound
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
 from infra.cli.settings import load_settings
@@ -82,6 +83,7 @@ def test_tables_of_the_console_are_shown_with_their_rows_and_bounds_and_without_
     kept, screen = look(tmp_path)
     assert kept["console curves"] == Kept("console curves", "the newest 50,000 versions", 7, "rows")
     assert kept["console answers"] == Kept("console answers", "9d (keep.replay)", 0, "rows")
+    assert kept["console ended sessions"].bound == ended_bound()
     assert "kept the newest 50,000 versions: console published 0 rows, console curves 7 rows" in " ".join(
         screen.split()
     )
