@@ -153,11 +153,6 @@ def mark_of(function: Callable[..., Any]) -> Mark:
     return mark
 
 
-def version_of(function: Callable[..., Any]) -> int:
-    """The declared version; raises ValueError for a function that was never marked."""
-    return mark_of(function).version
-
-
 def _marked(mark: Mark) -> Callable[[Marked], Marked]:
     if mark.version < 1:
         raise ValueError(f"version: got {mark.version}, expected 1 or more")

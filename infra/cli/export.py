@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from infra.cli.source import ReplaySource, opened, shaping
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.archive import ABOUT, Archive, ArchiveHead, writing
-from infra.log.bus import Partition, Record
+from infra.log.bus import Record
 from infra.log.log import Log
 from infra.model.vision import vision_if_any
 from schemas import topics
@@ -57,7 +58,7 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> di
     """Everything a replay from `start` reads, and what was said and measured of every version, for whoever looks; how many
     records of each topic.
     """
-    shown = [topic for topic in (topics.POLICIES, topics.EVALS) if await holds(source.log, topic)]
+    shown = [topic for topic in (topics.POLICIES, topics.EVALS) if await source.log.holds(topic)]
     held = (topics.BATCHES, topics.BUFFER, *shown)
     about = ArchiveHead(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
     archive.add(ABOUT, msgspec.json.encode(about))
@@ -75,28 +76,13 @@ async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> di
     return counts
 
 
-async def holds(log: Log, topic: Topic) -> bool:
-    """Whether the log has the topic: an archive of an older release has not."""
-    try:
-        return bool(await log.bus.partitions(log.name(topic)))
-    except ValueError:
-        return False
-
-
 async def records_from(log: Log, topic: Topic, start: int) -> AsyncIterator[Record]:
     """The raw records of a topic of one partition from `start` to its present end. Raises OffsetOutOfRange."""
-    partition = Partition(log.name(topic), 0)
-    end = (await log.bus.end_offsets(partition.topic))[partition]
-    reader = await log.bus.assigned({partition: start})
     at = start
-    try:
-        while at < end:
-            for record in await reader.get_many(timeout_s=5.0):
+    async with aclosing(log.chunks(topic, {0: start})) as chunks:
+        async for records in chunks:
+            for record in records:
                 if record.offset != at:
                     raise OffsetOutOfRange(f"{topic.name}: offset {at} is missing, the next record is {record.offset}")
-                if at >= end:
-                    return
                 yield record
                 at += 1
-    finally:
-        await reader.close()

@@ -6,7 +6,6 @@ belongs to comes last. A key that is there stays as it is, so a user forgotten s
 """
 
 import asyncio
-import contextlib
 import hashlib
 from collections.abc import Iterator
 
@@ -94,8 +93,7 @@ def put_keys(store: Store, place: Store, backup: Backup) -> int:
 
 async def _first_there(log: Log) -> str:
     for topic in ALL:
-        with contextlib.suppress(ValueError):
-            await log.bus.partitions(log.name(topic))
+        if await log.holds(topic):
             return log.name(topic)
     return ""
 

@@ -236,8 +236,8 @@ async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPla
     for name, wanted in by_topic.items():
         for partition in sorted({one.partition for one in wanted}):
             here = [one for one in wanted if one.partition == partition]
-            records = await log.at(by_name(name), partition, [one.offset for one in here])
-            found += [(one, await log.decoded(records[one.offset])) for one in here if one.offset in records]
+            messages = await log.messages_at(by_name(name), partition, [one.offset for one in here])
+            found += [(one, messages[one.offset]) for one in here if one.offset in messages]
     return found
 
 

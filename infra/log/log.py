@@ -19,6 +19,7 @@ import msgspec
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
 from infra.log.letters import letter_of
+from infra.log.lookup import records_at
 from infra.log.memory import changed_count
 from infra.log.partitioner import key_of
 from infra.log.retry import retry
@@ -26,13 +27,10 @@ from infra.observe.failpoint import reach, send_point
 from infra.store.seal import Keys
 from infra.store.store import Store
 from schemas import Block, Control, Tick, decode, encode, kafka_headers
-from schemas.errors import BadFrame, ConfigError, OffsetOutOfRange, StoreError
+from schemas.errors import BadFrame, ConfigError, StoreError
 from schemas.topics import ALL, DEAD_LETTERS, MAX_FRAME_BYTES, Topic, topic_config, topic_name
 from schemas.wire.frame import is_sealed
 
-# Neighbouring offsets are read in one go where the hole between them costs less than another request.
-MAX_HOLE = 64
-FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its offset
 # Above this many tokens encoding takes milliseconds, so it leaves the event loop.
 THREAD_TOKENS = 65_536
 STORE_PAUSES_S = (0.4, 1.6, 6.4)
@@ -278,24 +276,19 @@ class Log:
 
     async def at(self, topic: Topic, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
         """The records at these offsets of a partition, not decoded; what retention or compaction took is missing."""
-        where = Partition(self.name(topic), partition)
-        begins, ends = await self.bounds(topic)
-        wanted = {offset for offset in offsets if begins[partition] <= offset < ends[partition]}
-        if not wanted:
-            return {}
-        found: dict[int, Record] = {}
-        reader = await self.bus.assigned({where: min(wanted)}, fetch_bytes=FETCH_BYTES)
+        return await records_at(self.bus, Partition(self.name(topic), partition), offsets)
+
+    async def messages_at(self, topic: Topic, partition: int, offsets: Iterable[int]) -> dict[int, LogMessage]:
+        """`at`, decoded."""
+        records = await self.at(topic, partition, offsets)
+        return {offset: await self.decoded(record) for offset, record in records.items()}
+
+    async def holds(self, topic: Topic) -> bool:
+        """Whether the broker has the topic: an app that was not begun has none, an archive of an older release lacks some."""
         try:
-            for start, stop in runs(wanted):
-                reader.seek(where, start)
-                while reader.positions().get(where, start) < stop:
-                    records = await reader.get_many(timeout_s=1.0, max_records=stop - start)
-                    found |= {record.offset: record for record in records if record.offset in wanted}
-        except OffsetOutOfRange:  # retention went on meanwhile
-            return found | await self.at(topic, partition, wanted - found.keys())
-        finally:
-            await reader.close()
-        return found
+            return bool(await self.bus.partitions(self.name(topic)))
+        except ValueError:
+            return False
 
     async def require_topics(self) -> None:
         """Raises ConfigError naming the first topic of the app that is not there, or that has another number of partitions than
@@ -341,21 +334,6 @@ class Log:
             return isinstance(error, StoreError)
 
         return await retry(lambda: asyncio.to_thread(self.decode, record), STORE_PAUSES_S, again)
-
-
-def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:
-    """Ascending [start, stop) runs that cover all offsets.
-
-    >>> runs([3, 4, 9, 200], max_hole=8)
-    [(3, 10), (200, 201)]
-    """
-    found: list[tuple[int, int]] = []
-    for offset in sorted(set(offsets)):
-        if found and offset - found[-1][1] < max_hole:
-            found[-1] = (found[-1][0], offset + 1)
-        else:
-            found.append((offset, offset + 1))
-    return found
 
 
 def asks_store(record: Record) -> bool:

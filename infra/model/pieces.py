@@ -14,7 +14,6 @@ from threading import Lock
 from typing import Any
 
 MAX_TOKENS = 8 * 1024 * 1024  # remembered: 4 bytes each
-PIECE_BYTES = 256  # of what holds a piece, about
 MAX_PIECES = 65_536
 ASKED = 8  # control tokens that are asked about, of many that are alike
 _SIDES = ("a", " a", "a ", "\n", "A b\n\n", "1", "é ")

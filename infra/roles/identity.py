@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import hashlib
 import logging
+from contextlib import aclosing
 from typing import Literal
 
 import msgspec
@@ -110,22 +111,13 @@ async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> 
 
 async def beginning_of(log: Log) -> Begun | None:
     """The log by its first record of `policies`, None for one that is empty or not there."""
-    name = log.name(POLICIES)
-    try:
-        await log.bus.partitions(name)
-    except ValueError:
+    if not await log.holds(POLICIES):
         return None
-    starts, ends = await log.bus.beginning_offsets(name), await log.bus.end_offsets(name)
-    if max(ends.values()) <= min(starts.values()):
-        return None
-    reader = await log.bus.assigned(starts)
-    try:
-        while True:
-            for record in await reader.get_many(timeout_s=1.0, max_records=1):
-                digest = hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16)
-                return Begun(digest.hexdigest(), record.timestamp_ms)
-    finally:
-        await reader.close()
+    async with aclosing(log.chunks(POLICIES, max_records=1)) as chunks:
+        async for first, *_ in chunks:
+            digest = hashlib.blake2b(b"%d:" % first.timestamp_ms + first.value, digest_size=16)
+            return Begun(digest.hexdigest(), first.timestamp_ms)
+    return None
 
 
 def _named(store: Store, app: str) -> Begun | None:

@@ -207,8 +207,3 @@ def _read_and_hash(path: Path) -> tuple[memoryview, str]:
 def sha256_of(data: bytes | memoryview) -> str:
     """sha256, hexadecimal."""
     return hashlib.sha256(data).hexdigest()
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """How an object of these bytes is named."""
-    return sha256_of(data)[:DIGEST_LETTERS]

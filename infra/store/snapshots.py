@@ -136,11 +136,6 @@ def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot
             yield snapshot
 
 
-def newest(store: Store, series: str, refused: Refused) -> SnapshotManifest | None:
-    """The first of `candidates`."""
-    return next(candidates(store, series, refused), None)
-
-
 def read(store: Store, part: SnapshotPart) -> bytes:
     """What was given to `save`. Raises SnapshotDamaged, StoreError."""
     try:

@@ -45,7 +45,6 @@ from streams.stages.stage import Output, confirmed, count_failed, faults_of, let
 logger = logging.getLogger(__name__)
 
 STAGE = "collect"
-READ_TIMEOUT_S = 1.0
 REBUILD_RECORDS = 500
 OLDER, FOREIGN = "older than the log", "of another log"
 ClosureKey = tuple[str, int, int]
@@ -122,11 +121,6 @@ class Collector:
     def waits(self) -> FeedbackWait:
         """What waits for feedback."""
         return self._state.waits()
-
-    @property
-    def closures_known_to(self) -> int:
-        """Offset in `progress`: what is not folded yet has its closures, if any, from there on."""
-        return self._pending.progress_offset
 
     def close(self) -> None:
         """Close the state file."""

@@ -19,9 +19,10 @@ from infra.log.bus import Partition, Record
 from infra.log.follower import Follower
 from infra.log.letters import letter_at
 from infra.log.log import Log, LogMessage
+from infra.log.lookup import records_at
 from infra.store.seal import open_event
 from schemas import DeadLetter, UnknownMajor, decode
-from schemas.errors import BadFrame, BrokerUnavailable, OffsetOutOfRange, RecordTooLarge
+from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, by_name
 from streams.reprocess.ranges import Range, messages_of
@@ -146,20 +147,9 @@ def _check_frame(log: Log, value: bytes) -> None:
 
 
 async def _original(log: Log, topic: str, letter: DeadLetter) -> Record | None:
-    """The record a letter was written about, if the log still has it."""
+    """The record a letter was written about, if the log still has it. topic: full name, which may be another app's."""
     at = Partition(topic, letter.partition)
-    if letter.offset >= (await log.bus.end_offsets(topic)).get(at, 0):
-        return None
-    reader = await log.bus.assigned({at: letter.offset})
-    try:
-        records: list[Record] = []
-        while not records:
-            records = await reader.get_many(timeout_s=1.0, max_records=1)
-        return records[0] if records[0].offset == letter.offset else None
-    except OffsetOutOfRange:
-        return None
-    finally:
-        await reader.close()
+    return (await records_at(log.bus, at, [letter.offset])).get(letter.offset)
 
 
 class Marks:

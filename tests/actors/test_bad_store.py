@@ -18,7 +18,7 @@ from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.store.cached import CachedStore
-from infra.store.host_cache import HostCache, digest_of
+from infra.store.host_cache import HostCache
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
@@ -26,6 +26,7 @@ from schemas.errors import NotInStore, StoreError
 from schemas.topics import POLICIES
 from tests.actors.rig import FLOOR, TopicArrivals, memory_log, running, until
 from tests.role import role_of
+from tests.stored import digest_of
 
 VOCABULARY = 48
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, stop=())

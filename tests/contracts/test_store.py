@@ -17,7 +17,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache, digest_of
+from infra.store.host_cache import HostCache
 from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
 from infra.store.s3 import S3Store
@@ -25,6 +25,7 @@ from infra.store.s3_keys import S3Credentials
 from infra.store.store import MAX_KEY_BYTES, Store
 from schemas.errors import NotInStore
 from tests.infra.every_kind import Shelf
+from tests.stored import digest_of
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 

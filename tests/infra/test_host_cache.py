@@ -27,12 +27,13 @@ from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import MAX_OBJECTS, HostCache, digest_of, sha256_of
+from infra.store.host_cache import MAX_OBJECTS, HostCache, sha256_of
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
+from tests.stored import digest_of
 
 NUM_FOLLOWERS = 8
 NUM_VERSIONS = 7

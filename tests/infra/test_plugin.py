@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.chain.processor import Memory, mark_of, processor, version_of
+from infra.chain.processor import Memory, mark_of, processor
 from infra.settings.plugin import add_plugin_folders, find, load, option_defaults
 from schemas.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_a_function_comes_with_its_options_bound(module: str) -> None:
 def test_a_struct_is_made_from_its_options(module: str) -> None:
     judge = load(f"{module}:Judge", {"base_url": "https://x", "usd_per_day": 1})
     assert judge.usd_per_day == 1.0
-    assert version_of(judge) == 3
+    assert mark_of(judge).version == 3
     assert option_defaults(judge) == {"base_url": "https://x", "usd_per_day": 1.0}
 
 
@@ -134,7 +134,7 @@ def test_a_missing_plugin_folder_is_named(tmp_path: Path) -> None:
 
 def test_an_unmarked_function_has_no_version() -> None:
     with pytest.raises(ValueError, match="not marked"):
-        version_of(len)
+        mark_of(len)
     with pytest.raises(ValueError, match="version: got 0"):
         processor(version=0)
 

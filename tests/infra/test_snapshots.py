@@ -9,9 +9,10 @@ import pytest
 from infra.store import snapshots
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import SnapshotDamaged, candidates, newest, prune, read, remove, save
+from infra.store.snapshots import SnapshotDamaged, candidates, prune, read, remove, save
 from infra.store.store import Store
 from schemas.errors import StoreError
+from tests.stored import newest
 
 SERIES = "app/collect-0"
 

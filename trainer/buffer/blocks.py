@@ -42,7 +42,7 @@ def stored(message: LogMessage) -> Stored:
 async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
     """What lies at these offsets of `buffer`. Raises OffsetOutOfRange or BadFrame naming the offset."""
     wanted = set(offsets)
-    records = await log.at(topics.BUFFER, 0, wanted)
-    if lost := wanted - records.keys():
+    messages = await log.messages_at(topics.BUFFER, 0, wanted)
+    if lost := wanted - messages.keys():
         raise OffsetOutOfRange(f"{log.name(topics.BUFFER)}/0: offset {min(lost)} is not kept, and the journal names it")
-    return {offset: stored(await log.decoded(record)) for offset, record in records.items()}
+    return {offset: stored(message) for offset, message in messages.items()}

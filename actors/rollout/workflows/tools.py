@@ -32,7 +32,6 @@ For each call return a JSON object with the function's name and its arguments:
 {"name": "…", "arguments": {…}}
 </tool_call>
 When you know the answer, give it without calling anything."""
-CALLS = "tool_calls"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 

@@ -1,7 +1,7 @@
 """The learning page: what was measured of each version, as small multiples, for this run and those beside it."""
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
@@ -116,11 +116,3 @@ def _start(database: sqlite3.Connection) -> int:
         "SELECT min(at) FROM (SELECT min(time_ms) AS at FROM evals UNION SELECT min(time_ms) FROM curves)"
     ).fetchone()[0]
     return int(found or 0)
-
-
-def suites_of(database: sqlite3.Connection) -> Mapping[str, Sequence[sqlite3.Row]]:
-    """The newest results of each suite."""
-    found: dict[str, list[sqlite3.Row]] = {}
-    for row in database.execute("SELECT * FROM evals ORDER BY suite, version DESC"):
-        found.setdefault(row["suite"], []).append(row)
-    return found

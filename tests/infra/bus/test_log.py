@@ -360,6 +360,7 @@ def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbou
         found = await log.at(PROGRESS, 0, [199, 1, 4, 5, 4, 900])
         assert {offset: record.value for offset, record in found.items()} == {4: b"4", 5: b"5", 199: b"199"}
         assert await log.at(PROGRESS, 0, []) == await log.at(PROGRESS, 0, [2]) == {}
+        assert await log.at(PROGRESS, 7, [4]) == {}, "a partition that the topic does not have"
 
     asyncio.run(main())
 

@@ -1,20 +1,25 @@
 """The console over an archive of `headrace export`: what was said and measured of every version is there."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from infra.cli.console.serve import source_of
-from infra.cli.export import fill, holds
+from infra.cli.export import fill, records_from
 from infra.cli.settings import Settings
 from infra.cli.source import ReplaySource
 from infra.ledger.archive import writing
+from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import EvalResult, PolicyEvent, topics
+from schemas.errors import OffsetOutOfRange
 from tests.infra.cli.console_rig import looking_at
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
 from trainer.learners.scripted import ScriptedLearner
@@ -26,9 +31,31 @@ SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 def test_an_archive_of_before_can_be_exported_though_it_lacks_what_versions_were_said() -> None:
     async def main() -> None:
         log = Log(MemoryBus(), "t", store=MemoryStore())
-        assert not await holds(log, topics.POLICIES)
+        assert not await log.holds(topics.POLICIES)
         await log.create_topics(partitions=1, keep_ms=-1)
-        assert await holds(log, topics.POLICIES)
+        assert await log.holds(topics.POLICIES)
+
+    asyncio.run(main())
+
+
+def test_an_export_ends_at_a_hole_in_a_topic_and_names_its_offset() -> None:
+    class Compacted(Log):
+        async def chunks(self, *args: Any, **kwargs: Any) -> AsyncGenerator[list[Record], None]:
+            async for records in super().chunks(*args, **kwargs):
+                yield [record for record in records if record.offset != 2]
+
+    async def main() -> None:
+        log = Compacted(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for version in range(4):
+            await log.publish(
+                topics.EVALS, EvalResult(policy="main", version=version, suite="dev", num_tasks=1, num_correct=1)
+            )
+        read = []
+        with pytest.raises(OffsetOutOfRange, match="evals: offset 2 is missing, the next record is 3"):
+            async for record in records_from(log, topics.EVALS, 1):
+                read.append(record.offset)
+        assert read == [1]
 
     asyncio.run(main())
 

@@ -8,9 +8,10 @@ import pytest
 from infra.log.bus import Partition
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import SnapshotDamaged, candidates, newest, read, save
+from infra.store.snapshots import SnapshotDamaged, candidates, read, save
 from schemas.errors import NotInLog, StoreError
 from schemas.topics import VERIFIED
+from tests.stored import newest
 from tests.streams.collect.carrying import (
     DAY_MS,
     SERIES,

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import newest
 from schemas.errors import StoreError
 from schemas.topics import VERIFIED
 from streams.collect.carried import MAX_ROWS, closed_parts
 from streams.collect.collector import Collector
+from tests.stored import newest
 from tests.streams.collect.carrying import (
     RULES,
     SERIES,
