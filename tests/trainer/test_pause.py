@@ -79,9 +79,9 @@ async def said_paused(log: Log, groups: int | None = None) -> None:
     """Until the trainer has reported it, and that so many groups wait, if that is asked."""
     async with asyncio.timeout(60):
         async for message in log.read_all(topics.REPORTS, until_end=False):
-            if isinstance(message.value, Progress) and message.value.state == "paused":
-                if groups is None or message.value.gauges["groups_waiting"] == groups:
-                    return
+            is_paused = isinstance(message.value, Progress) and message.value.state == "paused"
+            if is_paused and groups in (None, message.value.gauges["groups_waiting"]):
+                return
 
 
 async def batches(log: Log) -> list[Batch]:
