@@ -303,7 +303,7 @@ class Console:
             self.ready.set()
             await serving
 
-    def publish(self, record: Directive | DeadLetter, topic: Topic = topics.POLICIES) -> None:
+    def publish(self, record: Directive | Block, topic: Topic = topics.POLICIES) -> None:
         """Put a record into the log that it reads."""
         asyncio.run_coroutine_threadsafe(self.log.publish(topic, record), self.loop).result(timeout=20)
 

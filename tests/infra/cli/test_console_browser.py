@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from infra.cli.terminal import printable
+from schemas import Block, Message, topics
 from tests.infra.cli.browser_rig import WatchedPage, browser
-from tests.infra.cli.console_rig import LINK, SESSION, Console, console
+from tests.infra.cli.console_rig import HOSTILE, LINK, SESSION, Console, console, live
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -79,6 +81,25 @@ def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_wh
     page.get_by_role("heading", name="Its way").wait_for()
     text = page.inner_text("main")
     assert "First learned in version 5" in text and "question 0 about refunds" in text
+
+
+def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
+    watched: WatchedPage, here: Console, tmp_path: Path
+) -> None:
+    """Markup, what moves a terminal or turns a line, right to left, emoji: each turn as it was written, and nothing runs."""
+    texts = [f"{text} turn {at}" for at, text in enumerate([*HOSTILE.values()] * 10)]
+    turns = tuple(Message(role="user" if at % 2 == 0 else "assistant", content=text) for at, text in enumerate(texts))
+    asked = live(30, "", "", lane="usual", turn=-1, id="turns-1.0-0-0", group="turns-1").with_bulk(messages=turns)
+    here.publish(Block((asked,)), topics.EXPERIENCES)
+    watched.complaints.clear()
+    page = watched.page
+    page.goto(f"{here.url}/answers/{asked.id}")
+    shown = page.locator(".talk pre")
+    assert shown.all_inner_texts() == [printable(text) for text in texts]
+    assert page.title() == f"{asked.id} · t" and shown.locator("*").count() == 0, "no text became markup"
+    directions = [shown.nth(at).evaluate("one => getComputedStyle(one).direction") for at in range(3)]
+    assert directions == ["ltr", "ltr", "rtl"], "each turn begins on its own side"
+    watched.sound("forty-turns-of-anything", tmp_path)
 
 
 def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: WatchedPage) -> None:
