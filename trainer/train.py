@@ -77,7 +77,7 @@ async def run_trainer(
                 tasks.create_task(follow_progress(log, run.supply.intake)),
                 tasks.create_task(follow_reports(log, run.supply.intake)),
                 tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake)),
-                tasks.create_task(report_progress(log, report, lambda: run.position.version)),
+                tasks.create_task(report_progress(log, report, lambda: told(run))),
             ]
             run.saving.tasks = tasks
             if report.board is not None:
@@ -88,7 +88,13 @@ async def run_trainer(
     finally:
         run.executor.shutdown()
         run.saving.executor.shutdown()
-    await publish_progress(log, report, run.position.version)
+    await publish_progress(log, report, told(run))
+
+
+def told(run: Run) -> int:
+    """The version that a report bears; sets the gauge that is read, not counted."""
+    run.report.set("groups_waiting", run.supply.intake.buffer.num_waiting())
+    return run.position.version
 
 
 async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake) -> None:

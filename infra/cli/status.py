@@ -117,11 +117,14 @@ async def read_status(
 
 
 def role_state(reports: Reports, now_s: float) -> State:
-    """One process: its newest report, and what its counters did in the minute before it."""
+    """One process: its newest report, and what its counters did in the minute before it.
+
+    rates: of every counter, a second, by its whole name; none where it has told once. per_s: those without labels that grew.
+    """
     new, new_s = reports[-1]
     old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])
     grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
-    span_s = max(new_s - old_s, 1e-9)
+    rates = {name: round(more / max(new_s - old_s, 1e-9), 2) for name, more in sorted(grown.items())}
     age_s = round(now_s - new_s, 1)
     return {
         "role": new.role,
@@ -133,9 +136,8 @@ def role_state(reports: Reports, now_s: float) -> State:
         "release": new.release,
         "age_s": age_s,
         "silent": age_s >= GONE_S and new.state not in OVER,
-        "per_s": {
-            name: round(more / span_s, 2) for name, more in sorted(grown.items()) if more > 0 and "{" not in name
-        },
+        "per_s": {name: rate for name, rate in rates.items() if grown[name] > 0 and "{" not in name},
+        "rates": rates,
         "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
         "failing": failing(grown),
         "unread": unread(new.gauges),

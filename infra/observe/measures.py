@@ -178,6 +178,7 @@ MEASURES = (
     _counter("staleness_tokens", "train", "sampled tokens by how many versions old they were trained", "versions"),
     _counter("tokens_masked", "train", "sampled tokens too old to be trained"),
     _counter("buffer_refused", "train", "blocks of the buffer not taken", "reason"),
+    _gauge("groups_waiting", "train", "groups in its buffer that may still be trained"),
     _gauge("held_back", "train", "experiences that wait since their tenant or user had its share of the last step"),
     _gauge("loss", "train", "of the newest step"),
     _gauge("grad_norm", "train", "of the newest step"),

@@ -59,11 +59,28 @@ def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_
     run_virtual(main())
 
 
-async def said_paused(log: Log) -> None:
-    """Until the trainer has reported it."""
+def test_a_report_tells_how_many_groups_wait_in_the_buffer() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+        training = asyncio.create_task(train(log, store, ScriptedLearner()))
+        await said_paused(log, groups=4 + 2 * STEPS)
+        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
+        async with asyncio.timeout(60):
+            await training
+        reports = [one.value async for one in log.read_all(topics.REPORTS) if isinstance(one.value, Progress)]
+        assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
+
+    run_virtual(main())
+
+
+async def said_paused(log: Log, groups: int | None = None) -> None:
+    """Until the trainer has reported it, and that so many groups wait, if that is asked."""
     async with asyncio.timeout(60):
         async for message in log.read_all(topics.REPORTS, until_end=False):
-            if isinstance(message.value, Progress) and message.value.state == "paused":
+            is_paused = isinstance(message.value, Progress) and message.value.state == "paused"
+            if is_paused and groups in (None, message.value.gauges["groups_waiting"]):
                 return
 
 

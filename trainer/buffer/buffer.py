@@ -167,6 +167,10 @@ class Buffer:
         """Blocks that are never trained, in log order."""
         return [block for _, (_, block) in sorted(self._validation.items())]
 
+    def num_waiting(self) -> int:
+        """Groups held, over all lanes."""
+        return len(self._frames)
+
     def num_groups(self, lane: Lane) -> int:
         """Groups held in a lane."""
         return len(self._candidates.get(lane, ()))

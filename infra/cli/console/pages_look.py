@@ -12,10 +12,11 @@ from infra.cli.console import bounds, data, learning, versions
 from infra.cli.console.access import Viewer, ended_bound
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
-from infra.cli.console.flow import ARROWS, alarms_of, boxes_of, sentence
+from infra.cli.console.flow import alarms_of, sentence
 from infra.cli.console.index import MAX_TEXT, lists
 from infra.cli.console.letters import shown_letter
 from infra.cli.console.page import Pages
+from infra.cli.console.picture import ARROWS, HIGH, WIDE, boxes_of
 from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
@@ -47,7 +48,7 @@ async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
     template = "flow_live.html" if request.query_params.get("fragment") else "flow.html"
     return pages.show(
         request, viewer, template, boxes=boxes_of(state, history.stable), arrows=ARROWS, alarms=alarms_of(state),
-        sentence=sentence(state, time.time()), state=state, pulse=pulse,
+        sentence=sentence(state, time.time()), state=state, pulse=pulse, wide=WIDE, high=HIGH,
     )  # fmt: skip
 
 

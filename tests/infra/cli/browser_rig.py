@@ -36,7 +36,9 @@ class WatchedPage:
     """A page of a browser, with everything it complained of and asked for."""
 
     def __init__(self, browser: "Browser", url: str, scheme: Any) -> None:
-        self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 860})
+        self.context = browser.new_context(
+            color_scheme=scheme, viewport={"width": 1280, "height": 860}, reduced_motion="reduce"
+        )
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
         self.asked: set[str] = set()
@@ -47,3 +49,35 @@ class WatchedPage:
         self.page.on("dialog", lambda dialog: self.complaints.append(f"a dialog: {dialog.message}"))
         self.page.on("request", lambda request: self.asked.add(request.url))
         self.url = url
+
+    def sound(self, name: str, folder: Path) -> None:
+        """Take a picture, and assert that the page can be used by anybody, complained of nothing and asked nobody else. name:
+        of the page. folder: of the pictures, unless HEADRACE_SCREENSHOTS names one.
+        """
+        from axe_playwright_python.sync_playwright import Axe
+
+        scheme = "dark" if self.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
+        where = Path(os.environ.get("HEADRACE_SCREENSHOTS", folder))
+        self.page.screenshot(path=where / f"{name}-{scheme}.png", full_page=True)
+        results = Axe().run(self.page, options={"runOnly": ["wcag2a", "wcag2aa", "best-practice"]})
+        found = [
+            f"{one['id']}: {one['nodes'][0]['html'][:160]}"
+            for one in results.response["violations"]
+            if one["impact"] in ("serious", "critical")
+        ]
+        assert not found, f"{name} {scheme}: {found}"
+        assert not self.complaints, f"{name} {scheme}: {self.complaints}"
+        assert {url for url in self.asked if not url.startswith((self.url, "data:"))} == set()
+
+    def sound_by_day_and_night(self, name: str, folder: Path) -> None:
+        """`sound` in light and in dark, of a page that cannot be asked for twice."""
+        for scheme in ("light", "dark"):
+            self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            self.sound(name, folder)
+
+    def sign_in(self, key: str) -> None:
+        """As a person does, at the door."""
+        self.page.goto(f"{self.url}/enter")
+        self.page.get_by_label("Key").fill(key)
+        self.page.get_by_role("button", name="Look").click()
+        self.page.get_by_role("heading", name="Flow", exact=True).wait_for()

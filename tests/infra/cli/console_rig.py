@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -22,7 +23,7 @@ from infra.cli.console.reading import Reading
 from infra.cli.console.serve import ConsoleServer, bound, command_of, made, server_options
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
+from infra.log.memory import MemoryBus, wall_ms
 from infra.store.memory import MemoryStore
 from infra.store.seal import sealed
 from infra.store.store import Store
@@ -32,6 +33,7 @@ from schemas import (
     Block,
     Closure,
     DeadLetter,
+    Directive,
     DropMarker,
     EvalResult,
     Experience,
@@ -46,7 +48,9 @@ from schemas import (
     topics,
 )
 from schemas.ids import answer_id, subject_of
+from schemas.topics import Topic
 
+Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
 SESSION = "m" * 64
 HOSTILE = {
     "markup": "<script>document.title='taken'</script><img src=x onerror=alert(1)><b>bold</b>",
@@ -181,6 +185,45 @@ async def in_memory(settings: Settings, store: Store) -> AsyncIterator[Log]:
     yield log
 
 
+@asynccontextmanager
+async def at_work(settings: Settings, store: Store) -> AsyncIterator[Log]:
+    """The log of `fill`, of an hour ago, where every role tells what it does: ten seconds ago, and each second from now on."""
+    ago_ms = 3_600_000
+    log = Log(MemoryBus(lambda: wall_ms() - ago_ms), "t", store=store)
+    await fill(log)
+    ago_ms = 10_000
+    began_ms = log_ms = wall_ms() - ago_ms
+
+    async def tell() -> None:
+        for role, counters, gauges in WORK:
+            done = {name: (log_ms - began_ms) / 1000 * rate for name, rate in counters.items()}
+            report = Progress(role=role, instance=f"{role}/1", version=7, state="at work", counters=done, gauges=gauges)
+            await log.publish(topics.REPORTS, report)
+
+    async def go_on() -> None:
+        nonlocal log_ms
+        while True:
+            log_ms = wall_ms()
+            await tell()
+            await asyncio.sleep(1.0)
+
+    await tell()
+    ago_ms = 0
+    telling = asyncio.create_task(go_on())
+    yield log
+    telling.cancel()
+
+
+# Of each role what it counts in a second, and its gauges.
+WORK: tuple[tuple[str, dict[str, float], dict[str, float]], ...] = (
+    ("master", {"issued{kind=groups}": 1.5}, {"outstanding_groups": 40.0, "tasks": 12.0}),
+    ("explore", {"tokens": 2733.0}, {"episodes_in_flight": 16.0}),
+    ("serve", {"answers{end=whole}": 2.0, "requests{route=/v1/chat/completions}": 3.0}, {"answers_running": 5.0}),
+    ("process", {"experiences_in{stage=verify}": 80.0, "closures{outcome=buffered}": 8.0}, {"groups_pending": 21.0}),
+    ("train", {"steps": 0.29, "experiences_trained": 75.0}, {"groups_waiting": 64.0}),
+)
+
+
 BROKER_TOML = """
 app = "test-{app}"
 [kafka]
@@ -265,6 +308,19 @@ class Console:
                 await asyncio.sleep(0.02)
             self.ready.set()
             await serving
+
+    def publish(self, record: Directive | Block, topic: Topic = topics.POLICIES) -> None:
+        """Put a record into the log that it reads."""
+        asyncio.run_coroutine_threadsafe(self.log.publish(topic, record), self.loop).result(timeout=20)
+
+    def newest(self, kind: type[Kind], topic: Topic = topics.POLICIES) -> Kind:
+        """The newest record of a kind in that log."""
+
+        async def read() -> list[Kind]:
+            found = [one.value async for one in self.log.read_all(topic)]
+            return [one for one in found if isinstance(one, kind)]
+
+        return asyncio.run_coroutine_threadsafe(read(), self.loop).result(timeout=20)[-1]
 
     def stop(self) -> None:
         """End it."""

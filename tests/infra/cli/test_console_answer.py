@@ -37,6 +37,17 @@ def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_of_an_answer_that_waits_the_page_says_that_nothing_was_made_of_it_yet(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with looking(tmp_path, await filled()) as (client, _):
+            text = text_of(await client.get(f"/answers/{live(4, '', '').id}"))
+            way = text.partition("Its way")[2].partition("Beside it")[0]
+            assert "it was answered; nothing was made of it yet" in way
+            assert "made of it yet" not in text_of(await client.get(FIRST))
+
+    asyncio.run(main())
+
+
 def test_what_the_trainer_dropped_says_so_on_its_page(tmp_path: Path) -> None:
     async def main() -> None:
         log = await filled()

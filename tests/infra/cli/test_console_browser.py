@@ -1,15 +1,16 @@
 """Every page of the console in a real browser: nothing runs, nothing leaves the machine, anybody can use it."""
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from infra.cli.terminal import printable
+from schemas import Block, Message, topics
 from tests.infra.cli.browser_rig import WatchedPage, browser
-from tests.infra.cli.console_rig import LINK, SESSION, Console, console
+from tests.infra.cli.console_rig import HOSTILE, LINK, SESSION, Console, console, live
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -51,29 +52,11 @@ def watched(request: pytest.FixtureRequest, chromium: "Browser", here: Console) 
 def test_a_page_runs_nothing_foreign_asks_nobody_else_and_can_be_used_by_anybody(
     watched: WatchedPage, name: str, tmp_path: Path
 ) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     watched.complaints.clear()
     answer = watched.page.goto(watched.url + PAGES[name])
     assert answer is not None and answer.status == 200
-    folder = Path(os.environ.get("HEADRACE_SCREENSHOTS", tmp_path))
-    scheme = "dark" if watched.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
-    watched.page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
-    found = violations(watched, Axe())
-    assert not found, f"{name} {scheme}: {found}"
     assert watched.page.title().endswith("· t")
-    assert not watched.complaints
-    assert {url for url in watched.asked if not url.startswith((watched.url, "data:"))} == set()
-
-
-def violations(watched: WatchedPage, axe: Any) -> list[str]:
-    """Serious findings of axe, a line each."""
-    results = axe.run(watched.page, options={"runOnly": ["wcag2a", "wcag2aa", "best-practice"]})
-    return [
-        f"{one['id']}: {one['nodes'][0]['html'][:160]}"
-        for one in results.response["violations"]
-        if one["impact"] in ("serious", "critical")
-    ]
+    watched.sound(name, tmp_path)
 
 
 @pytest.mark.parametrize("by", ["the table", "the timeline"])
@@ -98,6 +81,25 @@ def test_from_the_first_page_links_lead_to_why_a_version_was_not_promoted_and_wh
     page.get_by_role("heading", name="Its way").wait_for()
     text = page.inner_text("main")
     assert "First learned in version 5" in text and "question 0 about refunds" in text
+
+
+def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
+    watched: WatchedPage, here: Console, tmp_path: Path
+) -> None:
+    """Markup, what moves a terminal or turns a line, right to left, emoji: each turn as it was written, and nothing runs."""
+    texts = [f"{text} turn {at}" for at, text in enumerate([*HOSTILE.values()] * 10)]
+    turns = tuple(Message(role="user" if at % 2 == 0 else "assistant", content=text) for at, text in enumerate(texts))
+    asked = live(30, "", "", lane="usual", turn=-1, id="turns-1.0-0-0", group="turns-1").with_bulk(messages=turns)
+    here.publish(Block((asked,)), topics.EXPERIENCES)
+    watched.complaints.clear()
+    page = watched.page
+    page.goto(f"{here.url}/answers/{asked.id}")
+    shown = page.locator(".talk pre")
+    assert shown.all_inner_texts() == [printable(text) for text in texts]
+    assert page.title() == f"{asked.id} · t" and shown.locator("*").count() == 0, "no text became markup"
+    directions = [shown.nth(at).evaluate("one => getComputedStyle(one).direction") for at in range(3)]
+    assert directions == ["ltr", "ltr", "rtl"], "each turn begins on its own side"
+    watched.sound("forty-turns-of-anything", tmp_path)
 
 
 def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: WatchedPage) -> None:

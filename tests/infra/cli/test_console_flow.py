@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from infra.cli.console.answers import level_of
 from infra.cli.console.charts import Bins, ChartPoint, Line, area_chart, bounds, line_chart, short, spark, thin, ticks
-from infra.cli.console.flow import boxes_of, sentence
+from infra.cli.console.flow import sentence
+from infra.cli.console.picture import boxes_of
 from infra.cli.console.versions import MAX_PAIRED, Budget, marked
 from infra.cli.settings import load_settings
 from infra.cli.status_screen import State
@@ -24,12 +25,19 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 def role(
-    name: str, *, state: str = "running", silent: bool = False, per_s: dict[str, float] | None = None, **gauges: float
+    name: str,
+    *,
+    state: str = "running",
+    silent: bool = False,
+    per_s: dict[str, float] | None = None,
+    rates: dict[str, float] | None = None,
+    **gauges: float,
 ) -> State:
     return {
         "role": name, "instance": f"{name}/1", "state": state, "reason": "", "alarms": [], "version": 3,
         "age_s": 90.0 if silent else 1.0,
-        "silent": silent, "per_s": per_s or {}, "grown": {}, "failing": [], "unread": [], "gauges": gauges,
+        "silent": silent, "per_s": per_s or {}, "rates": rates or {}, "grown": {},
+        "failing": [], "unread": [], "gauges": gauges,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -28,15 +29,18 @@ def here(kafka: str) -> Iterator[Console]:
 
 
 @pytest.fixture(scope="module")
-def page(here: Console) -> "Iterator[Page]":
-    """The Data page of an operator; nothing may be complained of on the way."""
+def watched(here: Console) -> Iterator[WatchedPage]:
+    """An operator's browser; nothing may be complained of on the way."""
     with browser() as chromium:
         found = WatchedPage(chromium, here.url, "light")
-        found.page.goto(f"{here.url}/enter")
-        found.page.get_by_label("Key").fill(here.keys["operate"])
-        found.page.get_by_role("button", name="Look").click()
-        yield found.page
+        found.sign_in(here.keys["operate"])
+        yield found
         assert not found.complaints
+
+
+@pytest.fixture
+def page(watched: WatchedPage) -> "Page":
+    return watched.page
 
 
 @asynccontextmanager
@@ -88,17 +92,19 @@ def test_a_dead_letter_is_delivered_again_once_and_is_an_answer_from_then_on(her
     assert "delivered again: none; left: 1 still does not decode" in page.inner_text("main")
 
 
-def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(here: Console, page: "Page") -> None:
+def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(
+    here: Console, watched: WatchedPage, page: "Page", tmp_path: Path
+) -> None:
     page.goto(f"{here.url}/data")
     form = page.locator("form[action='/actions/reprocess']")
     form.get_by_label("Stage").select_option("verify")
     form.get_by_role("button", name="Compare").click()
     page.get_by_role("heading", name="Stage verify once more").wait_for(timeout=120_000)
     text = page.inner_text("main")
-    print(text)
     assert "Not as recorded." in text
     change = page.locator("tr", has_text="too short").inner_text()
     assert change.startswith("no longer dropped\ttoo short\t1\t") and change.endswith("\ttoo short\tkept")
+    watched.sound_by_day_and_night("reprocess", tmp_path)
     page.goto(f"{here.url}/answers?fate=too+short")
     assert "and now" in page.inner_text("main"), "what is on record stays"
 

@@ -71,6 +71,15 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert state["alarms"] == []
 
 
+def test_of_a_counter_that_stands_still_the_rate_is_zero_and_of_one_that_was_told_once_there_is_none() -> None:
+    told = {"answers{end=whole}": 30.0, "answers{end=broken off}": 2.0}
+    state = state_of(
+        (0, progress("serve", **told)), (30, progress("serve", **told | {"answers{end=whole}": 90.0})), now_s=31
+    )
+    assert state["roles"][0]["rates"] == {"answers{end=whole}": 2.0, "answers{end=broken off}": 0.0}
+    assert state_of((0, progress("serve", **told)), now_s=1)["roles"][0]["rates"] == {}
+
+
 def test_a_role_that_fell_silent_is_an_alarm_and_one_that_ended_in_order_is_not() -> None:
     state = state_of(
         (0, progress("train")), (0, progress("process", state="stopped")), (95, progress("master")), now_s=100

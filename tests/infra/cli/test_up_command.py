@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -114,8 +116,9 @@ def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_pat
     assert {role_child(free, file, (), role).env[LISTEN_VARIABLE] for role in ROLES} == {"127.0.0.1:0"}
 
 
-def up(config: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(config), "--set", "console.up=false"]
+def up(config: Path, *sets: str) -> subprocess.Popen[str]:
+    overrides = [argument for one in sets or ("console.up=false",) for argument in ("--set", one)]
+    command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(config), *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -137,13 +140,7 @@ def test_a_role_that_gives_up_at_its_start_ends_up_with_the_roles_last_line(
 def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_line(
     kafka: str, app_name: str, tmp_path: Path
 ) -> None:
-    build_char_model(tmp_path / "model", seed=0)
-    file = tmp_path / "headrace.toml"
-    file.write_text(
-        f'app = "{app_name}"\n[policy]\nmodel = "model"\n[engine]\nuse = "actors.engines.torch:TorchEngine"\n'
-        f'[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 1\n'
-    )
-    with up(file) as process:
+    with up(small_run(tmp_path, app_name, kafka)) as process:
         stopper = threading.Timer(180, process.kill)
         stopper.start()
         assert process.stdout is not None
@@ -166,6 +163,57 @@ def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_li
         "process started",
     ], heard
     assert "exit code 143" not in "".join(heard)
+
+
+@pytest.mark.slow
+def test_up_starts_the_console_and_the_link_that_it_prints_opens_the_pages(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    with up(small_run(tmp_path, app_name, kafka), f"console.listen={listen}") as process:
+        stopper = threading.Timer(180, process.kill)
+        stopper.start()
+        assert process.stdout is not None
+        links = (line.split()[1] for line in process.stdout if line.startswith("console http"))
+        link = next(links)
+        assert link.startswith(f"http://{listen}/enter?link=")
+        with httpx.Client(verify=False, follow_redirects=True, timeout=60.0) as client:  # it speaks without TLS
+            page = answered(client, link)
+            assert page.status_code == 200 and "<h1>Flow</h1>" in page.text and app_name in page.text
+            assert client.get(f"http://{listen}/enter?link=another").status_code == 401
+        told = [command_of(one) for one in children_of(process.pid)]
+        assert any("console" in one for one in told) and not [one for one in told if link.partition("=")[2] in str(one)]
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        stopper.cancel()
+    assert "console failed" not in rest
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def answered(client: httpx.Client, url: str) -> httpx.Response:
+    """What a server says that begins to listen."""
+    while True:
+        try:
+            return client.get(url)
+        except httpx.ConnectError:
+            time.sleep(0.05)
+
+
+def small_run(folder: Path, app: str, kafka: str) -> Path:
+    """The settings of a run that begins within seconds."""
+    build_char_model(folder / "model", seed=0)
+    file = folder / "headrace.toml"
+    file.write_text(
+        f'app = "{app}"\n[policy]\nmodel = "model"\n[engine]\nuse = "actors.engines.torch:TorchEngine"\n'
+        f'[kafka]\nbootstrap_servers = "{kafka}"\npartitions = 1\n'
+    )
+    return file
 
 
 def children_of(pid: int) -> list[int]:
