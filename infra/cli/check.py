@@ -23,6 +23,11 @@ from infra.settings.plugin import add_plugin_folders, find, option_defaults
 from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
 
+NOT_SAID = (
+    "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them",
+    "a role reads the settings when it starts: those that run keep the old ones until they are started again",
+)
+
 
 async def run_check(config: Path, sets: list[str], create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
@@ -67,6 +72,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     for note in await check_fit(settings):
         console.print(f"note: {note}", style="yellow")
+    for line in NOT_SAID:
+        console.print(line)
     return 0
 
 

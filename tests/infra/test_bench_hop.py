@@ -81,6 +81,13 @@ def test_a_peer_makes_the_same_of_the_same_answers(stage: StageName, form: str, 
         assert {numbers[1] for _, numbers, _ in ours.values()} == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_peer_verifies_lone_answers_alike(form: str, tmp_path: Path) -> None:
+    given = groups(5, (1, 20, 80))
+    ours = asyncio.run(_headrace("verify", blocks("verify", given, 0), tmp_path))
+    assert _peer("verify", form, given) == ours and len(ours) == 5
+
+
 def test_an_answer_comes_once_and_rounds_are_of_other_answers() -> None:
     given, work = groups(1, SHAPE), stage_of("verify")
     first, second = (records("verify", "lists", given, round) for round in (0, 1))

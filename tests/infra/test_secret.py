@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from actors.rollout.environments.http import HttpEnvironment
+from actors.rollout.environments.openenv import OpenEnv
 from actors.rollout.tools.mcp import McpServer
 from infra.cli.roles import webhooks_of
 from infra.cli.settings import load_settings
@@ -50,7 +51,7 @@ def test_the_secret_of_a_webhook_lies_beside_the_settings(tmp_path: Path) -> Non
         webhooks_of(load_settings(tmp_path / "headrace.toml"))
 
 
-@pytest.mark.parametrize("made", [HttpEnvironment, McpServer])
+@pytest.mark.parametrize("made", [HttpEnvironment, McpServer, OpenEnv])
 def test_a_token_may_lie_in_a_file(made: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"token_file: got .*expected an absolute path"):
         made(url="http://x", token_file="token")

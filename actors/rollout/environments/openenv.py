@@ -11,7 +11,6 @@ answered with what it says of it, and costs a turn of the agent. A server that i
 import asyncio
 import contextlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from actors.rollout.environment import Outcome
 from infra.settings.plugin import load
+from infra.settings.secret import bearer
 from schemas import Task
 from schemas.errors import ConfigError
 
@@ -45,39 +45,34 @@ class _Message(msgspec.Struct):
     data: dict[str, Any] = {}
 
 
-class OpenEnv:
+class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
     """url: where the server listens, http or https. field: of the action that takes what the agent says; "" where that is JSON.
 
     action: further fields of every action. shown: field of the observation that the agent sees; "" for all, as JSON. read,
     write: "module:name" of functions of your own in their place, of a text that returns an action, and of an observation that
-    returns a text. token_env: environment variable that holds a bearer token; it is sent, and never logged. retries: where
-    the server is full or away.
+    returns a text. token_env: environment variable that holds a bearer token; it is sent, and never logged. token_file: a file
+    that holds it, instead; an absolute path. retries: where the server is full or away.
 
     Example: OpenEnv(url="http://echo:8000", field="message", shown="echoed_message")
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        field: str = "",
-        action: Mapping[str, Any] | None = None,
-        shown: str = "",
-        read: str = "",
-        write: str = "",
-        token_env: str = "",
-        retries: int = 5,
-    ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url: got {url!r}, expected http://… or https://…")
-        if token_env and token_env not in os.environ:
-            raise ConfigError(f"token_env: the environment has no {token_env}, which should hold the token")
-        self._url = f"ws{url.removeprefix('http').rstrip('/')}/ws"
-        self._field, self._action, self._shown = field, dict(action or {}), shown
-        self._read: Callable[[str], Any] | None = load(read, {}, "read") if read else None
-        self._write: Callable[[Any], str] | None = load(write, {}, "write") if write else None
-        self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
-        self._retries = retries
+    url: str
+    field: str = ""
+    action: Mapping[str, Any] = {}
+    shown: str = ""
+    read: str = ""
+    write: str = ""
+    token_env: str = ""
+    token_file: str = ""
+    retries: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: got {self.url!r}, expected http://… or https://…")
+        self._url = f"ws{self.url.removeprefix('http').rstrip('/')}/ws"
+        self._read: Callable[[str], Any] | None = load(self.read, {}, "read") if self.read else None
+        self._write: Callable[[Any], str] | None = load(self.write, {}, "write") if self.write else None
+        self._headers = bearer(self.token_env, self.token_file)
         self._socket: ClientConnection | None = None
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
@@ -86,7 +81,7 @@ class OpenEnv:
         data = {"seed": own if isinstance(own, int) else seed, "episode_id": uuid.uuid4().hex}
         data |= more if isinstance(more, dict) else {}
         backoff_s = FIRST_BACKOFF_S
-        for left in range(self._retries, -1, -1):
+        for left in range(self.retries, -1, -1):
             try:
                 self._socket = await self._connected()
                 return self._outcome(await self._ask("reset", data))
@@ -127,15 +122,15 @@ class OpenEnv:
         )
 
     def _fields(self, action: str) -> dict[str, Any]:
-        if self._field:
-            return {**self._action, self._field: action}
+        if self.field:
+            return {**self.action, self.field: action}
         try:
             said = json.loads(action)
         except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
             raise ValueError(f"got {action[:MAX_SHOWN_CHARS]!r}, expected a JSON object")
-        return {**self._action, **said}
+        return {**self.action, **said}
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> _OpenEnvReply:
         """Raises _Full, _Unreadable, RuntimeError for all else that is no answer."""
@@ -169,9 +164,9 @@ class OpenEnv:
     def _written(self, observation: dict[str, Any]) -> str:
         if self._write is not None:
             return self._write(observation)
-        if self._shown and self._shown not in observation:
-            raise RuntimeError(f"shown: got an observation of {', '.join(observation)}, expected {self._shown}")
-        value = observation[self._shown] if self._shown else observation
+        if self.shown and self.shown not in observation:
+            raise RuntimeError(f"shown: got an observation of {', '.join(observation)}, expected {self.shown}")
+        value = observation[self.shown] if self.shown else observation
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from infra.log.log import Log
 
 STAGES: tuple[StageName, ...] = ("verify", "collect")
-SHAPES = {"16 x (200 + 500)": (16, 200, 500), "16 x (6 + 5)": (16, 6, 5)}
+SHAPES = {"16 x (200 + 500)": (16, 200, 500), "16 x (6 + 5)": (16, 6, 5), "1 x (200 + 500)": (1, 200, 500)}
+ANSWERS = 16  # that `groups` counts by, so that each shape has as many
 PEERS = {  # by name: module of infra.cli.bench.peers, form of its records
     "aiokafka loop, lists": ("loop", "lists"),
     "aiokafka loop, packed bytes": ("loop", "packed"),
@@ -56,7 +57,9 @@ LINGER_MS = 5
 
 
 class HopPlan(msgspec.Struct, frozen=True):
-    """What is measured. groups: of answers, in each round. idle_s: for how long idle workers are watched."""
+    """What is measured. groups: of ANSWERS answers, in each round; of other shapes as many answers. idle_s: for how long idle
+    workers are watched.
+    """
 
     shapes: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=lambda: dict(SHAPES))
     groups: int = 64
@@ -170,7 +173,9 @@ async def _measured(
     found: list[Beside] = []
     num_rounds = 0
     for shape, sizes in plan.shapes.items():
-        given = groups(plan.groups, sizes)
+        if sizes[0] == 1 and stage == "collect":
+            continue  # a group of one is better than nobody: collect drops it
+        given = groups(max(1, plan.groups * ANSWERS // sizes[0]), sizes)
         await _check(bus, contestants, given, num_rounds)
         say(f"hop: {stage}, {shape}: all of {len(contestants)} send the same answers")
         if not num_rounds:
@@ -181,7 +186,7 @@ async def _measured(
             for one in contestants:
                 spent[one.name].append(await _round(bus, one, given, number))
         num_rounds += 1 + plan.rounds
-        found += compared(f"{stage}, {shape}", spent, plan.groups * sizes[0], TARGETS.get(shape, {}))
+        found += compared(f"{stage}, {shape}", spent, len(given) * sizes[0], TARGETS.get(shape, {}))
         say(f"hop: {stage}, {shape}: {plan.rounds} rounds")
     return found
 

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
+from infra.cli.commands.plan import plan
 
 DTYPES = ("float32", "bfloat16")
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
@@ -355,5 +356,5 @@ def state(
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
     codec, hop, transport, weights, takeover, audit, console_load, fan_out, families, reload,
-    offpolicy, mix, gate, learner, life, memory, outage, episodes, state,
+    offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip

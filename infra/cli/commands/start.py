@@ -138,7 +138,8 @@ def check(
     a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
 
     With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
-    takes, and what will not fit (then the exit code is 1), with the setting that would mend it.
+    takes, and what will not fit (then the exit code is 1), with the setting that would mend it. What rates need of brokers,
+    disks and processes, `headrace bench plan` computes.
 
     With --connect everything that the roles use is tried from this machine, with these rights: the broker, reading and writing
     each topic, each group, and put, list, get and delete in the store. Nothing is left behind. Exit code 1: one is missing.
