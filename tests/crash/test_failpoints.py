@@ -89,6 +89,7 @@ def test_unarmed_nothing_happens() -> None:
     assert written == [b"1234"]
 
 
+@pytest.mark.long
 def test_a_role_with_an_unknown_failpoint_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "headrace.toml").write_text('app = "t"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\n')
     found = subprocess.run(

@@ -14,6 +14,7 @@ def test_the_map_names_cores_and_tests_that_exist() -> None:
     assert not missing
 
 
+@pytest.mark.long
 def test_the_list_of_explained_survivors_names_only_mutants_that_still_exist_each_with_its_reason() -> None:
     listed = explained()
     assert {one.core for one in listed} <= set(cores())

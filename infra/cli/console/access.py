@@ -65,15 +65,20 @@ class _Cookie(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConsoleAccess:
-    """The doors of one console. link: a secret that looks, "" for none. clock: seconds of the epoch."""
+    """The doors of one console. link: a secret that looks, "" for none. clock: seconds of the epoch. max_ended: sessions that
+    are remembered as ended.
+    """
 
-    def __init__(self, store: Store, link: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, store: Store, link: str = "", clock: Callable[[], float] = time.time, max_ended: int = MAX_ENDED
+    ) -> None:
         self._store = store
         self._link = link
         self._clock = clock
         self._book = KeyBook()
         self._read_s = -math.inf
         self._secret = secrets.token_bytes(32)
+        self._max_ended = max_ended
         self._ended: dict[str, float] = {}  # session → when its cookie expires
         self._turn = asyncio.Lock()
 
@@ -122,10 +127,10 @@ class ConsoleAccess:
         return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, held.session, held.until_s)
 
     def leave(self, viewer: Viewer) -> None:
-        """End a session: its cookie opens nothing more. Beyond MAX_ENDED every session ends, so that none comes back."""
+        """End a session: its cookie opens nothing more. Beyond `max_ended` every session ends, so that none comes back."""
         now_s = self._clock()
         self._ended = {session: until_s for session, until_s in self._ended.items() if until_s >= now_s}
-        if len(self._ended) < MAX_ENDED:
+        if len(self._ended) < self._max_ended:
             self._ended[viewer.session] = viewer.until_s
             return
         _log.warning("sessions_ended count=%d", len(self._ended))

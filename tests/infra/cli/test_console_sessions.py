@@ -78,10 +78,10 @@ def test_an_ended_session_is_remembered_until_its_cookie_would_have_expired() ->
 
 
 def test_at_the_bound_of_ended_sessions_every_session_ends_and_none_comes_back() -> None:
-    access = door([1000.0])
+    access = ConsoleAccess(MemoryStore(), LINK, lambda: 1000.0, max_ended=50)
     others = access.enter(LINK)
-    ended = [signed_out(access) for _ in range(MAX_ENDED)]
-    assert access.num_ended == MAX_ENDED and access.viewer(others).name == "link"
+    ended = [signed_out(access) for _ in range(50)]
+    assert access.num_ended == 50 and access.viewer(others).name == "link"
     ended.append(signed_out(access))
     assert access.num_ended == 0
     for cookie in (*ended, others):

@@ -52,7 +52,6 @@ def files_in(folder: Path, *, room: int = ROOMY, wait_s: float = 60.0) -> Versio
 
 def left(folder: Path) -> list[Path]:
     """The files of a place."""
-    gc.collect()
     return [*folder.glob("*/*")]
 
 
@@ -195,6 +194,7 @@ class Other:
         self.process.join()
 
 
+@pytest.mark.long
 def test_what_a_killed_engine_held_stays_for_the_others_and_goes_with_the_next_version(tmp_path: Path) -> None:
     other = Other(tmp_path, "holds")
     mine = files_in(tmp_path).place(SHA256, ENTRIES, never, check)
@@ -209,6 +209,7 @@ def test_what_a_killed_engine_held_stays_for_the_others_and_goes_with_the_next_v
     assert following is not None and left(tmp_path) == [following.path]
 
 
+@pytest.mark.long
 def test_what_a_killed_engine_left_half_filled_is_never_read(tmp_path: Path) -> None:
     other = Other(tmp_path, "fills")
     assert [path.suffix for path in left(tmp_path)] == [".part"]
@@ -217,6 +218,7 @@ def test_what_a_killed_engine_left_half_filled_is_never_read(tmp_path: Path) -> 
     assert placed is not None and dict(placed) == WEIGHTS and left(tmp_path) == [placed.path]
 
 
+@pytest.mark.long
 def test_a_version_that_another_fills_is_waited_for_and_not_filled_twice(tmp_path: Path) -> None:
     other = Other(tmp_path, "fills")
     assert files_in(tmp_path, wait_s=0.1).place(SHA256, ENTRIES, never, check) is None, "it has waited long enough"
