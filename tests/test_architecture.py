@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -68,7 +67,6 @@ PICKLES_ITS_OWN = "infra/cli/bench/peers/pickled.py"  # a peer of the benchmarks
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-STEP_MARKS = {"processor", "score", "feedback"}
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
 }  # fmt: skip
@@ -191,21 +189,14 @@ def test_no_function_is_longer_than_60_lines() -> None:
 
 
 def test_no_function_takes_more_than_eight_parameters() -> None:
-    """Save those whose parameters are what a person sets: the flags of a command, the options of a step of a chain."""
     wrong = {}
     for path in sources(*PACKAGES):
         for node in read(path).functions:
-            if not is_set_by_people(path, node):
-                taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                number = sum(one.arg not in ("self", "cls") for one in taken)
-                if number > MAX_PARAMETERS:
-                    wrong[f"{name_of(path)}:{node.name}"] = number
+            taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            number = sum(one.arg not in ("self", "cls") for one in taken)
+            if number > MAX_PARAMETERS:
+                wrong[f"{name_of(path)}:{node.name}"] = number
     assert not wrong
-
-
-def is_set_by_people(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    marks = {ast.unparse(one).partition("(")[0] for one in function.decorator_list}
-    return name_of(path).startswith("infra/cli/commands/") or bool(marks & STEP_MARKS)
 
 
 def test_only_what_is_for_people_reads_what_a_role_counted() -> None:

@@ -1,13 +1,16 @@
 """What commands share: the options that name the settings, and how a body's mistakes become one line and an exit code."""
 
 import asyncio
+import functools
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
@@ -34,6 +37,31 @@ def umask_of(environment: Mapping[str, str]) -> int:
     """
     mask = environment.get(UMASK, "")
     return int(mask, 8) if mask and len(mask) <= 4 and set(mask) <= set("01234567") else OWNERS_ALONE
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Have Typer, which makes each parameter of a function a flag, make each field of the records among them one instead."""
+    parameters: list[inspect.Parameter] = []
+    records: dict[str, type[msgspec.Struct]] = {}
+    for one in inspect.signature(command).parameters.values():
+        if not (inspect.isclass(one.annotation) and issubclass(one.annotation, msgspec.Struct)):
+            parameters.append(one)
+            continue
+        records[one.name] = one.annotation
+        hints = get_type_hints(one.annotation, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, one.kind, default=field.default, annotation=hints[field.name])
+            for field in msgspec.structs.fields(one.annotation)
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, record in records.items():
+            values[name] = record(**{field: values.pop(field) for field in record.__struct_fields__})
+        command(**values)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
 
 
 def exit_with(

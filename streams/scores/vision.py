@@ -7,6 +7,8 @@ The image itself is not looked at: what is right is in the task.
 import re
 from typing import Literal
 
+import msgspec
+
 from infra.chain.processor import score
 from schemas import Experience
 from streams.scores.boxes import Format, num_matched, read_boxes
@@ -23,19 +25,7 @@ _DENIAL = re.compile(r"\b(?:not|never|no\s+longer)\b|n't\b|\bor\b", re.IGNORECAS
 
 
 @score(version=2)
-def vision(
-    experience: Experience,
-    *,
-    kind: Literal["", "count", "read", "choose", "box"] = "",
-    answer: str = "answer",
-    options: str = "options",
-    format: Format = "xyxy",
-    reference_format: Format = "xyxy",
-    threshold: float = 0.5,
-    max_error: float = 0.1,
-    case: bool = False,
-    partial: bool = False,
-) -> float | None:
+class Vision(msgspec.Struct, frozen=True, kw_only=True):
     """1.0 where the answer is right, else 0.0; None without a reference, or where no kind is asked for.
 
     answer: see `Experience.reference`.
@@ -49,24 +39,40 @@ def vision(
     threshold: of that intersection over union.
     partial: for read 1 − edits per character; for boxes 2 · met / (given + wanted), the F1.
     """
-    reference = experience.reference(answer)
-    if reference is None:
-        return None
-    wanted, response = str(reference), experience.response
-    asked = kind or experience.meta.get("kind")
-    if asked not in KINDS:
-        return None
-    if len(response) > MAX_CHARS:
-        return 0.0
-    if asked == "choose":
-        return float(is_right_choice(response, wanted.strip(), experience.meta.get(options)))
-    if asked == "count":
-        return float(_count(response, wanted))
-    if asked == "read":
-        share = _read(response, wanted, case)
-        return share if partial else float(share >= 1.0 - max_error)
-    share = _boxes(response, wanted, format, reference_format, threshold)
-    return share if partial else float(share == 1.0)
+
+    kind: Literal["", "count", "read", "choose", "box"] = ""
+    answer: str = "answer"
+    options: str = "options"
+    format: Format = "xyxy"
+    reference_format: Format = "xyxy"
+    threshold: float = 0.5
+    max_error: float = 0.1
+    case: bool = False
+    partial: bool = False
+
+    def __call__(self, experience: Experience) -> float | None:
+        """Grade one answer; raises ValueError for a reference that is not one of the kind."""
+        reference = experience.reference(self.answer)
+        if reference is None:
+            return None
+        wanted, response = str(reference), experience.response
+        asked = self.kind or experience.meta.get("kind")
+        if asked not in KINDS:
+            return None
+        if len(response) > MAX_CHARS:
+            return 0.0
+        if asked == "choose":
+            return float(is_right_choice(response, wanted.strip(), experience.meta.get(self.options)))
+        if asked == "count":
+            return float(_count(response, wanted))
+        if asked == "read":
+            share = _read(response, wanted, self.case)
+            return share if self.partial else float(share >= 1.0 - self.max_error)
+        share = _boxes(response, wanted, self.format, self.reference_format, self.threshold)
+        return share if self.partial else float(share == 1.0)
+
+
+vision = Vision  # the name that settings use
 
 
 def _count(response: str, wanted: str) -> bool:

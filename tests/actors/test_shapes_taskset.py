@@ -28,12 +28,12 @@ from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Message, Span, Task, make_experience
 from schemas.errors import ConfigError
-from streams.scores.vision import vision
+from streams.scores.vision import Vision
 from tests.actors.rig import memory_log
 
 
 def scored(task: Task, response: str) -> float | None:
-    return vision(
+    return Vision()(
         make_experience(
             tokens=[0, 0], logprobs=[0.0], messages=(*task.messages, Message(role="assistant", content=response)),
             id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(1, 2, 0),),

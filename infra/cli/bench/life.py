@@ -173,18 +173,15 @@ async def _checkpointed(plan: LifePlan, folder: Path, log: Log, running: Watched
     from trainer.journal.checkpoint import places
 
     store = DirectoryStore(folder / "store")
-    reader = await log.assigned(topics.BATCHES, "beginning")
-    steps, deadline_s = 0, time.monotonic() + LIMIT_S
-    try:
-        while True:
-            steps += sum(isinstance(one.value, Batch) for one in await log.read(reader, timeout_s=LOOK_S))
-            newest = max((one.step for one in places(store, plan.app)), default=-1)
-            if 0 <= newest < steps - 1:
-                return steps
-            if running.process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"no checkpoint with a step after it:\n{_words(folder)}")
-    finally:
-        await reader.close()
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        steps = sum([isinstance(one.value, Batch) async for one in log.read_all(topics.BATCHES)])
+        newest = max((one.step for one in places(store, plan.app)), default=-1)
+        if 0 <= newest < steps - 1:
+            return steps
+        if running.process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"no checkpoint with a step after it:\n{_words(folder)}")
+        await asyncio.sleep(LOOK_S)
 
 
 async def _read(plan: LifePlan, bootstrap: str) -> tuple[list[Entry], list[PolicyEvent]]:

@@ -7,37 +7,46 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with, with_flags
 
 
-def demo(
+class DemoFlags(msgspec.Struct, frozen=True):
+    """Which run the demo makes, and how."""
+
     directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
         "runs/demo"
-    ),
+    )
     task: Annotated[
         str, typer.Option(help="arithmetic, guess (several turns with an environment) or shapes (pictures).")
-    ] = ("arithmetic"),
+    ] = "arithmetic"
     minutes: Annotated[
         float, typer.Option(help="Stop issuing tasks after so long.", show_default="4; guess 10, traffic 9")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0,
+    ] = 0.0
+    seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0
     engine: Annotated[
         str, typer.Option(help="vllm or torch; torch for shapes, and with --traffic, where two fit on two cores.")
-    ] = "",
+    ] = ""
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Learn from what simulated users say of a gateway's answers.")
-    ] = False,
+    ] = False
     control: Annotated[
         str,
         typer.Option(
             help="none, shuffled (advantages permuted), sft (supervised share alone) or rl (no demonstrations)."
         ),
-    ] = "none",
+    ] = "none"
     agent: Annotated[
         str, typer.Option(metavar="URL", help="A service that plays guess instead of the built-in workflow.")
-    ] = "",
+    ] = ""
+
+
+@with_flags
+def demo(
+    *,
+    flags: DemoFlags,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False,
 ) -> None:
     """Train a small model through the whole system, and show what happens.
@@ -55,16 +64,16 @@ def demo(
     from infra.cli.demo.settings import DemoOptions, task_of
 
     def run() -> Coroutine[Any, Any, int]:
-        asked = "traffic" if traffic else task
+        asked = "traffic" if flags.traffic else flags.task
         options = DemoOptions(
-            directory=directory,
+            directory=flags.directory,
             task=asked,
-            minutes=minutes or task_of(asked).minutes,
-            seed=seed,
-            engine=engine or task_of(asked).engines[0],
-            control=control,
+            minutes=flags.minutes or task_of(asked).minutes,
+            seed=flags.seed,
+            engine=flags.engine or task_of(asked).engines[0],
+            control=flags.control,
             quiet=as_json,
-            agent=agent,
+            agent=flags.agent,
         )
         return run_demo(options)
 
@@ -111,9 +120,26 @@ def init(
     exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 
 
+class MachineFlags(msgspec.Struct, frozen=True):
+    """The machine that `check --size` reckons with, where that is another than this one."""
+
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Of one GPU, for --size; 0 for none.", show_default="this machine's, or 80")
+    ] = None
+    host_gb: Annotated[
+        float | None, typer.Option(help="Of a host's memory, for --size.", show_default="this machine's")
+    ] = None
+    shm_gb: Annotated[
+        float | None, typer.Option(help="Free in /dev/shm, for --size.", show_default="this machine's")
+    ] = None
+    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next, for --size.")] = 120.0
+
+
+@with_flags
 def check(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
+    *,
     create: Annotated[bool, typer.Option("--create", help="Create missing topics in the broker.")] = False,
     connect: Annotated[
         bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
@@ -121,16 +147,7 @@ def check(
     size: Annotated[
         bool, typer.Option("--size", help="Show what the model needs instead: memory, seconds and disk.")
     ] = False,
-    gpu_gb: Annotated[
-        float | None, typer.Option(help="Of one GPU, for --size; 0 for none.", show_default="this machine's, or 80")
-    ] = None,
-    host_gb: Annotated[
-        float | None, typer.Option(help="Of a host's memory, for --size.", show_default="this machine's")
-    ] = None,
-    shm_gb: Annotated[
-        float | None, typer.Option(help="Free in /dev/shm, for --size.", show_default="this machine's")
-    ] = None,
-    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next, for --size.")] = 120.0,
+    machine: MachineFlags,
 ) -> None:
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
@@ -151,7 +168,7 @@ def check(
     def sized() -> int:
         from infra.cli.size import run_size, this_machine
 
-        return run_size(config, sets, this_machine(gpu_gb, host_gb, shm_gb, step_s))
+        return run_size(config, sets, this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s))
 
     async def tried() -> int:
         from infra.cli.check_connect import run_connect

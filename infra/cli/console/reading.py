@@ -144,12 +144,10 @@ class Reading:
 
     async def letter(self, partition: int, offset: int) -> tuple[int, DeadLetter]:
         """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
-        begins, _ = await self.log.bounds(topics.DEAD_LETTERS)
-        found = await self.log.at(topics.DEAD_LETTERS, partition, [offset]) if partition in begins else {}
-        letter = (await self.log.decoded(found[offset])).value if offset in found else None
-        if not isinstance(letter, DeadLetter) or letter.stage == MARK:
+        message = (await self.log.messages_at(topics.DEAD_LETTERS, partition, [offset])).get(offset)
+        if message is None or not isinstance(message.value, DeadLetter) or message.value.stage == MARK:
             raise NotInLog(f"there is no letter at {partition}@{offset}: the log keeps none for ever")
-        return found[offset].timestamp_ms, letter
+        return message.timestamp_ms, message.value
 
     async def learned(self, version: int) -> PolicyTrace:
         """What a version learned from. Raises NotInLog."""

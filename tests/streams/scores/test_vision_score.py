@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.scores.boxes import MAX_BOXES, num_matched, overlap, read_boxes
-from streams.scores.vision import edits, vision
+from streams.scores.vision import Vision, edits
 
 COUNT = [
     ("5", "5", 1.0),
@@ -79,39 +79,39 @@ OPTIONS = {"answer": "B", "options": '["red", "green"]', "kind": "choose"}
 
 @pytest.mark.parametrize(("answer", "response", "value"), COUNT)
 def test_a_count_is_one_number(answer: str, response: str, value: float) -> None:
-    assert vision(answered(response, answer=answer, kind="count")) == value
+    assert Vision()(answered(response, answer=answer, kind="count")) == value
 
 
 @pytest.mark.parametrize(("answer", "response", "value"), READ)
 def test_a_reading_may_have_few_errors(answer: str, response: str, value: float) -> None:
-    assert vision(answered(response, answer=answer), kind="read") == value
+    assert Vision(kind="read")(answered(response, answer=answer)) == value
 
 
 @pytest.mark.parametrize(("response", "value"), [("B", 1.0), ("green", 1.0), ("red", 0.0), ("A or B", 0.0)])
 def test_a_choice_is_that_of_k12(response: str, value: float) -> None:
-    assert vision(answered(response, **OPTIONS)) == value
+    assert Vision()(answered(response, **OPTIONS)) == value
 
 
 @pytest.mark.parametrize(("answer", "response", "options", "value"), BOX)
 def test_boxes_are_matched_one_to_one(answer: str, response: str, options: dict[str, Any], value: float) -> None:
-    assert vision(answered(response, answer=answer), kind="box", **options) == pytest.approx(value)
+    assert Vision(kind="box", **options)(answered(response, answer=answer)) == pytest.approx(value)
 
 
 def test_case_and_partial_readings() -> None:
-    assert vision(answered("stop", answer="STOP"), kind="read", case=True) == 0.0
-    assert vision(answered("STOB", answer="STOP"), kind="read", partial=True) == 0.75
+    assert Vision(kind="read", case=True)(answered("stop", answer="STOP")) == 0.0
+    assert Vision(kind="read", partial=True)(answered("STOB", answer="STOP")) == 0.75
 
 
 def test_a_task_without_a_reference_or_that_asks_nothing_of_an_image_gets_no_verdict() -> None:
-    assert vision(answered("5"), kind="count") is None
-    assert vision(answered("5", answer="5")) is None
-    assert vision(answered("5", answer="5", kind="number")) is None, "a school question, see k12"
+    assert Vision(kind="count")(answered("5")) is None
+    assert Vision()(answered("5", answer="5")) is None
+    assert Vision()(answered("5", answer="5", kind="number")) is None, "a school question, see k12"
 
 
 @pytest.mark.parametrize(("kind", "answer"), [("count", "many"), ("box", "there"), ("read", " ")])
 def test_a_reference_that_cannot_be_read_is_an_error(kind: Any, answer: str) -> None:
     with pytest.raises(ValueError, match="reference"):
-        vision(answered("5", answer=answer), kind=kind)
+        Vision(kind=kind)(answered("5", answer=answer))
 
 
 @pytest.mark.parametrize(
