@@ -77,7 +77,7 @@ async def run_trainer(
                 tasks.create_task(follow_progress(log, run.supply.intake)),
                 tasks.create_task(follow_reports(log, run.supply.intake)),
                 tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake)),
-                tasks.create_task(report_progress(log, report, lambda: told(run))),
+                tasks.create_task(report_progress(log, report, lambda: reported_version(run))),
             ]
             run.saving.tasks = tasks
             if report.board is not None:
@@ -88,10 +88,10 @@ async def run_trainer(
     finally:
         run.executor.shutdown()
         run.saving.executor.shutdown()
-    await publish_progress(log, report, told(run))
+    await publish_progress(log, report, reported_version(run))
 
 
-def told(run: Run) -> int:
+def reported_version(run: Run) -> int:
     """The version that a report bears; sets the gauge that is read, not counted."""
     run.report.set("groups_waiting", run.supply.intake.buffer.num_waiting())
     return run.position.version
