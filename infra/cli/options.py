@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 import typer
@@ -26,6 +26,8 @@ SetOption = Annotated[
     typer.Option("--set", help="Override one setting, as a.b=c.", metavar="A.B=C", rich_help_panel="Settings"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+Answer = TypeVar("Answer")
+
 DEFAULT = Path("headrace.toml")
 UMASK = "HEADRACE_UMASK"
 OWNERS_ALONE = 0o077
@@ -39,7 +41,7 @@ def umask_of(environment: Mapping[str, str]) -> int:
     return int(mask, 8) if mask and len(mask) <= 4 and set(mask) <= set("01234567") else OWNERS_ALONE
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Have Typer, which makes each parameter of a function a flag, make each field of the records among them one instead."""
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[msgspec.Struct]] = {}
@@ -55,10 +57,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         ]
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> Answer:
         for name, record in records.items():
             values[name] = record(**{field: values.pop(field) for field in record.__struct_fields__})
-        command(**values)
+        return command(**values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     return run

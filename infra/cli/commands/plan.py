@@ -10,27 +10,35 @@ import msgspec
 import typer
 
 from infra.cli.benches import Found
-from infra.cli.options import DEFAULT, ConfigOption, SetOption
+from infra.cli.options import DEFAULT, ConfigOption, SetOption, with_flags
 
 
-def plan(
-    config: ConfigOption = DEFAULT,
-    sets: SetOption = [],  # noqa: B006
-    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample a second.")] = 0.0,
-    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer a second.")] = 0.0,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with what was said before.")] = 1000,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500,
-    rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2,
+class RateFlags(msgspec.Struct, frozen=True):
+    """What comes in, and what one engine and the trainer do."""
+
+    groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample a second.")] = 0.0
+    requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer a second.")] = 0.0
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with what was said before.")] = 1000
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500
+    rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2
     engine_tokens_per_s: Annotated[
         float, typer.Option(min=0, help="That one engine samples; an explorer reports it as tokens_per_s.")
-    ] = 0.0,
+    ] = 0.0
     learner_tokens_per_s: Annotated[
         float, typer.Option(min=0, help="Sampled ones that the trainer trains on; bench learner measures it.")
-    ] = 0.0,
+    ] = 0.0
     measured: Annotated[
         Path | None,
         typer.Option(help="Folder with what other benchmarks printed, as hop.json.", show_default="what is shipped"),
-    ] = None,
+    ] = None
+
+
+@with_flags
+def plan(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    *,
+    flags: RateFlags,
 ) -> Found:
     """What rates need: bytes and disk by topic, stream workers, gateways, explorers, partitions, and what is full first.
 
@@ -46,7 +54,11 @@ def plan(
 
     settings = load_settings(config, sets)
     size = settings.master.num_episodes
-    rates = Rates(groups=groups_per_s, requests=requests_per_s, size=size, prompt=prompt, answer=answer, rated=rated)
-    found = planned(settings, rates, engine=engine_tokens_per_s, learner=learner_tokens_per_s, measured=measured)
+    rates = Rates(
+        groups=flags.groups_per_s, requests=flags.requests_per_s, size=size, prompt=flags.prompt, answer=flags.answer,
+        rated=flags.rated,
+    )  # fmt: skip
+    engine, learner = flags.engine_tokens_per_s, flags.learner_tokens_per_s
+    found = planned(settings, rates, engine=engine, learner=learner, measured=flags.measured)
     figures = msgspec.to_builtins(found) | {"computed": True, "problems": found.problems}
     return Found(figures, lambda: shown(found), width=130, code=1 if found.problems else 0)
