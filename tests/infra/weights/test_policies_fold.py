@@ -61,7 +61,7 @@ events = st.builds(
     owner=st.sampled_from(("gate", "ann", "train/1")),
 )
 histories = st.lists(events | events | events | directives, min_size=20, max_size=40)
-thoroughly = settings(max_examples=300)
+thoroughly = settings(max_examples=200)
 
 
 @thoroughly
