@@ -3,8 +3,10 @@
 import asyncio
 
 import msgspec
+import pytest
 
 from infra.cli.bench.days import CountingBus, summarize
+from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
@@ -128,5 +130,27 @@ def test_after_a_restart_it_is_known_what_was_replaced_before_the_horizon_as_wit
         now_ms[0] += 1000
         await publish(second, 10, 10)
         assert [await second.replaced(keep_ms) for keep_ms in (4500, 3500)] == [5, 6]
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_over_a_broker_a_start_begins_with_the_summary_that_a_version_carries(kafka: str, app_name: str) -> None:
+    async def main() -> None:
+        log, store = Log(KafkaBus(kafka), app_name), MemoryStore()
+        await log.bus.start()
+        await log.create_topics(partitions=1, keep_ms=3_600_000)
+        publisher = await publisher_of(log, store)
+        await publish(publisher, 0, 0)
+        words = [Directive(order="pause", owner="ann"), *[Directive(order="eval", suite="dev")] * LOOK]
+        await log.publish_all(topics.POLICIES, words)
+        await read_on(log, publisher.past)
+        await publish(publisher, 1, 1)
+        summary = await newest_summary(log)
+        assert summary is not None and summary == publisher.past.summary()
+        found, past = await read_policies(log, "main", 1)
+        assert (sorted(found), past.learning, past.begun_at) == ([0, 1], "pause", summary.below)
+        assert [await publisher.replaced(keep_ms) for keep_ms in (3_600_000, 0)] == [-1, 0]
+        await log.bus.close()
 
     asyncio.run(main())
