@@ -19,6 +19,7 @@ from functools import partial
 
 from infra.chain.chain import Step
 from infra.log.log import Log
+from infra.policies.fold import PoliciesFold
 from infra.roles.identity import claim, require_fit
 from infra.roles.role import Role
 from schemas import Directive, PolicyEvent, topics
@@ -69,14 +70,15 @@ async def run_trainer(
         role, config, lease, learner, seed=seed, report=report, image_inputs=image_inputs, max_tokens=max_tokens
     )
     run.chain = chain
-    await hear_directives(log, run.supply.intake)
+    past = run.publisher.past
+    await hear_directives(log, run.supply.intake, past)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(follow_buffer(log, run.supply.intake, role.metrics, partial(tell_dropped, run))),
                 tasks.create_task(follow_progress(log, run.supply.intake)),
                 tasks.create_task(follow_reports(log, run.supply.intake)),
-                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake)),
+                tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake, past)),
                 tasks.create_task(report_progress(log, report, lambda: reported_version(run))),
             ]
             run.saving.tasks = tasks
@@ -97,10 +99,14 @@ def reported_version(run: Run) -> int:
     return run.position.version
 
 
-async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake) -> None:
-    """Hear what operators say. Raises FencedOut as soon as a newer trainer of this policy has announced itself."""
+async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake, past: PoliciesFold) -> None:
+    """Hear what operators say, and fold all that comes.
+
+    Raises FencedOut as soon as a newer trainer of this policy has announced itself.
+    """
     async with aclosing(log.tail(topics.POLICIES, {0: lease.token + 1})) as messages:
         async for message in messages:
+            past.take(message)
             event = message.value
             if isinstance(event, Directive):
                 intake.take_directive(event)

@@ -5,7 +5,7 @@
 
 Guarantees: what fails verification, or what the engine does not reproduce, never serves; the held version serves
 meanwhile; no version that its gate wants is skipped; a reload waits until the gate releases the held version, but at most
-`hold_s`.
+`hold_s`; what is loaded is what a reading of all of `policies` would say, though a start reads from the newest summary on.
 """
 
 import asyncio
@@ -15,20 +15,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from actors.engines.engine import Engine, LoadReport
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow
 from infra.observe.failpoint import reach
+from infra.policies.beginning import newest_summary
 from infra.policies.chain import NUM_SLICES
 from infra.policies.channel import Stable
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
+from infra.policies.summary import Summary
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
 from infra.roles.role import Role
+from infra.roles.unless import unless
 from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel
@@ -71,6 +75,10 @@ class ReadsFiles(Protocol):
 
     version_files: VersionFiles
     """Where it wants them."""
+
+
+class _Lacking(Exception):
+    """What is to be loaded is not known without the events before a summary."""
 
 
 class OpenGate:
@@ -150,6 +158,7 @@ class PolicyFollower:
         self._store_tries: dict[int, int] = {}
         self._refusals: dict[int, int] = {}
         self._changed = asyncio.Event()
+        self._lacks = asyncio.Event()
         self.caught_up = asyncio.Event()
         self.times = ReloadTimes()
 
@@ -159,17 +168,31 @@ class PolicyFollower:
         return self._feed.stable
 
     async def read(self) -> None:
-        """Follow `policies` from its beginning; nothing is loaded until what is there at the call was read."""
+        """Follow `policies` from its newest summary, or its beginning; nothing is loaded until what is there was read.
+
+        From the beginning, too, as soon as a version is wanted that only the events before the summary tell of.
+        """
+        self._lacks.clear()
+        summary = await newest_summary(self._role.log)
+        try:
+            await unless(self._lacks.wait(), self._follow(summary), _Lacking)
+        except _Lacking:
+            _log.info("policies_read_whole: a version is wanted that was published before the summary")
+            await self._follow(None)
+
+    async def _follow(self, summary: Summary | None) -> None:
+        """What was followed before stays in force until this has caught up."""
         self.caught_up.clear()
-        self._feed = PolicyFeed(self._policy, channel=self._channel)
-        log, metrics = self._role.log, self._role.metrics
+        since = None if summary is None else summary.of(self._policy)
+        feed = PolicyFeed(self._policy, channel=self._channel, since=since)
         await follow(
-            log,
+            self._role.log,
             POLICIES,
-            self._apply,
-            metrics=metrics,
+            partial(self._apply, feed),
+            metrics=self._role.metrics,
             caught_up=self.caught_up,
-            changed=lambda at: self._changed.set(),
+            changed=lambda at: self._take_over(feed),
+            starts="beginning" if summary is None else {0: summary.below},
         )
 
     async def load(self) -> None:
@@ -191,18 +214,30 @@ class PolicyFollower:
             await self._let_evals_end()
             await self._swap(policy, event)
 
-    def _apply(self, message: LogMessage) -> None:
+    def _apply(self, feed: PolicyFeed, message: LogMessage) -> None:
         if isinstance(message.value, Directive):
-            self._feed.fence(message.value, message.offset)
-        elif isinstance(message.value, PolicyEvent) and self._feed.apply(message.value, message.offset):
+            feed.fence(message.value, message.offset)
+        elif isinstance(message.value, PolicyEvent) and feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
-            self._role.metrics.gauge("policy_version_published").set(self._feed.newest)
-        self._role.metrics.gauge("policy_version_stable").set(self._feed.stable.version)
+
+    def _take_over(self, feed: PolicyFeed) -> None:
+        """Go by this feed, once it is not behind."""
+        if not self.caught_up.is_set():
+            return
+        self._feed = feed
+        self._changed.set()
+        if feed.events:
+            self._role.metrics.gauge("policy_version_published").set(feed.newest)
+        self._role.metrics.gauge("policy_version_stable").set(feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        held = self._engine.version
+        """None where there is nothing to load, or it is not known before all was read."""
+        held, wanted = self._engine.version, self._gate.wanted()
         self._feed.forget_below(held)
-        return self._feed.next(held, pinned=self._gate.wanted(), refused=self._refused)
+        if self._feed.lacks(held, pinned=wanted, refused=self._refused):
+            self._lacks.set()
+            return None
+        return self._feed.next(held, pinned=wanted, refused=self._refused)
 
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
         """The verified policy; None when it was refused, or when the store failed and it should be looked at again.

@@ -30,7 +30,7 @@ FILES = ("trace.sqlite", CONSOLE)
 FOREVER: Mapping[str, str] = {
     topics.EXPERTS.name: "for ever: what is loaded",
     topics.EVALS.name: "for ever: the answers to each suite of each version that it was asked of, 4 kB one of 512 tokens",
-    topics.POLICIES.name: "for ever: about two records a version, 0.9 GB a year at one each 30 s",
+    topics.POLICIES.name: "for ever: about two records a version, 1 GB a year at one each 30 s",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from infra.policies.channel import Stable, fenced, moved
 from infra.policies.history import LeaseFence
+from infra.policies.summary import PolicySummary
 from schemas import Directive, PolicyEvent
 from schemas.fields import Channel
 
@@ -17,19 +18,22 @@ _CARRIES_WEIGHTS = ("published", "rolled_back")
 
 class PolicyFeed:
     """Version events of one policy in log order. channel: once the stable channel has a version, what a channel serves is
-    wanted and nothing else; of the candidate channel everything. KEPT, PARTS: see `actors.master.kept`.
+    wanted and nothing else; of the candidate channel everything. since: of what lies before the events that it is given, None
+    where it is given all. KEPT, PARTS: see `actors.master.kept`.
     """
 
     KEPT: ClassVar[dict[str, Any]] = {"stable": Stable, "events": dict[int, PolicyEvent], "newest": int}
     PARTS: ClassVar[tuple[str, ...]] = ("_fence",)
 
-    def __init__(self, policy: str, *, channel: Channel = "candidate") -> None:
+    def __init__(self, policy: str, *, channel: Channel = "candidate", since: PolicySummary | None = None) -> None:
+        since = since or PolicySummary(policy)
         self._policy = policy
         self._channel: Channel = channel
-        self.stable = Stable()
-        self._fence = LeaseFence()
-        self.events: dict[int, PolicyEvent] = {}
-        self.newest = 0
+        self._known_from = since.known_from
+        self.stable = since.stable
+        self._fence = LeaseFence(since.token)
+        self.events = since.events()
+        self.newest = since.newest
 
     def fence(self, directive: Directive, offset: int) -> None:
         """Take the next directive. `offset`: where it lies in `policies`."""
@@ -56,6 +60,16 @@ class PolicyFeed:
             return
         for old in [known for known in self.events if known < version]:
             del self.events[old]
+
+    def lacks(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> bool:
+        """Whether `next` may hang on a version of which only the events before a summary tell: then all are to be read."""
+        wanted = self.stable.served(self._channel)
+        if wanted >= 0:
+            return wanted < self._known_from and wanted not in (held, *refused, *self.events)
+        ahead = [version for version in self.events if version > held and version not in refused]
+        unknown = range(held + 1, self._known_from)
+        awaited = any(one in unknown and one not in self.events and one not in refused for one in pinned)
+        return awaited or max(ahead, default=held) < self._known_from - 1
 
     def next(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> PolicyEvent | None:
         """The event to load after `held`: the oldest an evaluation waits for, else the newest; None for none."""

@@ -19,11 +19,13 @@ from pathlib import Path
 import msgspec
 
 from infra.chain.processor import Verdict, score
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.model.classifier import Classifier, build_classifier
 from infra.model.model import Tokenizer, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
 from infra.policies.adapter import described
+from infra.policies.beginning import newest_summary
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy_feed import PolicyFeed
 from infra.store.store import Store
@@ -96,12 +98,16 @@ class Model:
         """Follow the policy until cancelled. Raises ConfigError without an object store."""
         if log.store is None:
             raise ConfigError(f"score model: {self.policy} comes from the object store, and this worker has none")
-        feed = PolicyFeed(self.policy)
+        summary = await newest_summary(log)
+        feed = PolicyFeed(self.policy, since=None if summary is None else summary.of(self.policy))
         follower = PolicyFetcher(log.store, self.policy)
         refused: set[int] = set()
-        reader = await log.assigned(POLICIES, "beginning")
+        reader = await log.assigned(POLICIES, "beginning" if summary is None else {0: summary.below})
         try:
             while True:
+                if feed.lacks(self.version, pinned=(), refused=refused):
+                    feed = PolicyFeed(self.policy)
+                    reader.seek(Partition(log.name(POLICIES), 0), (await log.bounds(POLICIES))[0][0])
                 waiting = feed.next(self.version, pinned=(), refused=refused) is not None
                 for message in await log.read(reader, timeout_s=0.05 if waiting else POLL_S):
                     if isinstance(message.value, PolicyEvent):

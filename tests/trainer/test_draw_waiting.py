@@ -12,6 +12,7 @@ from infra.cli.init import files_of
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
+from infra.policies.fold import PoliciesFold
 from infra.settings.config import Floor, Pacing, decode
 from infra.store.memory import MemoryStore
 from schemas import Block, Closure, Drawn, MasterState, Progress, topics
@@ -43,7 +44,7 @@ def run_of(*blocks: Block, version: int = 3, lanes: dict[str, LaneConfig] | None
     intake = Intake(Buffer({lane: one.max_uses for lane, one in config.lanes.items()}), buffer_next=0, progress_next=0)
     run = Run(
         floor=floor, config=config, log=log, store=store, learner=ScriptedLearner(), lease=lease,
-        publisher=WeightPublisher(log, store, lease, "main", {}), report=TrainerReport(Metrics("train")),
+        publisher=WeightPublisher(log, store, lease, "main", {}, PoliciesFold()), report=TrainerReport(Metrics("train")),
         position=Position(step=9, version=version),
         supply=Supply(config=config, pacing=floor.pacing, intake=intake, seed=1),
     )  # fmt: skip

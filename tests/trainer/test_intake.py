@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
+from infra.policies.fold import PoliciesFold
 from schemas import Closure, MasterState, PolicyEvent, Progress, topics
 from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
@@ -180,7 +181,7 @@ def test_only_a_newer_lease_of_the_same_policy_ends_a_trainer() -> None:
         log = Log(MemoryBus(), "t")
         await log.create_topics(partitions=1, keep_ms=-1)
         lease = await take_lease(log, policy="main", run="r", owner="me")
-        watching = asyncio.create_task(watch_policies(log, lease, "main", intake()))
+        watching = asyncio.create_task(watch_policies(log, lease, "main", intake(), PoliciesFold()))
         await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="other", owner="x"))
         await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=3))
         newer = await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main", owner="newer"))

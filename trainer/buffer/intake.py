@@ -19,6 +19,8 @@ from contextlib import aclosing
 from infra.log.log import Log, LogMessage
 from infra.log.reports import lately
 from infra.observe.metrics import Metrics
+from infra.policies.beginning import read_on
+from infra.policies.fold import PoliciesFold
 from infra.store.seal import FRESH_S
 from schemas import Block, Closure, Directive, Progress, topics
 from trainer.buffer.blocks import digest_of, frame_of
@@ -148,9 +150,7 @@ async def follow_reports(log: Log, intake: Intake) -> None:
                 intake.take_report(message.value)
 
 
-async def hear_directives(log: Log, intake: Intake) -> None:
-    """What operators said before this trainer began."""
-    async for message in log.read_all(topics.POLICIES):
-        if isinstance(message.value, Directive):
-            intake.take_directive(message.value)
-    intake.forget_at_s = math.inf  # what is lost by now is dropped when it is drawn
+async def hear_directives(log: Log, intake: Intake, past: PoliciesFold) -> None:
+    """What operators said before this trainer begins to learn. What is lost by then is dropped when it is drawn."""
+    await read_on(log, past)
+    intake.paused = past.learning == "pause"

@@ -2,6 +2,9 @@
 
 Order: shards, manifest, event. After a restart the executed steps are compared with what was published: equal content is
 not published again, different content takes the next free number and the old one is marked orphaned.
+
+Guarantee: each SUMMARIZE_EVERY records of `policies` a version carries a summary of all before it, so that no start reads more
+of them than lie behind the newest one (see `infra.policies.summary`).
 """
 
 import asyncio
@@ -10,13 +13,17 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from infra.log.bus import Headers, Partition
 from infra.log.log import Log
 from infra.policies.adapter import Adapter
+from infra.policies.beginning import folded, read_on
+from infra.policies.fold import PoliciesFold
 from infra.policies.manifest import decode_manifest, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion
+from infra.policies.summary import HEADER, MAX_BYTES, packed
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease
@@ -24,12 +31,14 @@ from trainer.learners.learner import Weights
 
 logger = logging.getLogger(__name__)
 
+SUMMARIZE_EVERY = 256  # records of `policies`
 PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
 
 
 class WeightPublisher:
-    """One trainer's way to the `policies` topic. events: what was published before, by version. times_ms: when. adapter: of
-    which all versions are, None for whole models.
+    """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
+    published again. past: what is said there; whoever follows the topic folds on what comes. adapter: of which all versions
+    are, None for whole models.
     """
 
     def __init__(
@@ -39,17 +48,20 @@ class WeightPublisher:
         lease: Lease,
         policy: str,
         events: Mapping[int, PolicyEvent],
-        times_ms: Mapping[int, int] | None = None,
+        past: PoliciesFold,
         adapter: Adapter | None = None,
     ) -> None:
+        self.past = past
         self._log = log
         self._store = store
         self._lease = lease
         self._policy = policy
         self._events = dict(events)
-        self._times_ms = dict(times_ms or {})
         self._adapter = adapter
         self._previous: Weights | None = None
+        self._published_ms: int | None = None
+        self._summarized = past.begun_at
+        self._kept: PoliciesFold | None = None
         self._tidied = False
 
     def has(self, version: int) -> bool:
@@ -92,11 +104,24 @@ class WeightPublisher:
             probe=probe,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
-        position = await self._log.publish(topics.POLICIES, event)
+        position = await self._log.publish(topics.POLICIES, event, headers=self._summary())
         self._previous = weights
         self._events[version] = event
-        self._times_ms[version] = position.timestamp_ms
+        self._published_ms = position.timestamp_ms
         return version
+
+    def _summary(self) -> Headers:
+        """The header with a summary, where one is due."""
+        if self.past.next_offset - self._summarized < SUMMARIZE_EVERY:
+            return ()
+        self._summarized = self.past.next_offset
+        data = packed(self.past.summary())
+        if len(data) <= MAX_BYTES:
+            return ((HEADER, data),)
+        logger.warning(
+            "policies_not_summarized bytes=%d expected at most %d: starts read all of it", len(data), MAX_BYTES
+        )
+        return ()
 
     async def _orphan(self, version: int) -> None:
         orphan = PolicyEvent(
@@ -105,11 +130,24 @@ class WeightPublisher:
         await self._log.publish(topics.POLICIES, orphan)
         logger.warning("policy orphaned version=%d: executing its steps again gave other weights", version)
 
-    def prune(self, keep_ms: int, needed: int) -> int:
-        """Remove from the store what was replaced longer than keep_ms ago; how many objects went. Blocking. The first time,
-        also what trainers before this one left unfinished.
+    async def replaced(self, keep_ms: int) -> int:
+        """The newest version that was out keep_ms before the one published last, -1 for none: older ones had been replaced."""
+        if self._published_ms is None:
+            return -1
+        name = self._log.name(topics.POLICIES)
+        stop = (await self._log.bus.offsets_at(name, self._published_ms - keep_ms))[Partition(name, 0)]
+        if self._kept is None:
+            self._kept = await folded(self._log, stop=stop)
+        else:
+            await read_on(self._log, self._kept, stop=stop)
+        found = self._kept.of(self._policy).published()
+        return max((version for version, event in found.items() if event.event == "published"), default=-1)
 
-        needed: oldest version that a resume may compare with.
+    def prune(self, replaced: int, needed: int) -> int:
+        """Remove from the store what is older than both, and not needed by them; how many objects went. Blocking. The first
+        time, also what trainers before this one left unfinished.
+
+        replaced: see the method. needed: oldest version that a resume may compare with.
         """
         unfinished = 0
         if not self._tidied:
@@ -117,9 +155,9 @@ class WeightPublisher:
             self._tidied = True
             if unfinished:
                 logger.info("unfinished versions removed objects=%d", unfinished)
-        newest_ms = max(self._times_ms.values(), default=0)
-        old = [version for version, time_ms in self._times_ms.items() if time_ms < newest_ms - keep_ms]
-        return unfinished + (prune_weights(self._store, self._policy, oldest=min(max(old), needed)) if old else 0)
+        if replaced < 0:
+            return unfinished
+        return unfinished + prune_weights(self._store, self._policy, oldest=min(replaced, needed))
 
 
 def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Adapter | None = None) -> bool:

@@ -113,7 +113,7 @@ async def tidy(run: Run) -> None:
     run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
     oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
-    await run.saving.in_thread(run.publisher.prune, keep_ms, oldest)
+    await run.saving.in_thread(run.publisher.prune, await run.publisher.replaced(keep_ms), oldest)
 
 
 async def trim_journal(log: Log, name: str, begin: int, token: int) -> bool:

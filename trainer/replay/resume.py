@@ -9,14 +9,17 @@ between a step and the next checkpoint is excepted: it is left out, reported and
 
 import asyncio
 import logging
+from contextlib import aclosing
 from functools import partial
 
 from infra.log.log import Log
+from infra.policies.beginning import newest_summary, reading
+from infra.policies.fold import PoliciesFold
 from infra.policies.history import published
 from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
-from schemas import PolicyEvent, Rollback, topics
+from schemas import PolicyEvent, Rollback
 from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
@@ -52,12 +55,10 @@ async def resume(
 ) -> Run:
     """A run at the point where the journal ends. Raises FencedOut, OffsetOutOfRange, ConfigError."""
     floor, log, store = role.floor, role.log, role.store
-    events = await read_policies(log)
-    found = published([(offset, event) for offset, _, event in events], floor.policy.name)
-    times_ms = {event.version: time_ms for _, time_ms, event in events if found.get(event.version) == event}
-    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, times_ms, learner.adapter)
     state, journal = await find_start(log, store, lease, take_from(learner))
     position = state.position if state else checkpoint.Position()
+    found, past = await read_policies(log, floor.policy.name, position.version)
+    publisher = WeightPublisher(log, store, lease, floor.policy.name, found, past, learner.adapter)
     uses = state.uses if state else None
     buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
     clock = asyncio.get_running_loop().time
@@ -112,13 +113,13 @@ async def find_start(
     return None, await read_journal(log, lease)
 
 
-async def read_policies(log: Log) -> list[tuple[int, int, PolicyEvent]]:
-    """Every policy event with its offset and time."""
-    return [
-        (message.offset, message.timestamp_ms, message.value)
-        async for message in log.read_all(topics.POLICIES)
-        if isinstance(message.value, PolicyEvent)
-    ]
+async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, PolicyEvent], PoliciesFold]:
+    """What was published of a policy, all of it from `version` on; and what is said in `policies` besides."""
+    summary = await newest_summary(log, fits=lambda one: one.of(policy).known_from <= version)
+    fold = PoliciesFold(summary)
+    async with aclosing(reading(log, fold)) as messages:
+        events = [(one.offset, one.value) async for one in messages if isinstance(one.value, PolicyEvent)]
+    return published(events, policy, None if summary is None else summary.of(policy)), fold
 
 
 async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:

@@ -11,20 +11,29 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from infra.cli import export_model
-from infra.cli.bench.starts import REPORT, log_of_groups, master_start, store_records
+import msgspec
+
+from actors.engines.reload import PolicyFollower
+from actors.engines.scripted import ScriptedEngine
+from infra.cli.bench.starts import APP, REPORT, log_of_groups, master_start, store_records
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, MemoryReader
-from infra.policies.history import published
+from infra.observe.metrics import Metrics
+from infra.policies.fold import PoliciesFold
+from infra.policies.summary import HEADER, packed
+from infra.roles.role import Role
+from infra.settings.config import Floor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.topics import POLICIES, REPORTS
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake, hear_directives
+from trainer.loop.publication import SUMMARIZE_EVERY
 from trainer.replay.resume import read_policies
 
 STEP_S = 30
+CHECKPOINT_VERSIONS = 20  # as trainer.checkpoint_every is by default
 REPORTS_AN_HOUR = 10_000
 
 
@@ -81,12 +90,15 @@ async def _start_of(day: int, answers: int, versions: int) -> dict[str, float]:
             PolicyEvent(event="held", policy="main", version=version, channel="stable", owner="ann", stats=stats)
         )
     store_records(log, POLICIES, said)
+    summarize(log)
     store_records(log, REPORTS, [REPORT] * REPORTS_AN_HOUR)
     await master_start(log, store)  # leaves a snapshot, as the master before has
     figures: dict[str, float] = {}
     roles: dict[str, Callable[[], Awaitable[object]]] = {
-        "master": lambda: master_start(log, store), "trainer": lambda: _trainer(log), "engine": lambda: _engine(log)
-    }  # fmt: skip
+        "master": lambda: master_start(log, store),
+        "trainer": lambda: _trainer(log, versions * day - 1 - CHECKPOINT_VERSIONS),
+        "engine": lambda: _engine(log, store),
+    }
     for role, start in roles.items():
         bus.read.clear()
         began_s = time.process_time()
@@ -97,12 +109,33 @@ async def _start_of(day: int, answers: int, versions: int) -> dict[str, float]:
     return figures
 
 
-async def _trainer(log: Log) -> None:
-    """What a trainer reads beside its checkpoint and what was journaled since."""
-    published([(offset, event) for offset, _, event in await read_policies(log)], "main")
-    await hear_directives(log, Intake(Buffer({}), buffer_next=0, progress_next=0, clock=time.monotonic))
+def summarize(log: Log) -> None:
+    """Give versions of a log in memory the header that a trainer would have given them."""
+    bus, fold, since = log.bus, PoliciesFold(), 0
+    assert isinstance(bus, MemoryBus)
+    records = bus.log(Partition(log.name(POLICIES), 0)).records
+    for place, record in enumerate(records):
+        message = log.decode(record)
+        is_version = isinstance(message.value, PolicyEvent) and message.value.event == "published"
+        if is_version and record.offset - since >= SUMMARIZE_EVERY:
+            header = (HEADER, packed(fold.summary()))
+            records[place] = msgspec.structs.replace(record, headers=(*record.headers, header))
+            since = record.offset
+        fold.take(message)
 
 
-async def _engine(log: Log) -> None:
+async def _trainer(log: Log, version: int) -> None:
+    """What a trainer reads beside its checkpoint, which is of this version, and what was journaled since."""
+    _, past = await read_policies(log, "main", version)
+    await hear_directives(log, Intake(Buffer({}), buffer_next=0, progress_next=0, clock=time.monotonic), past)
+
+
+async def _engine(log: Log, store: MemoryStore) -> None:
     """What an explorer and a gateway read before they load a version."""
-    await export_model.published(log, "main", "newest")
+    metrics = Metrics("explore")
+    role = Role(floor=Floor(app=APP), log=log, store=store, metrics=metrics, stop=asyncio.Event(), instance="explore/1")
+    follower = PolicyFollower(role, ScriptedEngine())
+    reading = asyncio.create_task(follower.read())
+    await follower.caught_up.wait()
+    reading.cancel()
+    await asyncio.wait([reading])

@@ -10,6 +10,7 @@ import pytest
 from answers import answered
 
 from infra.chain.chain import Context, make_step, run_chain
+from infra.cli.bench.days import CountingBus, summarize
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -17,6 +18,7 @@ from infra.model.classifier import build_classifier
 from infra.model.model import model_tensors
 from infra.observe.metrics import Metrics
 from infra.policies.adapter import Adapter
+from infra.policies.beginning import LOOK
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
@@ -123,6 +125,29 @@ def test_verdicts_follow_what_is_published_and_a_corrupt_version_changes_nothing
             await announce(published(store, 4, versions_of(weights, 10.0)))
             await until(lambda: score.version == 4)
             assert (await verdict(score))[0] == pytest.approx(first)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_worker_that_begins_with_a_summary_of_policies_judges_with_the_newest_version(
+    folder: Path, weights: dict[str, Tensor]
+) -> None:
+    store = MemoryStore()
+    score = Model(folder=str(folder), policy="reward", wait_s=120)
+
+    async def run() -> None:
+        bus = CountingBus()
+        log = Log(bus, "test", store=store)
+        await log.create_topics(partitions=1, keep_ms=1000)
+        await log.publish(POLICIES, published(store, 1, versions_of(weights, 10.0)))
+        for version in range(3 * LOOK):
+            other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
+            await log.publish(POLICIES, other)
+        summarize(log)
+        async with following(score, log, Metrics("test")):
+            assert (await verdict(score))[1] == "1+reward-1"
+        assert bus.read[log.name(POLICIES)] < 2 * LOOK
 
     asyncio.run(run())
 

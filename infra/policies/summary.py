@@ -1,0 +1,147 @@
+"""What `policies` says up to a place in it, in few bytes: whoever begins reads from there, and not from the first record.
+
+    policies   0 ……………… 811 │ 812 … 905 │ 906: a version, with the summary of all below 812 in a header │ 907 … end
+                             └─────────────────────────── what a start reads ──────────────────────────────────┘
+
+A summary is a function of the records below its place, so each is a true one, whoever wrote it and however late. It names the
+last of these by a digest of its time and bytes: in a log that lost records and went on otherwise it counts for nothing. It lies
+in a header, so that older releases pass over it and no damage to it costs a version. Pure.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from infra.log.bus import Record
+from infra.policies.channel import Stable
+from schemas import PolicyEvent
+from schemas.fields import PolicyEventKind
+
+FORMAT = 1  # of the layout, and of the rules by which records count
+HEADER = "policies"
+MAX_BYTES = 1024 * 1024
+SUM_BYTES = 16
+
+Learning = Literal["", "drain", "pause", "continue"]
+
+
+class SummaryRefused(Exception):
+    """A summary that is not used, and why."""
+
+
+class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine and a trainer need of the event of a version.
+
+    Example: VersionEntry("published", 12, 11, 17, 12, "policies/main/17/manifests/12.json", "9f…")
+    """
+
+    event: PolicyEventKind
+    version: int
+    parent: int
+    token: int
+    step: int
+    manifest: str
+    sha256: str
+
+
+class PolicySummary(msgspec.Struct, frozen=True):
+    """What was said of one policy. token: of the newest trainer's lease. newest: the highest version with weights.
+
+    announced: versions that an engine may load. otherwise: those that a trainer takes for something else, as an orphaned one
+    (see `infra.policies.history`). known_from: from this version on all are there; of older ones those that a channel
+    serves.
+
+    Example: PolicySummary(policy="main", token=17, newest=144, known_from=81)
+    """
+
+    policy: str
+    stable: Stable = Stable()
+    token: int = -1
+    newest: int = 0
+    known_from: int = 0
+    announced: tuple[VersionEntry, ...] = ()
+    otherwise: tuple[VersionEntry, ...] = ()
+
+    def events(self) -> dict[int, PolicyEvent]:
+        """Version → the event that announces it."""
+        return {one.version: _event(self.policy, one) for one in self.announced}
+
+    def published(self) -> dict[int, PolicyEvent]:
+        """Version → its event, as `infra.policies.history.published` has it, from `known_from` on."""
+        found = {version: event for version, event in self.events().items() if event.event == "published"}
+        return found | {one.version: _event(self.policy, one) for one in self.otherwise}
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Of all policies. below: the offset in `policies` up to which it tells. last: digest of the record before that. lease: of
+    the newest master, -1 before one. learning: an operator's newest word, "" before the first.
+
+    Example: Summary(format=1, below=812, last="3a…", lease=17, learning="", policies=(PolicySummary("main"),))
+    """
+
+    format: int
+    below: int
+    last: str
+    lease: int
+    learning: Learning
+    policies: tuple[PolicySummary, ...]
+
+    def of(self, policy: str) -> PolicySummary:
+        """What was said of a policy; of one of which nothing was, too."""
+        begun = PolicySummary(policy, Stable(lease=self.lease))
+        return next((one for one in self.policies if one.policy == policy), begun)
+
+
+class _Numbered(msgspec.Struct):
+    format: int
+
+
+def packed(summary: Summary) -> bytes:
+    """Its bytes, behind their sum."""
+    data = msgspec.msgpack.encode(summary)
+    return _sum(data) + data
+
+
+def unpacked(stored: bytes) -> Summary:
+    """Raises SummaryRefused for what is damaged or of another format."""
+    data = stored[SUM_BYTES:]
+    if stored[:SUM_BYTES] != _sum(data):
+        raise SummaryRefused(f"damaged: {len(stored)} bytes whose sum is not the one they begin with")
+    try:
+        if (number := msgspec.msgpack.decode(data, type=_Numbered).format) != FORMAT:
+            raise SummaryRefused(f"of format {number}, this release reads {FORMAT}")
+        return msgspec.msgpack.decode(data, type=Summary)
+    except msgspec.MsgspecError as error:
+        raise SummaryRefused(f"not read: {error}") from error
+
+
+def entries(events: Iterable[PolicyEvent]) -> tuple[VersionEntry, ...]:
+    """What a summary keeps of these events."""
+    return tuple(
+        VersionEntry(one.event, one.version, one.parent, one.token, one.step, one.manifest, one.manifest_sha256)
+        for one in events
+    )
+
+
+def digest_of(record: Record) -> str:
+    """By which a record is known: its time and its bytes."""
+    return hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16).hexdigest()
+
+
+def _event(policy: str, one: VersionEntry) -> PolicyEvent:
+    return PolicyEvent(
+        event=one.event,
+        policy=policy,
+        version=one.version,
+        parent=one.parent,
+        token=one.token,
+        manifest=one.manifest,
+        manifest_sha256=one.sha256,
+        step=one.step,
+    )
+
+
+def _sum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=SUM_BYTES).digest()
