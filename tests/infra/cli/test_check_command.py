@@ -95,8 +95,13 @@ def test_the_resolved_chain_is_shown_in_order_with_versions_and_options(config: 
 
 def test_what_was_not_tried_is_said_with_the_command_that_tries_it(config: Path) -> None:
     said = " ".join(check(config).stdout.split())
-    assert "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them" in said
-    assert "a role reads the settings when it starts: those that run keep the old ones until they are started again" in said
+    assert (
+        "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them" in said
+    )
+    assert (
+        "a role reads the settings when it starts: those that run keep the old ones until they are started again"
+        in said
+    )
 
 
 def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
