@@ -8,8 +8,8 @@ END_S of a signal, or of an error, whatever its broker does.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
 from streams.config import StreamsConfig
+from streams.log_time import LogTime
 from streams.sources.companion import companions
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
@@ -79,20 +80,20 @@ async def run_worker(
     folder = ClaimedFolder(state_folder or floor.folder / "state")
     try:
         async with asyncio.TaskGroup() as tasks:
-            hosts = []
+            hosts, log_time = [], LogTime()
             for stage in stages:
                 chain = " ".join(step.stamp for step in steps[stage])
                 hosts.append(HostedStage(log, login, stage, folder.path, chain))
                 often = Often(config.collect.snapshot_s, config.collect.snapshot_records)
                 settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"], often=often)
-                _feed(hosts[-1], log, metrics, tasks, steps, settings)
+                _feed(hosts[-1], role, tasks, steps, settings, log_time)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
             beside = [
                 tasks.create_task(one.accompany(log, metrics))
                 for one in companions([*steps["verify"], *steps["collect"]])
             ]
             try:
-                await _host(hosts, role, stuck_s)
+                await _host(hosts, role, stuck_s, log_time)
             finally:
                 for task in (listening, *beside):
                     task.cancel()
@@ -103,25 +104,28 @@ async def run_worker(
 
 
 def _feed(
-    host: HostedStage, log: Log, metrics: Metrics, tasks: asyncio.TaskGroup, steps: Steps, settings: CollectSettings
+    host: HostedStage, role: Role, tasks: asyncio.TaskGroup, steps: Steps, settings: CollectSettings, log_time: LogTime
 ) -> None:
     """Give a stage its topics, each with the driver that takes its records."""
+    log, metrics = role.log, role.metrics
     if host.stage == "tasks":
         host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"], log), log, metrics, tasks))
     elif host.stage == "verify":
         for topic in (EXPERIENCES, EXPERTS):
             host.add(topic, WindowDriver("verify", Verifier(steps["verify"]), log, metrics, tasks))
     else:
-        host.add(VERIFIED, CollectDriver(log, metrics, settings, _committed(log, host.group), tasks))
+        committed = _committed(log, host.group)
+        host.add(VERIFIED, CollectDriver(log, metrics, settings, committed, tasks, wall_ms=log_time.now_ms))
 
 
-async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> None:
+async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float, log_time: LogTime) -> None:
     """Start, watch, stop."""
     log, metrics, instance, stop = role.log, role.metrics, role.instance, role.stop
     state = ["starting"]
     metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
     async with asyncio.TaskGroup() as around:
-        watchers = [around.create_task(report(log, lambda: _progress(hosts, metrics, instance, state[0])))]
+        now = partial(_progress, hosts, metrics, instance, log_time.now_ms)
+        watchers = [around.create_task(report(log, lambda: now(state[0]), log_time.heard))]
         try:
             async with asyncio.TaskGroup() as starting:
                 for host in hosts:
@@ -141,17 +145,19 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float) -> Non
                     await host.stop()
                     for driver in host.drivers.values():
                         await driver.finish()
-    await log.publish(REPORTS, _progress(hosts, metrics, instance, state[0]))
+    await log.publish(REPORTS, now(state[0]))
 
 
-def _progress(hosts: Sequence[HostedStage], metrics: Metrics, instance: str, state: str) -> Progress:
+def _progress(
+    hosts: Sequence[HostedStage], metrics: Metrics, instance: str, now_ms: Callable[[], int], state: str
+) -> Progress:
     """How this worker is doing; sets the gauges that are read, not counted."""
     waits = together(driver.waits() for host in hosts for driver in host.drivers.values())
     for host in hosts:
         if host.stage == "collect":
             metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
             came = [came_ms for driver in host.drivers.values() if (came_ms := driver.oldest_ms())]
-            metrics.gauge("oldest_waiting_s").set(max(0.0, time.time() - min(came) / 1000) if came else 0.0)
+            metrics.gauge("oldest_waiting_s").set(max(0.0, now_ms() - min(came)) / 1000 if came else 0.0)
             metrics.gauge("answers_waiting").set(waits.answers)
             metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())

@@ -89,11 +89,13 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     )
 
 
-async def report(log: Log, now: Callable[[], Progress]) -> None:
-    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
+async def report(log: Log, now: Callable[[], Progress], heard: Callable[[int], None]) -> None:
+    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process. heard: is told
+    when it was stored, in log-append milliseconds.
+    """
     while True:
         try:
-            await log.publish(REPORTS, now())
+            heard((await log.publish(REPORTS, now())).timestamp_ms)
         except BrokerUnavailable as error:
             end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)

@@ -10,7 +10,8 @@ from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.expected import Expect
-from infra.settings.config import Floor, Use, decode, duration_s
+from infra.observe.release import release
+from infra.settings.config import Floor, UnknownKey, Use, decode, duration_s
 from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 from streams.config import (
@@ -70,5 +71,8 @@ def load_settings(path: Path, sets: Iterable[str] = ()) -> Settings:
     """Read, override and check the file; raises ConfigError."""
     if not path.exists():
         raise ConfigError(f"{path}: no such file; expected a {DEFAULT_FILE} here, or --config FILE")
-    settings = decode(read_toml(path, sets), Settings, str(path))
+    try:
+        settings = decode(read_toml(path, sets), Settings, str(path))
+    except UnknownKey as error:
+        raise ConfigError(f"{error} (this is release {release()}; a later one may know it)") from error
     return msgspec.structs.replace(settings, folder=path.resolve().parent)

@@ -292,6 +292,10 @@ class Floor(Section, frozen=True):
         return model
 
 
+class UnknownKey(ConfigError):
+    """A key that this release does not have."""
+
+
 def duration_s(text: str) -> float:
     """Seconds of a duration; raises ConfigError.
 
@@ -333,7 +337,7 @@ def _check_keys(value: Mapping[str, object], struct: type[msgspec.Struct], path:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"expected one of {', '.join(fields)}"
-            raise ConfigError(f"{where}: {join(path, key)}: unknown key, {hint}")
+            raise UnknownKey(f"{where}: {join(path, key)}: unknown key, {hint}")
         _check(item, fields[key].type, join(path, key), where)
     for key, field in fields.items():
         if field.required and key not in value:

@@ -307,6 +307,8 @@ class S3Store:
     def _failure(self, verb: str, key: str, code: str, message: str) -> StoreError:
         if code in ("NoSuchKey", "NoSuchObject", "ResourceNotFound"):
             return NotInStore(f"{verb} {key!r}: not in {self!r}")
+        if code == "RequestTimeTooSkewed":
+            message += ": this machine's clock is off"
         failure = StoreError(f"{verb} {key!r} in {self!r}: {code}: {message}")
         failure.retriable = code not in _FINAL_CODES
         return failure

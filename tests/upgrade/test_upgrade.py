@@ -1,6 +1,7 @@
 """What earlier releases wrote is read by every later commit, with the values it had."""
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +111,7 @@ def newer_settings(folder: Path) -> object:
         (newer_claim, UnknownMajor, "claim of format 2.*upgrade"),
         (lambda folder: decode_manifest(b'{"format": 4}'), ValueError, "format 4.*upgrade"),
         (newer_archive, BadFrame, "format 2.*upgrade"),
-        (newer_settings, ConfigError, "max_stalenes.*max_staleness"),
+        (newer_settings, ConfigError, f"max_stalenes.*max_staleness.*this is release {re.escape(release())}"),
     ],
     ids=["frame", "claim", "manifest", "archive", "settings"],
 )

@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
-from infra.observe.release import full_release
+from infra.observe.release import full_release, release
 
 SETTINGS = 'app = "bot"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\ndeadline_s = 0.3\n'
 NEEDS_CONFIG = (
@@ -89,6 +89,7 @@ def test_a_missing_config_is_one_line_that_says_what_is_expected(arguments: list
     [
         ('app = "bot"\n[trainer]\nlerning_rate = 1\n', ['trainer.lerning_rate', 'did you mean "learning_rate"?']),
         ('app = "bot"\n[pacing]\nmax_staleness = "two"\n', ["pacing.max_staleness", "got 'two'", "expected a whole number"]),
+        ('app = "bot"\n[kafka]\ntiered = true\n', ["kafka.tiered", "unknown key", f"this is release {release()}"]),
         ('app = "bot"\n[kafka]\npartitions = 0\n', ["kafka.partitions", "got 0", "1 or more"]),
         ("[kafka]\n", ["app", "missing"]),
         ('app = "bot"\nplugins = [\n', ["not valid TOML", "at end of document"]),
