@@ -9,7 +9,6 @@ opened the session allows to be done with it. Logs of the first release hold pla
 `ids.subject_of`): they stay readable, and `forget` looks for both.
 """
 
-import hashlib
 import hmac
 from collections.abc import Iterable
 from typing import Literal
@@ -32,7 +31,7 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     'nqjwlddn'
     """
     spelled = msgspec.json.encode((kind, *names))  # no two lists of names are spelled alike
-    return ids.spelled(hmac.new(secret, spelled, hashlib.sha256).hexdigest()[:letters])
+    return ids.spelled(hmac.digest(secret, spelled, "sha256").hex()[:letters])
 
 
 def rater_of(kind: Literal["key", "answer"], identity: str) -> str:

@@ -42,28 +42,31 @@ class Metrics:
         build.labels(role, release()).set(1)
         self._lock = threading.Lock()
         self._families: dict[str, Counter | Gauge | Histogram] = {}
+        self._known: dict[
+            tuple[object, ...], Counter | Gauge | Histogram
+        ] = {}  # what was asked for before, by name and labels
         self._checks: dict[str, Callable[[], str]] = {}
         self._server: ThreadingHTTPServer | None = None
 
     def counter(self, name: str, **labels: str) -> Counter:
         """The counter `name` under these labels; `.inc(amount)` it."""
-        family = self._family(name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry))
-        assert isinstance(family, Counter)
-        return family.labels(**labels) if labels else family
+        made = self._under(name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry))
+        assert isinstance(made, Counter)
+        return made
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         """The gauge `name` under these labels; `.set(value)` it."""
-        family = self._family(name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry))
-        assert isinstance(family, Gauge)
-        return family.labels(**labels) if labels else family
+        made = self._under(name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry))
+        assert isinstance(made, Gauge)
+        return made
 
     def histogram(self, name: str, *, buckets: Sequence[float] = DEFAULT_BUCKETS, **labels: str) -> Histogram:
         """The histogram `name` under these labels; `.observe(value)` it. The first call decides the buckets."""
-        family = self._family(
+        made = self._under(
             name, labels, lambda: Histogram(PREFIX + name, name, list(labels), buckets=buckets, registry=self.registry)
         )
-        assert isinstance(family, Histogram)
-        return family.labels(**labels) if labels else family
+        assert isinstance(made, Histogram)
+        return made
 
     def check(self, name: str, state: Callable[[], str]) -> None:
         """Have `/healthz` ask `state`: "" is healthy, anything else says what is wrong."""
@@ -120,14 +123,19 @@ class Metrics:
             server.shutdown()
             server.server_close()
 
-    def _family(
+    def _under(
         self, name: str, labels: dict[str, str], create: Callable[[], Counter | Gauge | Histogram]
     ) -> Counter | Gauge | Histogram:
-        with self._lock:
-            family = self._families.get(name)
-            if family is None:
-                family = self._families[name] = create()
-            return family
+        """What counts under these labels. Found anew each time it would be a good part of what a short answer costs."""
+        place = (name, *labels.items())
+        found = self._known.get(place)
+        if found is None:
+            with self._lock:
+                family = self._families.get(name)
+                if family is None:
+                    family = self._families[name] = create()
+            found = self._known[place] = family.labels(**labels) if labels else family
+        return found
 
     def _values(self, kind: str) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -58,21 +58,21 @@ def _flat(name: str, figures: Any) -> list[BenchRow]:
 
 
 def _beside(name: str, figures: Any) -> list[BenchRow]:
-    """Each peer by the best rounds, in µs of processor time of an answer."""
+    """Each peer by the best rounds, in µs of processor time of an answer; of wall time where that has a target."""
     found = msgspec.convert(figures, list[Beside])
-    ours = {one.case: one.cpu_us[0] for one in found if one.name == OURS}
-    return [
-        BenchRow(
-            name,
-            f"{one.case}, {one.name}",
-            one.times[0],
-            ours=ours[one.case],
-            peer=one.cpu_us[0],
-            low=float("-inf") if one.target is None else one.target,
-        )
-        for one in found
-        if one.times is not None
-    ]
+    ours = {one.case: one for one in found if one.name == OURS}
+    rows = []
+    for one in found:
+        own, what = ours[one.case], f"{one.case}, {one.name}"
+        if one.times is not None:
+            low = float("-inf") if one.target is None else one.target
+            rows.append(BenchRow(name, what, one.times[0], ours=own.cpu_us[0], peer=one.cpu_us[0], low=low))
+        if one.sooner is not None and one.sooner_target is not None:
+            low = one.sooner_target
+            rows.append(
+                BenchRow(name, f"{what}, wall", one.sooner[0], ours=own.wall_us[0], peer=one.wall_us[0], low=low)
+            )
+    return rows
 
 
 def _codec(name: str, figures: Any) -> list[BenchRow]:
@@ -108,6 +108,7 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "weights": _flat,
     "learner": _learner,
     "gateway": _flat,
+    "gateway-peers": _beside,
 }
 
 

@@ -6,6 +6,7 @@ kept, of processor time and of wall time; ratios are of processor time, which a 
 
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -21,7 +22,8 @@ class Spent(msgspec.Struct, frozen=True):
 
 class Beside(msgspec.Struct, frozen=True):
     """One contestant in one case. cpu_us, wall_us: of one experience, (best round, median round). times: by how much ours is
-    cheaper in processor time, likewise; below 1 the peer is. None for ours. target: of `times`, None for none.
+    cheaper in processor time, likewise; below 1 the peer is. sooner: the same of wall time. None for ours. target,
+    sooner_target: of them, None for none.
     """
 
     case: str
@@ -30,12 +32,18 @@ class Beside(msgspec.Struct, frozen=True):
     wall_us: tuple[float, float]
     times: tuple[float, float] | None = None
     target: float | None = None
+    sooner: tuple[float, float] | None = None
+    sooner_target: float | None = None
 
 
 def compared(
-    case: str, spent: Mapping[str, Sequence[Spent]], experiences: int, targets: Mapping[str, float]
+    case: str,
+    spent: Mapping[str, Sequence[Spent]],
+    experiences: int,
+    targets: Mapping[str, float],
+    sooner_targets: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Beside]:
-    """Ours first, then its peers. experiences: of each round. targets: by peer."""
+    """Ours first, then its peers. experiences: of each round. targets: of processor time, by peer; sooner_targets: of wall."""
     found = [
         Beside(
             case=case,
@@ -43,16 +51,21 @@ def compared(
             cpu_us=_each([one.cpu_s for one in rounds], experiences),
             wall_us=_each([one.wall_s for one in rounds], experiences),
             target=targets.get(name),
+            sooner_target=sooner_targets.get(name),
         )
         for name, rounds in sorted(spent.items(), key=lambda pair: pair[0] != OURS)
     ]
-    ours = found[0].cpu_us
+    ours = found[0]
     return [
         one
         if one.name == OURS
-        else msgspec.structs.replace(one, times=(one.cpu_us[0] / ours[0], one.cpu_us[1] / ours[1]))
+        else msgspec.structs.replace(one, times=_over(one.cpu_us, ours.cpu_us), sooner=_over(one.wall_us, ours.wall_us))
         for one in found
     ]
+
+
+def _over(peer: tuple[float, float], ours: tuple[float, float]) -> tuple[float, float]:
+    return (peer[0] / ours[0], peer[1] / ours[1])
 
 
 def _each(seconds: Sequence[float], experiences: int) -> tuple[float, float]:

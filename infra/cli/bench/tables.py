@@ -45,21 +45,28 @@ def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def beside_table(name: str, found: Sequence[Beside]) -> Table:
-    """One row a contestant; of each figure the best round and the median one."""
+    """One row a contestant; of each figure the best round and the median one. How much sooner ours is stands there where it has
+    a target.
+    """
     table = Table("case", "", title=f"bench {name}: µs of an answer, best round and median")
-    for title in ("CPU", "wall", "headrace is cheaper by", "target"):
+    is_timed = any(one.sooner_target is not None for one in found)
+    for title in ("CPU", "wall", "headrace is cheaper by", "target", *(("sooner by", "target") if is_timed else ())):
         table.add_column(title, justify="right")
     for one in found:
-        times, target = "", ""
-        if one.times is not None:
-            times = f"{one.times[0]:.2f}, {one.times[1]:.2f} times"
-        if one.target is not None:
-            target = f"at least {number(one.target)}"
-        met = one.times is not None and one.target is not None and one.times[0] >= one.target
-        style = "" if one.target is None else "green" if met else "red"
-        cells = [", ".join(number(round(us, 1)) for us in pair) for pair in (one.cpu_us, one.wall_us)]
-        table.add_row(one.case if one.name == OURS else "", one.name, *cells, Text(times, style=style), target)
+        cells: list[str | Text] = [", ".join(number(round(us, 1)) for us in pair) for pair in (one.cpu_us, one.wall_us)]
+        cells += _against(one.times, one.target)
+        if is_timed:
+            cells += _against(one.sooner, one.sooner_target)
+        table.add_row(one.case if one.name == OURS else "", one.name, *cells)
     return table
+
+
+def _against(times: tuple[float, float] | None, target: float | None) -> tuple[Text, str]:
+    """A ratio, green where its target is met and red where it is not, and the target."""
+    met = times is not None and target is not None and times[0] >= target
+    style = "" if target is None else "green" if met else "red"
+    said = "" if times is None else f"{times[0]:.2f}, {times[1]:.2f} times"
+    return Text(said, style=style), "" if target is None else f"at least {number(target)}"
 
 
 def all_table(rows: "Sequence[BenchRow]") -> Table:

@@ -101,6 +101,19 @@ def transport(
     return beside("transport", run(TransportPlan(rounds=repeat, answers=answers), tell))
 
 
+def gateway_peers(
+    repeat: RepeatOption = 5,
+    model: Annotated[bool, typer.Option(help="Also over vLLM, beside vLLM's own server.")] = True,
+) -> Found:
+    """The gateway, recording, beside bare uvicorn, Starlette and vLLM's own server at 1, 16 and 64 clients, plain and streamed.
+
+    Processor time of an answer, and how many come a second. A peer that is missing is named and left out. Minutes.
+    """
+    from infra.cli.bench.gateway_peers import PeersPlan, run
+
+    return beside("gateway-peers", run(PeersPlan(rounds=repeat, model=model), tell))
+
+
 def weights(
     gb: Annotated[
         float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about nine times as much memory.")
@@ -355,6 +368,6 @@ def state(
 
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
-    codec, hop, transport, weights, takeover, audit, console_load, fan_out, families, reload,
+    codec, hop, transport, gateway_peers, weights, takeover, audit, console_load, fan_out, families, reload,
     offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip
