@@ -138,7 +138,7 @@ class OpenEnv:
         return {**self._action, **said}
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> _OpenEnvReply:
-        """Raises _Full, _Unreadable, RuntimeError for all else that is no answer."""
+        """Raises _Full, _Unreadable, RuntimeError for any other reply that is not an answer."""
         assert self._socket is not None, "reset comes first"
         try:
             with contextlib.suppress(ConnectionClosed):  # a server that is full says so unasked, and closes
