@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench-deps demo test test-fast sandbox-told test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench-deps demo test test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -59,14 +59,14 @@ demo: install    ## train a small model through Kafka, Faust and vLLM (four to s
 # Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
 # Kafka's own build. `make test-fast` gives no second try. Slow tests go file by file, so that those of a file share a broker,
 # an engine or a run of the demo; most of them wait for processes, and two files at once fill the two cores.
-test: sandbox-told check agents ## everything: linters, types, unit and end-to-end tests
+test: missing-tools check agents ## everything: linters, types, unit and end-to-end tests
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 
-test-fast: sandbox-told install ## the first case of every grid; no broker, no engine process, no long search
+test-fast: missing-tools install ## the first case of every grid; no broker, no engine process, no long search
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu and not long" $(ARGS)
 
-sandbox-told:
+missing-tools:
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || command -v bwrap >/dev/null || echo "make: no bwrap on PATH: some 250 tests of what confines untrusted code will be left out; to have them: apt-get install bubblewrap"
 	@[ -e /usr/bin/chromium ] || echo "make: no /usr/bin/chromium: the tests of the console in a browser will be left out; to have them: apt-get install chromium"
 

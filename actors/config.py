@@ -310,7 +310,7 @@ class ExploreConfig(Section, frozen=True):
 
 
 def check_patterns(name: str, patterns: Iterable[str]) -> None:
-    """Raises ValueError for one that is no regular expression."""
+    """Raises ValueError for an invalid regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)

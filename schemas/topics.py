@@ -42,7 +42,7 @@ BUFFER = Topic("buffer", ("Block",), "group", 1, "trimmed")
 # the stable version, which in a quiet app are older than any retention.
 EVALS = Topic("evals", ("EvalResult", "Block"), "policy", 1, "forever")
 BATCHES = Topic("batches", ("Batch", "Fence", "Skip", "Rollback", "Saved"), "run", 1, "trimmed")
-# Logs of older writers have their reports here, too: whoever reads reports reads both.
+# Logs of older writers have their reports here, too: readers of reports read both topics.
 PROGRESS = Topic("progress", ("Closure", "Drawn"), "run", 1, "keep")
 REPORTS = Topic("reports", ("Progress",), "instance", 1, "day")
 # Kept for ever: its first record says which log it is (`infra.roles.identity`), and in a quiet app the newest version and the

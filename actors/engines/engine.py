@@ -146,5 +146,5 @@ class Engine(Protocol):
         """Swap to `policy` while requests run; they go on in a new span. PolicyRefused: the old one keeps serving."""
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens stand
+        """Logprob (temperature 1) of every token but the first under the policy that samples now; at image tokens are
         the made-up pictures of `infra.model.vision`, as they do in a policy's probe."""

@@ -6,7 +6,7 @@
 
 The process takes some 500 MB and seconds to start, so it is started when the first long schema comes.
 
-Guarantee: whatever a schema says, whoever waits for it knows within the deadline, and the next schema finds a process.
+Guarantee: for any schema, its caller has the answer within the deadline, and the next schema finds a process.
 """
 
 import os
@@ -109,7 +109,7 @@ def _received(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """The process: the vocabulary, then schemas, until its parent closes the pipe."""
-    os.nice(5)  # who serves goes first
+    os.nice(5)  # below the processes that serve
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))
     while given is not None:

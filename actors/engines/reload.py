@@ -123,7 +123,7 @@ class PolicyFollower:
     """Moves the engine of a role along the versions of its policy.
 
     gate: when it may reload, at once by default. hold_s: how long a reload waits at the gate. channel: see PolicyFeed. loaded:
-    called with the event of every version that serves. slow_s: a fetch that takes longer is told, again and again.
+    called with the event of every version that serves. slow_s: a fetch is counted and logged each time it has taken this long.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class PolicyFollower:
     async def _fetch(self, event: PolicyEvent) -> Policy | None:
         """The verified policy; None when it was refused, or when the store failed and it should be looked at again.
 
-        What was refused is looked at once more as by one who holds nothing; the copy that is held stays until that succeeds.
+        A refused version is fetched once more from a full copy; the copy that is held stays until that succeeds.
         """
         follower = self._new_follower() if event.version in self._unsound else self._follower
         try:
@@ -283,7 +283,7 @@ class PolicyFollower:
         self._may_adopt = False
 
     async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:
-        """The verified policy; while it does not come, that is told."""
+        """The verified policy; a fetch that goes on is counted and logged every `slow_s`."""
         fetching = asyncio.ensure_future(asyncio.to_thread(follower.fetch, event))
         began = time.monotonic()
         try:
@@ -329,7 +329,7 @@ class PolicyFollower:
         _log.info("reloaded version=%d pause_ms=%.1f probe=%.2g", version, report.pause_ms, report.probe_abs_max)
 
     async def _refuse(self, event: PolicyEvent, error: PolicyRefused) -> None:
-        """Once more; what is refused even then is given up, and told."""
+        """Count a refusal. The first leads to another fetch; the second publishes an event and gives the version up."""
         self._role.metrics.counter("policies_refused").inc()
         _log.warning("policy_refused version=%d error=%s", event.version, error)
         self._refusals[event.version] = self._refusals.get(event.version, 0) + 1

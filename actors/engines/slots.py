@@ -205,7 +205,7 @@ class RunningBatch:
             start = stop
 
     def _recorded(self) -> AbstractContextManager[list[Tensor]]:
-        """The experts of the tokens forwarded inside, layer after layer; nothing where nobody asked."""
+        """The experts of the tokens forwarded inside, layer after layer; nothing where they were not asked for."""
         return nullcontext([]) if self._routers is None else self._routers.recorded()
 
     def _keep(self, taken: list[Tensor], rows: Sequence[RunningSequence], which: Sequence[int], num: int) -> None:

@@ -43,8 +43,8 @@ class RedactRules(Section, frozen=True):
     """[gateway.redact]: what is taken out before anything is written. On by default.
 
     kinds: built-in patterns. patterns: your own, name to regular expression. action: mask writes `[email]` in the
-    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing. images: nobody
-    looks for personal data in pictures, so answers to requests that show any are not written, unless it is "keep". Those of
+    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing. images: pictures
+    are not searched for personal data, so answers to requests with pictures are not written, unless it is "keep". Those of
     named users are never written: a picture is not sealed, so it could not be forgotten.
 
     Example: RedactRules(patterns={"ticket": "T-[0-9]+"})

@@ -169,9 +169,7 @@ class Admission:
             group.held_at = at
 
     def overdue(self, now: float, limit: float) -> list[str]:
-        """Groups that are not finished, and that nobody has said to hold for `limit` since their newest issue, in issue
-        order.
-        """
+        """Unfinished groups that no explorer has reported to hold for `limit` since their newest issue, in issue order."""
         late = [
             (group.sequence, name)
             for name, group in self.outstanding.items()

@@ -216,7 +216,7 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
 
 
 async def _tell(role: Role, plan: Plan, state: str) -> None:
-    """One report. state: the plan's own, or "stopped" as the last of a master that is told to stop before all is over."""
+    """One report. state: the plan's own, or "stopped" as the last of a master that is stopped before its end."""
     metrics, admission = role.metrics, plan.admission
     phase = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
     metrics.gauge("outstanding_groups").set(phase.outstanding)

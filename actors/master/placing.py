@@ -58,7 +58,7 @@ class Placing:
     def place(self, group: str, num_episodes: int, now_ms: int, *, counts: bool) -> int | None:
         """The partition to send a task to; None to leave it to its key, while not every explorer says what it reads.
 
-        counts: its end will be told. Others (evals, which come many at a time) go to one explorer after the other.
+        counts: its end is reported with `ended`. Others (evals, which come many at a time) go to one explorer after the other.
         """
         self._forget(now_ms)
         if any(one.partitions is None for one in self._explorers.values()):

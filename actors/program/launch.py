@@ -145,7 +145,7 @@ async def _talk(process: Process, task: bytes) -> tuple[bytes, bytes]:
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
-    """To its end; of more than MAX_OUTPUT_BYTES the last, and some more so that it can be told."""
+    """To its end; of more than MAX_OUTPUT_BYTES the last, and one byte more, which shows that it was cut."""
     found = bytearray()
     while piece := await stream.read(65_536):
         found += piece

@@ -56,7 +56,7 @@ def result_of(said: Any) -> Result:
 
 
 def finite(name: str, value: float) -> float:
-    """The value. Raises EpisodeFailed for one that is no number."""
+    """The value. Raises EpisodeFailed where it is not a number."""
     if not math.isfinite(value):
         raise EpisodeFailed("reward", f"the program's result: {name}: got {value}, expected a finite number")
     return value

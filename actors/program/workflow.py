@@ -90,7 +90,7 @@ class Program:
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
         episode = ProgramEpisode(session, tokenizer, parser, limits, own_sampling=options.sampling == "program")
-        shown = await asyncio.to_thread(told, task, session.images) if images_of(task.messages) else told(task)
+        shown = await asyncio.to_thread(given, task, session.images) if images_of(task.messages) else given(task)
         await self._site.start()
         self._site.open(episode)
         try:
@@ -138,8 +138,8 @@ def _function(options: ProgramOptions) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def told(task: Task, images: ImageReader | None = None) -> dict[str, Any]:
-    """A task as a program gets it: without the answer, which is for those who judge; with pictures as a chat has them. Raises
+def given(task: Task, images: ImageReader | None = None) -> dict[str, Any]:
+    """A task as a program gets it: without the answer, which is for the scores; with pictures as a chat has them. Raises
     BadImage, StoreError.
     """
     messages = [

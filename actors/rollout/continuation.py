@@ -77,7 +77,7 @@ def following_tokens(
     decode: Callable[[Sequence[int]], str],
 ) -> list[int] | None:
     """Tokens the template writes between the answer `last` and the next one, whatever it makes of the answer itself; None
-    where they cannot be told.
+    where they cannot be found.
 
     render: a conversation as the template writes it, ready for the next answer. short: a question, and an answer that says
     MARK. new: the messages behind the answer. stops: tokens that end an answer. It is looked for in a short conversation where

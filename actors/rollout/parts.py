@@ -16,7 +16,7 @@ from schemas import Message, Score, Span
 from schemas.parts import HISTORY_REWRITTEN as HISTORY_REWRITTEN
 
 Conversation = tuple[Message, ...]
-# What the template writes behind the turn of a part that has so many messages, None where that cannot be told.
+# What the template writes behind the turn of a part that has so many messages, None where it cannot be found.
 Follow = Callable[[SampledTurn, int], list[int] | None]
 
 TEMPLATE_DIFFERS = "the template does not extend earlier turns"

@@ -126,7 +126,7 @@ class Session:
         last.scores.append(Score(name=name, value=value, at=len(last.tokens) - 1))
 
     def note(self, name: str, value: int | float | str) -> None:
-        """Record something worth knowing of the episode that is no verdict; it goes into `notes`."""
+        """Record a note on the episode, which is not a score; it goes into `notes`."""
         self._notes = {**self._notes, name: value}
 
     def finish(self, end: End, reason: str = "") -> None:

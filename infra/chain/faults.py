@@ -123,7 +123,7 @@ def _sound(before: Experience | None, after: Experience) -> Experience | str:
 
 
 def _only_numbers_differ(before: Experience, after: Experience) -> bool:
-    """Whether these, of one identity, share all that is no plain number, and the numbers are sound.
+    """Whether these, of one identity, differ in plain numbers alone, and the numbers are sound.
 
     What steps do most, so nothing is encoded for it; the chain encodes every header once at its end.
     """

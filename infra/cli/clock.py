@@ -1,7 +1,7 @@
 """What time it is in the log. Ages are by the broker's clock, and the one of this machine may be hours off.
 
-Nobody can ask a broker for its time: only what arrives tells it. So where the newest report is not of about now by this
-machine's clock, either that clock is off or nobody speaks, and the next report says which.
+A broker does not answer what time it is; only the timestamps of new records show it. Where the newest report is not of now
+by this machine's clock, either that clock is off or no role reports, and the next report shows which.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ POLL_S = 0.25
 class LogClock:
     """The log's time, for one look or for many. Not safe for concurrent use.
 
-    follower: over `reports`. silent_s: for how long nobody must have spoken before nobody runs. wall_s: this machine's clock.
-    off_s: how far that is ahead of the log's, 0 where it is about right; where nobody speaks it is at least so far behind.
+    follower: over `reports`. silent_s: without a report for so long, no role is running. wall_s: this machine's clock.
+    off_s: how far that is ahead of the log's, 0 where it is about right; without reports it is at least so far behind.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LogClock:
         return self._wall_s() - self.off_s
 
     async def glance_s(self, within_s: float) -> float:
-        """`now_s` without waiting, for who looks again and again: what came since a look of `within_s` ago is of now."""
+        """`now_s` without waiting. A report that came since a call of at most `within_s` ago is of now."""
         newest_s, wall_s = await self._newest_s(), self._wall_s()
         if newest_s is not None:
             before_s, known_s = self._glance or (-math.inf, newest_s)

@@ -240,7 +240,7 @@ def names() -> Iterator[str]:
 
 
 def methods(thing: Any) -> list[str]:
-    """The public methods of a class that is no record and no error: what they are called with, and their first line."""
+    """The public methods of a class that is neither a record nor an error: what they are called with, and their first line."""
     if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
         return []
     shown = ("__call__",) if getattr(thing, "_is_protocol", False) else ()

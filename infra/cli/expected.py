@@ -1,8 +1,8 @@
 """What should be running, beside what is: roles that are not there, or fewer of them than there should be. Pure.
 
-Expected are the roles the settings ask for: as many as [expect] says, or else as many as run, and those that ended within the
-last hour without being told to and whose place nobody took who came after them. So a process that is started again
-misses nobody, on whatever machine, and one that is stopped in order is missed only where it was the last.
+Expected are the roles of the settings: as many as [expect] says, or else as many as run, and those that failed within the last
+hour and were not replaced by a process that began later. A process that is started again on any machine replaces itself, so
+none is missing. A process that was stopped in order is missing only where it was the last of its role.
 An app whose master has come to its end expects nothing.
 """
 
@@ -12,8 +12,8 @@ import msgspec
 
 from infra.settings.config import NonNegative, Section
 
-SEEN_S = 3600.0  # what spoke within the last hour and did not end in order should still be there
-OVER = ("stopped", "done", "failed")  # what a role says last of all
+SEEN_S = 3600.0  # a process that reported within the last hour and did not end in order should still run
+OVER = ("stopped", "done", "failed")  # states of a role's last report
 
 
 class Expect(Section, frozen=True):
@@ -31,7 +31,7 @@ class Expect(Section, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A process and what it said last. first_s, last_s: when it was first and last heard of, by the log's clock.
+    """A process and its last report. first_s, last_s: time of its first and last report, by the log's clock.
 
     Example: Heard(role="explore", instance="explore/vm/11", state="running", first_s=1763715600.0, last_s=1763715660.0)
     """
@@ -65,8 +65,8 @@ def process_of(instance: str) -> str:
 
 
 def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gone_s: float) -> list[str]:
-    """One line for each role of which too few run. heard: every instance of the last hour. gone_s: who has not spoken for so
-    long does not run.
+    """One line for each role of which too few run. heard: every instance of the last hour. gone_s: a process
+    without a report for so long does not run.
     """
     processes = _processes(heard)
     running = [one for one in processes if now_s - one.last_s < gone_s and one.state not in OVER]
@@ -86,9 +86,9 @@ def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gon
 
 
 def vacant(of_role: Sequence[Heard], here: Sequence[Heard], now_s: float) -> list[Heard]:
-    """The processes of a role that ended within the last hour, not in order, and whom nobody followed.
+    """The processes of a role that failed within the last hour and were not replaced.
 
-    Whoever is first heard of after one has ended takes its place, at the same machine before any other.
+    A process whose first report comes after the end of another replaces it, one of the same machine before any other.
     """
     lost = [
         one

@@ -55,7 +55,7 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
 
 
 async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> dict[str, int]:
-    """Everything a replay from `start` reads, and what was said and measured of every version, for whoever looks; how many
+    """Everything a replay from `start` reads, and the events and evals of every version, for the console; how many
     records of each topic.
     """
     shown = [topic for topic in (topics.POLICIES, topics.EVALS) if await source.log.holds(topic)]

@@ -1,4 +1,4 @@
-"""`headrace forget`: destroys a user's keys first, then tells the log and whoever asked."""
+"""`headrace forget`: destroys a user's keys first, then publishes that and prints it."""
 
 import asyncio
 import getpass

@@ -1,6 +1,6 @@
 """What an app keeps, how much of it there is now, and what bounds it: `kept` of `headrace status`.
 
-Nothing is listed or read for it: topics are asked for their first and last offset, roles have told their sizes, and files, of
+Nothing is listed or read for it: topics are asked for their first and last offset, roles report their sizes, and files, of
 which the rows of the console's index are counted, are of the machine where it is asked. How large folders of the store are, the
 bucket says; here is what bounds them.
 """
@@ -26,7 +26,7 @@ from trainer.config import SLOTS
 CONSOLE = "console.sqlite"
 FILES = ("trace.sqlite", CONSOLE)
 # What grows for as long as the app lives, and by what (how that was had: infra/docs/explanation/measured.md). Why nothing of it
-# may be removed stands in `schemas.topics`.
+# may be removed: see `schemas.topics`.
 FOREVER: Mapping[str, str] = {
     topics.EXPERTS.name: "for ever: what is loaded",
     topics.EVALS.name: "for ever: the answers to each suite of each version that it was asked of, 4 kB one of 512 tokens",

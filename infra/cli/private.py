@@ -33,7 +33,7 @@ def open_to_others(settings: Settings) -> list[str]:
 
 
 def folder_of(url: str, base: Path) -> Path | None:
-    """The folder a store lies in; None for one that is no folder."""
+    """The folder a store lies in; None for a store elsewhere."""
     if "://" not in url:
         return base / Path(url).expanduser()
     parts = urlsplit(url)

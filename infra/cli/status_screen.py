@@ -76,7 +76,7 @@ def show(console: Console, state: State) -> None:
 
 
 def releases_of(roles: Sequence[State]) -> dict[str, list[str]]:
-    """Which headrace runs where: release → instances; of those that told."""
+    """Which headrace runs where: release → instances; of those that report it."""
     found: dict[str, list[str]] = {}
     for role in roles:
         if role["release"]:

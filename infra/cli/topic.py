@@ -1,4 +1,4 @@
-"""`headrace topic create NAME`: a topic for a feedback source, where whoever writes it cannot make it.
+"""`headrace topic create NAME`: a topic for a feedback source, where its producer has no right to create it.
 
 The app's own topics are made by `headrace check --create`.
 """

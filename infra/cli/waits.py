@@ -1,4 +1,4 @@
-"""What an answer waits for, and until when: told from its records and the settings, as collect and the trainer go by them."""
+"""What an answer waits for, and until when: by its records and the settings, with the rules of collect and the trainer."""
 
 from infra.cli.settings import Settings
 from infra.cli.times import clock

@@ -64,10 +64,10 @@ async def go_on(log: Log, owner: str) -> None:
 
 
 async def _master_drained(
-    log: Log, starts: Mapping[Topic, Mapping[int, int]], told: int, on_draining: OnDraining
+    log: Log, starts: Mapping[Topic, Mapping[int, int]], drain: int, on_draining: OnDraining
 ) -> None:
-    """Until a master that has read the word at offset `told` reports, in one of these topics, that nothing is outstanding."""
-    hearing = [asyncio.ensure_future(_hear_drained(log, topic, at, told, on_draining)) for topic, at in starts.items()]
+    """Wait until a master that has read the directive at offset `drain` reports that nothing is outstanding."""
+    hearing = [asyncio.ensure_future(_hear_drained(log, topic, at, drain, on_draining)) for topic, at in starts.items()]
     try:
         heard, _ = await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
         for one in heard:
@@ -77,11 +77,11 @@ async def _master_drained(
             one.cancel()
 
 
-async def _hear_drained(log: Log, topic: Topic, start: Mapping[int, int], told: int, on_draining: OnDraining) -> None:
+async def _hear_drained(log: Log, topic: Topic, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
     async with aclosing(log.tail(topic, start)) as messages:
         async for message in messages:
             report = message.value
-            if not isinstance(report, Progress) or report.master is None or report.master.drained_to < told:
+            if not isinstance(report, Progress) or report.master is None or report.master.drained_to < drain:
                 continue  # an older master, or one that has not heard of it yet
             on_draining(Draining(report.master.state, report.master.outstanding))
             if report.master.is_drained:

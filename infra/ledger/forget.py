@@ -93,7 +93,7 @@ async def withdraw_tasks(log: Log, subjects: Collection[str]) -> int:
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:
-    """The first checkpoint of a run told in the journal from an offset on and from a time on, waited for."""
+    """Wait for the first checkpoint of a run in the journal from an offset on and from a time on."""
     async with aclosing(log.tail(topics.BATCHES, {0: since})) as messages:
         async for message in messages:
             saved = message.value

@@ -39,7 +39,7 @@ def lock_folder(file: Path, what: str, wait_s: float = WAIT_S) -> IO[str]:
 
 
 def release_folder(lock: IO[str]) -> None:
-    """Let go of it. A child that was killed holds it until the kernel has ended it: whoever comes next waits for that."""
+    """Let go of it. A child that was killed holds it until the kernel has ended it: the next process waits for that."""
     lock.truncate(0)
     lock.close()
 

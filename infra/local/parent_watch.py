@@ -1,4 +1,4 @@
-"""Runs one command and ends it, with all it started, when whoever asked for it dies, by whatever signal.
+"""Runs one command and ends it, with all it started, when its parent dies, by any signal.
 
     python -I -S parent_watch.py PIPE_FD PARENT_PID COMMAND ...
 

@@ -106,7 +106,7 @@ class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
         self._token = token
 
     async def token(self) -> str:
-        """The token now. Raises TokenFailed, which names the plugin and not what its error says: a token may stand there."""
+        """The token now. Raises TokenFailed, which names the plugin and not its error's message, which may hold a token."""
         try:
             async with asyncio.timeout(TOKEN_S):
                 found = (

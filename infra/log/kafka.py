@@ -162,7 +162,7 @@ class KafkaBus:
             await self.commit_beginnings(group, topic)
         consumer = await self._started(lambda: self._consumer(group))
         # Only now: a consumer that starts with topics waits for its first assignment, and a group waits for the members
-        # that were killed, one session timeout after the other. That is no broker that is away.
+        # that were killed, one session timeout after the other. The broker is not away meanwhile.
         consumer.subscribe(topics)
         return KafkaReader(self, consumer, group=group, subscribed=True)
 

@@ -1,6 +1,6 @@
 """Why brokers do not let a client in: aiokafka only says that it is not connected.
 
-Guarantee: an outage asks once for all that wait, for at most ASK_S, and what it was told stands for KEPT_S.
+Guarantee: in an outage the brokers are asked once for all callers, for at most ASK_S, and the answer is kept for KEPT_S.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Refusal = ConfigError | TokenFailed
 
 
 class Refusals:
-    """What one client is told by its brokers. ask_s: for all of them. clock: seconds."""
+    """The answer of its brokers to one client. ask_s: for all of them. clock: seconds."""
 
     def __init__(
         self,
@@ -42,33 +42,33 @@ class Refusals:
         self._ask_s = ask_s
         self._clock = clock
         self._asking = asyncio.Lock()
-        self._told: tuple[float, Refusal | None] | None = None  # when, and what
+        self._kept: tuple[float, Refusal | None] | None = None  # when, and what
 
     async def now(self) -> Refusal | None:
         """See `refusal`."""
         return await refusal(self._bootstrap_servers, self._access, self._ask_s)
 
     async def lately(self) -> Refusal | None:
-        """What was told within KEPT_S, else asked anew."""
+        """The answer of at most KEPT_S ago, or a new one."""
         async with self._asking:
-            if self._told is None or self._clock() - self._told[0] >= KEPT_S:
-                self._told = self._clock(), await self.now()
-            return self._told[1]
+            if self._kept is None or self._clock() - self._kept[0] >= KEPT_S:
+                self._kept = self._clock(), await self.now()
+            return self._kept[1]
 
 
 async def refusal(bootstrap_servers: str, access: Access, ask_s: float = ASK_S) -> Refusal | None:
-    """Why none of these brokers lets this client in, where that is no broker that is away. All are asked at once.
+    """Why none of these brokers lets this client in; None where all are away. All are asked at once.
 
     TokenFailed where the plugin gave no token, ConfigError where a broker says no.
     """
     if access is PLAINTEXT:
         return None
     servers = [one.strip() for one in bootstrap_servers.split(",")]
-    told = await asyncio.gather(*(_told(server, access, ask_s) for server in servers))
-    return next((one for one in told if one is not None), None)
+    answers = await asyncio.gather(*(_answer(server, access, ask_s) for server in servers))
+    return next((one for one in answers if one is not None), None)
 
 
-async def _told(server: str, access: Access, ask_s: float) -> Refusal | None:
+async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
     try:
         async with asyncio.timeout(ask_s):
             return await _asked(server, access, int(ask_s * 1000))

@@ -236,7 +236,7 @@ def _matched(module: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def _check_targets(module: Any, adapter: Adapter, linear: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise ConfigError for a target that is no linear module of the model."""
+    """Raise ConfigError for a target that is not a linear module of the model."""
     there = ", ".join(sorted({_ending(name) for name in linear})) or "none"
     what = f"{folder} ({module.config.model_type})"
     for target in adapter.targets:

@@ -174,7 +174,7 @@ class Controls:
 
     @cached_property
     def _pieces(self) -> Pieces | None:
-        """None where control tokens do not part what stands around them."""
+        """None where control tokens do not separate the texts around them."""
         if not cuts(self._backend, self._flags, self.ids):
             return None
         return Pieces(self.ids, self._whole_names, lambda texts: _all_ids(self._backend, texts))

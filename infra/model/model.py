@@ -39,7 +39,7 @@ class Tokenizer:
         template: Mapping[str, Any] = MappingProxyType({}),
         parsers: tuple[str, str] = ("", ""),
     ) -> None:
-        """template: what the chat template is told besides the conversation, such as enable_thinking. parsers: of tool calls
+        """template: variables of the chat template besides the conversation, such as enable_thinking. parsers: of tool calls
         and of reasoning, "" for those of the template.
         """
         self.template = dict(template)

@@ -69,7 +69,7 @@ class Pieces:
 
 
 def cuts(backend: Any, flags: Mapping[str, Any], ids: Mapping[str, int]) -> bool:
-    """Whether a tokenizer's control tokens part what stands before them from what stands behind."""
+    """Whether a tokenizer's control tokens separate the text before them from the text after."""
     if not flags or any(one.lstrip or one.rstrip or one.single_word for one in flags.values()):
         return False
     if backend.normalizer is not None and any(one.normalized for one in flags.values()):

@@ -1,7 +1,7 @@
 """How a vision-language model takes pictures: their places among the tokens, and what it computes of them.
 
 Of the families LLaVA and InternVL 3 and 3.5 (`model_type` "llava", "internvl"): every picture is brought to one size by the
-model's own image processor, and stands in the tokens as `num_places` copies of one id, which the vision tower's features
+model's own image processor, and takes `num_places` copies of one id among the tokens, which the vision tower's features
 replace; InternVL has an id before them and one after. A picture is one tile of InternVL's, never cut into several. The
 explorer's engine and the trainer read pictures through this module alone, so that both compute the same.
 """
@@ -79,7 +79,7 @@ class Vision:
         return [token for one in ids for token in (picture if one == self.token else (one,))]
 
     def frame(self, tokenizer: Any) -> Frame:
-        """What stands before and after a picture's places, by the tokenizer of the model's folder. Raises ConfigError."""
+        """The ids before and after a picture's places, by the tokenizer of the model's folder. Raises ConfigError."""
         if self.family not in FRAMED:
             return NO_FRAME
         names = ("start_image_token", "end_image_token")

@@ -43,7 +43,7 @@ ENGINES = "explore, serve"
 MEASURES = (
     # issuing
     _counter("issued", "master", "tasks issued, by kind: groups, issued again, evals", "kind"),
-    _counter("closures_read", "master", "groups that ended, as collect told", "outcome", "reason"),
+    _counter("closures_read", "master", "groups that ended, by the closures that were read", "outcome", "reason"),
     _counter("groups_drawn", "master", "outstanding groups that the trainer drew"),
     _counter("eval_results", "master", "results of evals published", "suite"),
     _counter("gate_verdicts", "master", "decisions of the gate about a candidate", "passed"),

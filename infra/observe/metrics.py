@@ -99,8 +99,8 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        told: bytes = generate_latest(_PrometheusNames(self.registry, self._app))
-        return told
+        text: bytes = generate_latest(_PrometheusNames(self.registry, self._app))
+        return text
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
         """Serve /metrics and /healthz from a daemon thread; returns the port (0 picks a free one). Raises ConfigError."""
@@ -167,23 +167,23 @@ class _Renamed(Collector):
         """One family after the other."""
         found: dict[str, Metric] = {}
         for family in self._registry.collect():
-            told = _told(family.name)
-            help = HELP.get(told.name, family.documentation)
-            into = found.setdefault(told.name, Metric(told.name, help, family.type))
+            shown = _exposed(family.name)
+            help = HELP.get(shown.name, family.documentation)
+            into = found.setdefault(shown.name, Metric(shown.name, help, family.type))
             for one in family.samples:
-                name = told.name + one.name.removeprefix(family.name)
+                name = shown.name + one.name.removeprefix(family.name)
                 into.add_sample(
                     name,
-                    {**self._labels, **one.labels, **told.labels},
-                    one.value * told.scale,
+                    {**self._labels, **one.labels, **shown.labels},
+                    one.value * shown.scale,
                     one.timestamp,
                     one.exemplar,
                 )
         yield from found.values()
 
 
-def _told(family: str) -> Exposed:
-    """What is of headrace is renamed, what is of the process is not."""
+def _exposed(family: str) -> Exposed:
+    """The name to show: metrics of headrace are renamed, those of the process are not."""
     return exposed(family.removeprefix(PREFIX)) if family.startswith(PREFIX) else Exposed(family, {})
 
 

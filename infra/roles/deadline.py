@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-EXIT_STUCK = 75  # EX_TEMPFAIL: whoever keeps the process running starts it again
+EXIT_STUCK = 75  # EX_TEMPFAIL: the supervisor starts the process again
 
 
 def exit_stuck(what: str, seconds: float) -> None:

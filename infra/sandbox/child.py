@@ -91,7 +91,7 @@ class SandboxChild:
         return self._exit_code()
 
     def expire(self) -> None:
-        """Its time is over: whoever waits for it stops it at the next look."""
+        """Its time is over: the waiting thread stops it at its next look."""
         self.deadline_s = 0.0
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
     bwrap (namespaces, mounts, filter) ─> prlimit (limits) ─> sh, first of its namespace ─> setpriv (user) ─> program
 
 With the shell's end, which is the program's, the kernel ends all that is left in the namespace; were bubblewrap's own
-reaper the first there, bubblewrap would leave it behind as a zombie for whoever buries orphans. The shell keeps the
+reaper the first there, bubblewrap would leave it behind as a zombie for the reaper of orphans. The shell keeps the
 user that bubblewrap has, since only then may that one's death end it.
 
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as

@@ -19,7 +19,7 @@ from schemas.errors import ConfigError
 
 Decoded = TypeVar("Decoded")
 Table = dict[str, Any]
-# What a chat template is told of a conversation, by headrace and by transformers.
+# Variables that headrace and transformers set for a chat template.
 _OF_TEMPLATES = (
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
     "truncation max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask"
@@ -202,7 +202,7 @@ def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
 
 class PolicyConfig(Section, frozen=True):
     """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
-    template: what the model's chat template is told besides the conversation; which names it knows says the template.
+    template: variables of the model's chat template besides the conversation; their names are the template's own.
     tool_parser, reasoning_parser: what reads the model's tool calls, and what it thinks, out of its answers, for clients and
     programs; what was sampled is recorded as it is. "" goes by the chat template, and `headrace check` says what that gives.
     "hermes" and "think" are headrace's own, "none" leaves text as it is, other names are those of vLLM's parsers

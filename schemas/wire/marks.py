@@ -51,6 +51,6 @@ def _kind(experience: Experience) -> Kind:
 
 
 def _count(meta: Mapping[str, object], name: str, otherwise: int) -> int:
-    """A number of 0 or more that stands there."""
+    """The next number, of 0 or more."""
     value = meta.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise

@@ -4,7 +4,7 @@
 
 Guarantees: what the file says was folded was published; a file that is missing, older than the group's offset or of
 another log is brought up to it by reading the log through the same fold; what already has a closure in `progress` is
-not sent again, whoever closed it: two workers may fold a partition at once while it changes hands.
+not sent again, whichever worker closed it: two workers may fold a partition at once while it changes hands.
 """
 
 import asyncio
@@ -344,7 +344,7 @@ class Collector:
         return (await self._log.bus.end_offsets(topic))[Partition(topic, self.partition)]
 
     async def _closures_since(self, offset: int) -> tuple[set[ClosureKey], int]:
-        """Closures in `progress` from `offset` to its end now, and that end: they were published, whoever did it."""
+        """Closures in `progress` from `offset` to its end now, and that end: they were published, by this worker or another."""
         topic = self._log.name(PROGRESS)
         at = Partition(topic, 0)
         end = (await self._log.bus.end_offsets(topic))[at]

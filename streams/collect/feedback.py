@@ -75,7 +75,7 @@ def values_of(on_answer: AnswerFeedback | None) -> dict[str, float]:
 def ratings(answers: Iterable[AnswerFeedback]) -> tuple[Rating, ...]:
     """The ratings of answers that count, one for each (answer, source, rater), the newest `MAX_RATINGS`, in log order.
 
-    No credit of later turns is in them: they are for whoever counts what people think.
+    No credit of later turns is in them: they are for statistics of what people think.
     """
     found: list[tuple[int, Rating]] = []
     for on_answer in answers:

@@ -164,7 +164,7 @@ class State:
         return [self.groups[group_id] for _, group_id in first]
 
     def turns(self, group_id: str) -> list[Group]:
-        """Groups of the session that a group belongs to, by id; none for a group that is no turn."""
+        """Groups of the session that a group belongs to, by id; none for a group that is not a turn."""
         return [self.groups[name] for name in sorted(self._sessions.get(session_of(group_id), ()))]
 
     def restore(self, group: Group) -> None:

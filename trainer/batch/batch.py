@@ -47,7 +47,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
     sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped.
     bootstrap_N int64: index into B*T where what follows the last sampled token of such a sequence is valued, -1
-    elsewhere. pixels_I3HW float32: its pictures. places_P int64: indexes into B*T where they stand, picture after
+    elsewhere. pixels_I3HW float32: its pictures. places_P int64: indexes into B*T of their tokens, picture after
     picture, equally many each. experts_BTLk int16: the experts that each token was sampled with, -1 where none are known
     (see `trainer.batch.routing`); [0, 0, 0, 0] where the routers choose for all of them.
     """

@@ -1,6 +1,6 @@
 """The pictures of what is trained: read back from the store by the references that experiences keep.
 
-Guarantees: a group with a picture that cannot be shown is dropped before the journal, with a reason, told and counted; what
+Guarantees: a group with a picture that cannot be read is dropped before the journal, with a reason, published and counted; what
 is in the journal is packed with the same pixels every time, or the step raises.
 """
 
@@ -28,7 +28,7 @@ class ImageInputs:
         self._reader = ImageReader(store, prepare=vision.prepare)
 
     def pictures(self, experience: Experience) -> Pictures | None:
-        """What stands at the image tokens of an experience. Raises BadImage, StoreError."""
+        """The pictures at the image tokens of an experience. Raises BadImage, StoreError."""
         images = images_of(experience.messages)
         if not images:
             return None

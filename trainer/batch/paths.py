@@ -36,7 +36,7 @@ def unpacked(one: Microbatch) -> list[Paths]:
 
 
 def _paths(one: Microbatch) -> Iterator[np.ndarray]:
-    """Nodes of each sequence that is no beginning of another, as indexes into B*T."""
+    """Nodes of each sequence that is not a prefix of another, as indexes into B*T."""
     num_T = one.tokens_BT.shape[1]
     read = np.unique(np.concatenate([one.predecessor_N, one.bootstrap_N[one.bootstrap_N >= 0]]))
     for node in read.tolist():

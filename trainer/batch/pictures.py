@@ -1,4 +1,4 @@
-"""Pictures among packed tokens: where they stand in one sequence, in all of them, and in a microbatch.
+"""Pictures among packed tokens: their places in one sequence, in all of them, and in a microbatch.
 
 Guarantee: a picture that sequences share with their prefix is computed once; every place of a picture is in the row that
 holds it.
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Pictures(msgspec.Struct, frozen=True):
-    """What stands at the image tokens of one sequence. names: hashes of its I images. places_P int64: indexes of its
+    """The pictures at the image tokens of one sequence. names: hashes of its I images. places_P int64: indexes of its
     tokens, picture after picture, equally many each. pixels: [3, H, W] float32 of each, as the vision tower takes it.
     """
 

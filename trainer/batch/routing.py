@@ -20,7 +20,7 @@ def no_experts() -> np.ndarray:
 
 def recorded(experiences: Sequence[Experience]) -> list[Experts | None]:
     """Of each sequence [num_tokens, layers, k]; None where none was recorded, or its shape is not that of the first that has
-    one, and where no token has a ratio: a demonstration is nobody's sample, whatever it was made from. Raises BadFrame.
+    one, and where no token has a ratio: a demonstration is not sampled, whatever it was made from. Raises BadFrame.
     """
     found = [routing(one) if any(span.ratio for span in one.spans) else None for one in experiences]
     shape = next((one.shape[1:] for one in found if one is not None), None)

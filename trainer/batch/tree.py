@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Branch(NamedTuple):
-    """One sequence as it goes into a tree. tokens [num], numbers [num] of the picture places that stand there (-1: none;
+    """One sequence as it goes into a tree. tokens [num], numbers [num] of the picture places there (-1: none;
     () for text alone): its inputs. at_N: indexes of its sampled tokens. together: it may not be parted from the one before.
     is_turn: it is a turn of a session, whose earlier turns take no room beside it.
     """

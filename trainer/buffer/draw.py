@@ -112,7 +112,7 @@ def worth_waiting_for(
 ) -> int | None:
     """The oldest missing group whose first tokens would pass the bound if this draw went by without it, or None.
 
-    Its versions are unknown until it comes, so its successors in issue order stand for it: it started no later than
+    Its versions are unknown until it comes, so those of its successors in issue order are taken: it started no later than
     they did. Of one whose first tokens have passed it already, the rest is not waited for. given_up: groups waited for
     long enough already.
     """

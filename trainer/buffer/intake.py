@@ -110,7 +110,7 @@ async def follow_buffer(log: Log, intake: Intake, metrics: Metrics, tell_dropped
     async with aclosing(log.tail(topics.BUFFER, {0: intake.buffer_next})) as messages:
         async for message in messages:
             await take_in(log, intake, metrics, tell_dropped, message)
-            intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been told
+            intake.buffer_next = message.offset + 1  # a checkpoint may come any time: what it passes has been counted
             intake.changed.set()
 
 

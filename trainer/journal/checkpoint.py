@@ -46,7 +46,7 @@ class CheckpointPlace(NamedTuple):
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer stands in the log after `step`.
+    """The trainer's place in the log after `step`.
 
     step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up.
     buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen. guard: of the
@@ -126,9 +126,9 @@ def parts_of(names: Iterable[str]) -> set[str]:
     return {part_of(name) for name in names} - {""}
 
 
-def hash_like(told: str, state: Mapping[str, Tensor]) -> str:
-    """The hash of a state in the form of one that was told: of its chunks, or of whole tensors as earlier releases did."""
-    return whole_hash(state) if told.startswith(KIND) else state_sha256(state)
+def hash_like(recorded: str, state: Mapping[str, Tensor]) -> str:
+    """The hash of a state in the form of a recorded one: of its chunks, or of whole tensors as in earlier releases."""
+    return whole_hash(state) if recorded.startswith(KIND) else state_sha256(state)
 
 
 def state_sha256(state: Mapping[str, Tensor]) -> str:

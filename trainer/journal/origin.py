@@ -1,5 +1,5 @@
-"""What the bits of a run depend on besides its journal: code, libraries, device, threads, settings. Told with every
-checkpoint, so that a replay can say what differs here and what can still be promised.
+"""What the bits of a run depend on besides its journal: code, libraries, device, threads, settings. Recorded with
+every checkpoint, so that a replay can say what differs here and what can still be promised.
 
 Code is what makes the weights of a journaled batch and its blocks: how blocks are read, how items are packed,
 how pictures are prepared, the lanes' losses, the learner. Which batches are executed, and in which order, the journal says.

@@ -46,7 +46,7 @@ from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.values import check_critic
 from trainer.learners.zero import engine_settings
 from trainer.losses.loss import open_objectives
-from trainer.state.adapter import check_adapter, told
+from trainer.state.adapter import adapter_state, check_adapter
 from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of, pieces_of
 from trainer.state.stored import StoredState, open_state
 
@@ -87,7 +87,7 @@ class DeepSpeedLearner:
         self._stage = stage
         self._objectives = open_objectives(config.lanes)
         self.adapter = open_adapter(config, model)
-        self._told = told(self.adapter)
+        self._adapter_state = adapter_state(self.adapter)
         check_critic(config, self._objectives)
         if config.critic is not None and sequence_parallel > 1:
             where = f"trainer.learner.options.sequence_parallel: got {sequence_parallel}"
@@ -262,7 +262,7 @@ class DeepSpeedLearner:
     def _layout(self, of: Layout | None) -> dict[str, Kind]:
         """Of the state as it is, or as it would be with the moments of another."""
         found = {name: kind for one in self._held for name, kind in one.layout(of).items()}
-        return found | {PHASE: Kind("U8", ())} | layout_of(self._told)
+        return found | {PHASE: Kind("U8", ())} | layout_of(self._adapter_state)
 
     def _call(self, order: Order, given: Any = None) -> Any:
         """Do an order on all ranks. given: what rank 0 alone has for it."""
@@ -313,7 +313,7 @@ class DeepSpeedLearner:
         self._ranks.move_reference(0.0)
 
     def _pieces(self, *, copy: bool) -> list[Piece]:
-        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._told)]
+        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._adapter_state)]
         held = [piece for one in self._held for piece in one.pieces(copy=copy)]
         return [*held, *(of_rank_0 if not self.rank else ())]
 

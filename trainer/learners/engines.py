@@ -46,7 +46,7 @@ class Forward(torch.nn.Module):
 
 class Engines:
     """What opens them. folder: of the model of all of them. settings: of the engine of one that is trained. open_packed: the
-    folder's model as this rank reads it, told the other settings of `PackedModel`. device: of this rank.
+    folder's model as this rank reads it, with the other settings of `PackedModel`. device: of this rank.
     """
 
     def __init__(

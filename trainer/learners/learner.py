@@ -43,7 +43,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     largest.
     reward: mean of what it trained on, which the loop fills in; None where nothing has one.
     seconds: by part of the step, of learners that can tell without waiting for a card: "gradients" (forward and backward),
-    "update" (of a card's, what it does after it was told to counts with what is waited for next).
+    "update" (work that a card goes on with counts in the part that waits for it).
     """
 
     finite: bool

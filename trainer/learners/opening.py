@@ -127,7 +127,7 @@ def mixes_neighbours(module: Any, config: Any) -> str:
 
 
 def takes_tree(module: Any) -> bool:
-    """Whether the module's layers call our attention, which it is told to do here."""
+    """Have the module's layers call our attention; whether they do."""
     take_tree(module)
     return bool(module.config.get_text_config()._attn_implementation == TREE)
 

@@ -228,7 +228,7 @@ class RankStep:
                 self._shards.forget_gradient()
                 return False, norm
         if self._model.device.type == "cpu":
-            give_back_freed()  # activations, which the update would stand on top of
+            give_back_freed()  # activations, which would raise the peak of the update
         self._engine.step()
         if self._stage:
             if self._engine.optimizer.overflow:

@@ -137,7 +137,7 @@ class RankValues:
         return found
 
     def _together(self, found: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> _Told:
-        """From all ranks' tokens, on rank 0, and told to all."""
+        """Computed on rank 0 from the tokens of all ranks, and broadcast."""
         channel = self._critic.channel
         mine = [
             [encode_array(advantage[at]) for (_, advantage), at in zip(of_part, chosen, strict=True)]

@@ -208,7 +208,7 @@ def _attended(
 
 
 class Told(torch.autograd.Function):
-    """What each rank of a group read, [..., R], told to all of them, [..., N]. All of them make the same loss of it, so each
+    """An all-gather of what each rank of a group read, [..., R], to [..., N]. All of them make the same loss of it, so each
     has the gradient of what it read already: nothing is exchanged on the way back.
     """
 

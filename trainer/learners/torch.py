@@ -42,7 +42,7 @@ from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
 from trainer.losses.loss import open_objectives
 from trainer.losses.offpolicy import effective_share, ess_learning_rate
-from trainer.state.adapter import ADAPTER, check_adapter, told
+from trainer.state.adapter import ADAPTER, adapter_state, check_adapter
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -163,7 +163,7 @@ class TorchLearner:
         """Float32 weights, optimizer moments, phase, and the reference and the critic where there are such."""
         state = {name: from_torch(value) for name, value in self._state(self._optimizer)}
         state["phase"] = from_torch(torch.tensor(PHASES.index(self._phase), dtype=torch.uint8))
-        return state | told(self.adapter)
+        return state | adapter_state(self.adapter)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`."""

@@ -25,7 +25,7 @@ PERIOD_S = 1.0
 class TrainerReport:
     """Counts steps, tokens, waits and staleness. Not thread-safe: the event loop alone writes it.
 
-    arithmetic: of the model, None where nobody asks how well its cards are used.
+    arithmetic: of the model, None where the use of the cards is not measured.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: a snapshot, stored, told in the journal, then what the horizon no longer needs is removed.
+"""Writing a checkpoint: a snapshot, its upload, a record in the journal, then the removal of what the horizon no longer needs.
 
 Order: snapshot (in host memory; the next step may begin) → state → Saved record (it counts) → manifest → older checkpoints →
 `buffer` and `batches` below all that stay → uses and policies of before the horizon. So a manifest belongs to a record that

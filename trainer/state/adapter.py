@@ -10,8 +10,8 @@ from infra.policies.tensors import Tensor
 ADAPTER = "adapter"
 
 
-def told(adapter: Adapter | None) -> dict[str, Tensor]:
-    """What a state says of it; nothing where the whole model is trained."""
+def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
+    """The part of a state that names the adapter; empty where the whole model is trained."""
     if adapter is None:
         return {}
     data = msgspec.json.encode(adapter)
@@ -19,7 +19,7 @@ def told(adapter: Adapter | None) -> dict[str, Tensor]:
 
 
 def adapter_of(state: Mapping[str, Tensor]) -> Adapter | None:
-    """What a state is of. Raises ValueError for one that does not say it as `told` does."""
+    """What a state is of. Raises ValueError for one that is not as `adapter_state` writes it."""
     if ADAPTER not in state:
         return None
     try:

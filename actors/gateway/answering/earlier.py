@@ -1,7 +1,7 @@
 """Conversations by the id of their last answer, for clients that send only what is new. In memory, per gateway, bounded.
 
-Whoever names an answer that is not known here (another gateway gave it, it was forgotten, it belongs to another tenant) is
-told so and sends the whole conversation.
+A request that names an answer which is not known here (another gateway gave it, it was forgotten, it belongs to another
+tenant) is refused with that reason, and its client sends the whole conversation.
 """
 
 from collections import OrderedDict

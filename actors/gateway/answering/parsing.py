@@ -154,7 +154,7 @@ def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) ->
 
 
 def checked_call(name: str, arguments: str) -> Called | None:
-    """A call as a parser read it, None for one that no client could be told."""
+    """A call as a parser read it, None for one that cannot be sent to a client."""
     try:
         call = msgspec.convert({"name": name, "arguments": arguments}, Called)
         value = json.loads(call.arguments)

@@ -39,7 +39,7 @@ class EventStream:
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._ends = False
         self._pieces = [reply.in_flight.pieces() for _ in range(reply.request.choices)]
-        self._told = [Parsed() for _ in range(reply.request.choices)]
+        self._sent = [Parsed() for _ in range(reply.request.choices)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Until the end; closing it ends the sampling."""
@@ -75,8 +75,8 @@ class EventStream:
         try:
             await self._answerer.answer(self._reply.in_flight, watch=self._watch)
             self._ended()
-            for index, told in enumerate(self._told):
-                self._send(self._writer.finish(index, _rest(self._reply.parsed(index), told)))
+            for index, sent in enumerate(self._sent):
+                self._send(self._writer.finish(index, _rest(self._reply.parsed(index), sent)))
             self._send(self._writer.end())
         except ApiError as error:
             self._send([self._error_event(error)])
@@ -99,8 +99,8 @@ class EventStream:
             thought, said = self._pieces[index].add(piece, tokens)
             more = Parsed(thought if request.shows_thoughts else "", said)
             if more.thought or said or (tokens and request.logprobs):
-                told = self._told[index]
-                self._told[index] = Parsed(told.thought + more.thought, told.said + said)
+                sent = self._sent[index]
+                self._sent[index] = Parsed(sent.thought + more.thought, sent.said + said)
                 self._send(self._writer.text(index, more, tokens, logprobs))
 
         return tell
@@ -110,18 +110,18 @@ class EventStream:
             self._events.put_nowait(event)
 
 
-def _rest(whole: Parsed, told: Parsed) -> Parsed:
-    """What is still to be told."""
-    return Parsed(_left(whole.thought, told.thought), _left(whole.said, told.said), whole.calls)
+def _rest(whole: Parsed, sent: Parsed) -> Parsed:
+    """What is still to be sent."""
+    return Parsed(_left(whole.thought, sent.thought), _left(whole.said, sent.said), whole.calls)
 
 
-def _left(whole: str, told: str) -> str:
-    """Parsers may leave out blanks in the end that they told on the way.
+def _left(whole: str, sent: str) -> str:
+    """The rest of `whole` behind `sent`. Parsers may leave out blanks at the end that were sent before.
 
     >>> _left("Look, a bird", "\\nLook, ")
     ' a bird'
     """
-    if whole.startswith(told):
-        return whole[len(told) :]
-    bare, core = whole.lstrip(), told.strip()
+    if whole.startswith(sent):
+        return whole[len(sent) :]
+    bare, core = whole.lstrip(), sent.strip()
     return bare[len(core) :] if bare.startswith(core) else ""

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of one answer. finish: "" for one that was broken off. failed: by the engine. model: that was asked for.
+    """One answer as a trace shows it. finish: "" for one that was broken off. failed: by the engine. model: that was asked for.
 
     Example: AnswerSpan(answer="hr-a1b2.0-3-0", trace="a1b2.0-3", began_ns=1, ended_ns=2, model="main", finish="stop",
                         failed=False, chat=True, input_tokens=9, output_tokens=3, versions=(7, 8))

@@ -8,8 +8,8 @@ once.
 Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a word that comes later
 than `mature` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides nothing;
 a record that comes twice changes nothing; what gateways report only grows, so the largest report of each is what it served.
-A restart that counts the log anew counts alike. Bounded: the word on an answer that is older than `MAX_ANSWERS` others
-stands as it is; of each of `MAX_TRIALS` trials and `MAX_DAYS` days `MAX_VOICES` people are kept, chosen by a hash.
+A restart that counts the log anew counts alike. Bounded: the ratings of an answer that is older than `MAX_ANSWERS` others
+no longer change; of each of `MAX_TRIALS` trials and `MAX_DAYS` days `MAX_VOICES` people are kept, chosen by a hash.
 """
 
 from collections import OrderedDict

@@ -41,7 +41,7 @@ class Guess:
         self._least, self._most, self._left, self._secret = low, high, turns, low
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
-        """The task's own message says what is asked. Raises ValueError for an answer that is no number in the range."""
+        """The task's own message says what is asked. Raises ValueError for an answer that is not a number in the range."""
         if task.answer is None or not _NUMBER.fullmatch(task.answer) or not self._low <= int(task.answer) <= self._high:
             raise ValueError(f"answer: got {task.answer!r}, expected a number from {self._low} to {self._high}")
         self._secret = int(task.answer)

@@ -133,7 +133,7 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
         return {**self.action, **said}
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> _OpenEnvReply:
-        """Raises _Full, _Unreadable, RuntimeError for all else that is no answer."""
+        """Raises _Full, _Unreadable, RuntimeError for any other reply that is not an answer."""
         assert self._socket is not None, "reset comes first"
         try:
             with contextlib.suppress(ConnectionClosed):  # a server that is full says so unasked, and closes

@@ -282,7 +282,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 def text_of(result: mcp_types.CallToolResult) -> str:
-    """What a tool answered, as a policy reads it; of what is no text it reads what it is."""
+    """What a tool answered, as a policy reads it; content other than text is replaced by its kind."""
     parts = []
     for block in result.content:
         if isinstance(block, mcp_types.TextContent):

@@ -54,9 +54,9 @@ ranks = 2
 usual = {{ loss = "dppo" }}
 [trainer.learner]
 use = "{learner}"
-options = {{ stage = {stage}, told = "{told}" }}
+options = {{ stage = {stage}, reports = "{reports}" }}
 """
-LEARNER = "infra.cli.bench.told_learner:ToldLearner"
+LEARNER = "infra.cli.bench.reporting_learner:ReportingLearner"
 GROUP_SIZE = 4
 LOOK_S = 0.2
 LIMIT_S = 3600.0
@@ -100,14 +100,14 @@ def run(plan: LifePlan, say: Callable[[str], object] = print) -> dict[str, float
             1, mp_context=get_context("spawn")
         ) as other:  # which gives its memory back to the ranks
             other.submit(build_char_model, folder / "model", seed=1, size=size).result()
-        told = folder / "told"
+        reports = folder / "reports"
         settings = TOML.format(
-            **msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "told": told, "learner": LEARNER}
+            **msgspec.structs.asdict(plan) | {"bootstrap": bootstrap, "reports": reports, "learner": LEARNER}
         )
         (folder / "headrace.toml").write_text(settings)
         life = asyncio.run(_live(plan, folder, bootstrap, say))
         journal, events = asyncio.run(_read(plan, bootstrap))
-        figures = _found(plan, life, journal, events) | _told(told, journal)
+        figures = _found(plan, life, journal, events) | _reported(reports, journal)
         last = max((one for one in events if one.event == "published"), key=lambda one: one.version)
         say(f"the {plan.engine} engine loads version {last.version}")
         return figures | asyncio.run(_served(plan, folder, last))
@@ -209,7 +209,7 @@ def _found(plan: LifePlan, life: Life, journal: Sequence[Entry], events: Sequenc
     }
 
 
-def _told(folder: Path, journal: Sequence[Entry]) -> dict[str, float]:
+def _reported(folder: Path, journal: Sequence[Entry]) -> dict[str, float]:
     """What the ranks said: which checkpoint the second life began from, to the hash."""
     words = {
         path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.iterdir())

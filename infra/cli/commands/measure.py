@@ -166,7 +166,7 @@ def console_load(
     seconds: Annotated[float, typer.Option(min=20, help="Of each piece.")] = 60.0,
     people: Annotated[int, typer.Option(min=1, help="Who look at once.")] = 10,
 ) -> Found:
-    """The demo's steps a second while people look at its console and while nobody does, in pairs. A quarter of an hour."""
+    """The demo's steps a second with browsers on its console and without, in pairs. A quarter of an hour."""
     from infra.cli.bench.console_load import LoadPlan, run
 
     return Found(run(LoadPlan(pairs=pairs, piece_s=seconds, people=people), tell))

@@ -61,7 +61,7 @@ class Rollouts:
         ]  # fmt: skip
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """One rollout, as headrace wants to be told of it. Raises whatever the environment raises."""
+        """One rollout, in the form that headrace reads. Raises whatever the environment raises."""
         return asyncio.run_coroutine_threadsafe(self._run(asked), self._loop).result()
 
     async def _run(self, asked: dict[str, Any]) -> dict[str, Any]:
