@@ -30,7 +30,8 @@ SETTINGS = f"""\
 For whoever writes a `headrace.toml`: each table, with the type and the default of each key.
 
 {BY}A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
-resolves to. `--set a.b=c` overrides one key of any table on the command line.
+resolves to. `--set a.b=c` overrides one key of any table on the command line. A role reads the file when it starts: a change
+holds for a role once that is started again. Under `headrace up`, `kill` of a role's process starts it anew.
 """
 COMMANDS = f"""\
 # Every command

@@ -71,7 +71,12 @@ async def refusal(bootstrap_servers: str, access: Access, ask_s: float = ASK_S) 
 async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
     try:
         async with asyncio.timeout(ask_s):
-            return await _asked(server, access, int(ask_s * 1000))
+            try:
+                return await _asked(server, access, int(ask_s * 1000))
+            except (AuthenticationFailedError, SaslAuthenticationFailed, TokenFailed, ssl.SSLCertVerificationError):
+                raise
+            except (KafkaError, OSError):
+                return await _alerted(server, access)
     except (AuthenticationFailedError, SaslAuthenticationFailed):
         return _shut_out(server, access)
     except ssl.SSLCertVerificationError as error:
@@ -80,6 +85,27 @@ async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
         return failed
     except (KafkaError, OSError, ValueError):  # it is away, or silent
         return None
+
+
+async def _alerted(server: str, access: Access) -> ConfigError | None:
+    """Whether a broker closes for the client's certificate: it says so to who only listens, while a client that writes finds
+    the connection gone.
+    """
+    if access.context is None:
+        return None
+    host, _, port = server.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=access.context)
+        try:
+            await reader.read(1)
+        finally:
+            writer.close()
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if "ALERT" in reason and any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")):
+            said = reason.lower().replace("_", " ")
+            return ConfigError(f"kafka.ssl_cert_file: {server} asks for another certificate of this client: {said}")
+    return None
 
 
 async def _asked(server: str, access: Access, timeout_ms: int) -> Refusal | None:

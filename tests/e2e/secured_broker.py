@@ -27,8 +27,11 @@ class Secured(NamedTuple):
 
 
 @contextmanager
-def secured_broker(folder: Path) -> Iterator[Secured]:
-    """PLAIN and OAUTHBEARER (unsigned tokens) know no more than the broker's own settings; SCRAM has one user."""
+def secured_broker(folder: Path, *, asks_certificate: bool = False) -> Iterator[Secured]:
+    """PLAIN and OAUTHBEARER (unsigned tokens) know no more than the broker's own settings; SCRAM has one user.
+
+    asks_certificate: of clients, too, signed by the same authority.
+    """
     authority, chain, key = certificates()
     (folder / "ca.pem").write_text(authority)
     port = choose_address().port
@@ -57,6 +60,12 @@ def secured_broker(folder: Path) -> Iterator[Secured]:
             f'{modules}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="{USER}";'
         ),
     }
+    if asks_certificate:
+        settings |= {
+            f"{listener}.ssl.client.auth": "required",
+            f"{listener}.ssl.truststore.type": "PEM",
+            f"{listener}.ssl.truststore.certificates": one_line(authority),
+        }
     scram = ("--add-scram", f"SCRAM-SHA-256=[name={USER},password={PASSWORD}]")
     broker = EmbeddedKafka(folder / "kafka", settings=settings, format_options=scram)
     with broker:

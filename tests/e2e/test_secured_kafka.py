@@ -110,6 +110,15 @@ def test_a_broker_nobody_vouches_for_is_one_line(secured: Secured, app_name: str
     assert done.exit_code == 2 and "kafka.ssl_ca_file: the certificate" in done.output
 
 
+def test_a_client_without_the_certificate_that_a_broker_asks_for_is_one_line(app_name: str, tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    with secured_broker(tmp_path / "broker", asks_certificate=True) as asking:
+        done = call(settings_file(asking, tmp_path, app_name), "check", "--create")
+    assert done.exit_code == 2 and f"kafka.ssl_cert_file: {asking.bootstrap} asks for another" in done.output, (
+        done.output
+    )
+
+
 def test_a_password_that_is_nowhere_is_one_line_with_the_variable(
     secured: Secured, app_name: str, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ SIZES = RecordBytes(
     group={"tasks": 1000.0, "buffer": 5000.0},
     answer={"verified": 2000.0, "blobs": 10.0},
     word={"verified": 100.0, "buffer": 300.0},
+    silence={"progress": 40.0},
     report={"reports": 800.0},
 )
 RATES = Rates(groups=10, requests=100, size=10, prompt=50, answer=100, rated=0.5)
@@ -73,6 +74,7 @@ def test_a_plan_is_the_arithmetic_that_a_person_does() -> None:
     topics = {one.topic: one for one in plan.topics}
     assert topics["buffer"].per_s == 10 * 5000 + 50 * 300
     assert topics["buffer"].per_day == 65_000 * 86_400 * 3 and topics["buffer"].kept == 10 * topics["buffer"].per_day
+    assert topics["progress"].per_s == 50 * 40
     assert topics["verified"].per_s == 100 * 2000 + 50 * 100
     assert topics["blobs"].per_day == 1000 * 86_400, "the bucket counts its own copies"
     # Master, trainer, a worker, a gateway and three explorers, each with a report every two seconds, for 25 hours.
@@ -182,6 +184,13 @@ def test_bytes_of_a_group_are_those_of_a_loop_that_trained_it(tmp_path: Path) ->
     made = measure(size=MASTER.num_episodes, prompt=one.num_prompt, answer=one.num_sampled).group
     for topic, num_bytes in found.items():
         assert made[topic] == pytest.approx(num_bytes, rel=0.25), topic
+
+
+def test_every_lone_answer_is_closed_once_whether_somebody_speaks_of_it_or_not() -> None:
+    made = measure(size=4, prompt=30, answer=20)
+    assert set(made.silence) == {"progress"} and made.silence["progress"] < made.word["progress"]
+    assert set(made.word) == {"feedback", "verified", "buffer", "batches", "progress"}
+    assert set(made.answer) == {"experiences", "verified"} and set(made.report) >= {"reports"}
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def _topics(rates: Rates, sizes: "RecordBytes", there: Installed, running: int) 
     per_s: dict[str, float] = {}
     weighed: tuple[tuple[float, Mapping[str, float]], ...] = (
         (rates.groups, sizes.group), (rates.requests, sizes.answer), (rates.requests * rates.rated, sizes.word),
-        (running / REPORT_S, sizes.report),
+        (rates.requests * (1 - rates.rated), sizes.silence), (running / REPORT_S, sizes.report),
     )  # fmt: skip
     for times, found in weighed:
         for topic, num_bytes in found.items():

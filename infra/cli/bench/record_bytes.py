@@ -18,7 +18,7 @@ from infra.cli.bench.starts import REPORT
 from infra.cli.bench.texts import RawAnswer, samples
 from infra.log.bus import Partition
 from infra.log.log import Log
-from infra.log.memory import MemoryBus
+from infra.log.memory import MemoryBus, wall_ms
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import (
@@ -32,6 +32,7 @@ from schemas import (
     Received,
     Span,
     Task,
+    Tick,
     make_experience,
 )
 from schemas.ids import answer_id, experience_id, request_group, session_name
@@ -40,6 +41,7 @@ from schemas.wire.block import blocks_of
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.credit import FeedbackRules
 from streams.collect.rules import Rules
+from streams.config import RewardConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.stage import publish_all
 from streams.stages.verify import Verifier
@@ -49,19 +51,22 @@ RECORD_BYTES = 70  # 61 of a batch's header and at least 7 of a record's own: ka
 BLOBS = "blobs"
 DAY_MS = 86_400_000
 GIVE_UP_S = 1.0
+TRAFFIC = StreamsConfig(score=CONFIG.score, reward=RewardConfig(blend={"csat": 1.0}, require=("csat",)))
 Bytes = dict[str, float]
 
 
 class RecordBytes(msgspec.Struct, frozen=True):
     """By topic. group: a usual group, from its task to the step that trained it. answer: a lone one of traffic that waits for
-    feedback. word: of feedback, with what becomes of an answer that it closes. report: of a role.
+    feedback. word: of feedback, with what becomes of an answer that it closes. silence: what becomes of one that nobody speaks
+    of. report: of a role.
 
-    Example: RecordBytes(group={"tasks": 900.0}, answer={}, word={}, report={"reports": 900.0})
+    Example: RecordBytes(group={"tasks": 900.0}, answer={}, word={}, silence={}, report={"reports": 900.0})
     """
 
     group: Bytes
     answer: Bytes
     word: Bytes
+    silence: Bytes
     report: Bytes
 
 
@@ -71,41 +76,59 @@ def measure(*, size: int, prompt: int, answer: int) -> RecordBytes:
 
 
 async def _measured(size: int, prompt: int, answer: int) -> RecordBytes:
-    usual, live, reports = [await _log() for _ in range(3)]
-    given = [samples(size, prompt, answer, seed=number) for number in range(MADE)]
-    for number, group in enumerate(given):
-        await _issue(usual, f"task-{number}.2", group)
-    await _through(usual)
+    usual, reports = await _log(), await _log()
+    for number in range(MADE):
+        await _issue(usual, f"task-{number}.2", samples(size, prompt, answer, seed=number))
+    await _through(usual, CONFIG)
     await _train(usual, [f"task-{number}.2" for number in range(MADE)], size)
-    lone = [samples(1, prompt, answer, seed=number)[0] for number in range(MADE)]
-    groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(MADE)]
-    for name, one in zip(groups, lone, strict=True):
-        await live.publish(EXPERIENCES, Block((_experience(one, name, 0, 1),)))
-    await _through(live)
-    waiting = _held(live)
-    for name in groups:
-        await _rate(live, answer_id(experience_id(name, 0, 0)))
-    await _through(live, verify=False)
-    await _train(live, groups, 1)
-    closed = _held(live)
     await reports.publish(REPORTS, REPORT)
-    word = {topic: closed[topic] - waiting.get(topic, 0) for topic in closed}
+    groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(MADE)]
+    lone = [samples(1, prompt, answer, seed=number)[0] for number in range(MADE)]
+    waiting, rated = await _of_traffic(lone, groups, [answer_id(experience_id(name, 0, 0)) for name in groups])
+    _, silent = await _of_traffic(lone, groups, ())
     return RecordBytes(
         group=_each(_held(usual)),
         answer=_each(waiting),
-        word=_each(word),
+        word=_each(rated - waiting),
+        silence=_each(silent - waiting),
         report={topic: float(held) for topic, held in _held(reports).items()},
     )
 
 
-def _each(held: Mapping[str, int]) -> Bytes:
-    return {topic: num_bytes / MADE for topic, num_bytes in held.items() if num_bytes}
+async def _of_traffic(
+    lone: Sequence[RawAnswer], groups: Sequence[str], rated: Sequence[str]
+) -> tuple[Counter[str], Counter[str]]:
+    """Bytes while lone answers wait, and once these were rated and trained, or, of none, once their window has passed."""
+    log = await _log()
+    for name, one in zip(groups, lone, strict=True):
+        await log.publish(EXPERIENCES, Block((_experience(one, name, 0, 1),)))
+    await _through(log, TRAFFIC)
+    waiting = _held(log)
+    for ref in rated:
+        await _rate(log, ref)
+    if rated:
+        await _through(log, TRAFFIC, verify=False)
+        await _train(log, groups, 1)
+        return waiting, _held(log)
+    bus = log.bus
+    assert isinstance(bus, MemoryBus)
+    bus.clock = lambda: wall_ms() + 2 * DAY_MS
+    await log.publish(
+        VERIFIED, Tick(partition=0, due_ms=0)
+    )  # one for all of them, as on a busy partition there is none
+    ticked = _held(log) - waiting
+    await _through(log, TRAFFIC, verify=False)
+    return waiting, _held(log) - ticked
 
 
 async def _log() -> Log:
     log = Log(MemoryBus(), "bench", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
     return log
+
+
+def _each(held: Mapping[str, int]) -> Bytes:
+    return {topic: num_bytes / MADE for topic, num_bytes in held.items() if num_bytes}
 
 
 async def _issue(log: Log, name: str, group: Sequence[RawAnswer]) -> None:
@@ -135,17 +158,17 @@ def _experience(one: RawAnswer, group: str, episode: int, size: int) -> Experien
     )
 
 
-async def _through(log: Log, *, verify: bool = True) -> None:
+async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> None:
     """What verify and collect make of what lies there."""
     if verify:
-        verifier = Verifier(build_verify(CONFIG))
+        verifier = Verifier(build_verify(config))
         async for message in log.read_all(EXPERIENCES):
             handled = await verifier.handle(message)
             await publish_all(log, [*handled.first, *handled.then], GIVE_UP_S)
     sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.0, per_rater=0, within_ms=0)}
     rules = Rules(deadline_ms=DAY_MS, keep_ms=DAY_MS, sources=sources)
     with tempfile.TemporaryDirectory() as folder:
-        settings = CollectSettings(Path(folder), rules, build_collect(CONFIG))
+        settings = CollectSettings(Path(folder), rules, build_collect(config))
         collector = Collector(log, Metrics("process"), 0, settings)
         await collector.recover(0, lambda: False)
         await collector.take([message.record async for message in log.read_all(VERIFIED)])
