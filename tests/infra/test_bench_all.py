@@ -13,8 +13,11 @@ import pytest
 from rich.console import Console
 
 from infra.cli.bench import codec
+from infra.cli.bench import console as bench_console
 from infra.cli.bench.all import BENCHES, BenchRow, command_of, run
 from infra.cli.bench.beside import Beside
+from infra.cli.bench.console_load import RunInterval, Watching, figures_of
+from infra.cli.bench.looking import PageViews
 from infra.cli.bench.tables import all_table
 from infra.cli.bench.targets import TARGETS
 from infra.cli.main import bench_app
@@ -75,6 +78,23 @@ def test_the_codecs_shapes_have_a_row_for_every_target() -> None:
     shape = codec.measure(2, 4, 8, rounds=1, budget_s=0.0)
     rows, failures = run(["codec"], lambda line: None, _printing({"codec": {"small": shape}}).__getitem__)
     assert not failures and [one.low for one in rows] == list(codec.TARGETS.values())
+
+
+@pytest.mark.slow
+def test_the_console_has_a_row_for_every_target() -> None:
+    figures = bench_console.run(experiences=500)
+    rows, failures = run(["console"], lambda line: None, _printing({"console": figures}).__getitem__)
+    assert not failures and [one.what for one in rows] == list(TARGETS["console"])
+
+
+def test_people_at_the_console_have_a_row_for_every_target() -> None:
+    pieces = [
+        RunInterval(is_watched, at * 10_000, (at + 1) * 10_000) for at, is_watched in enumerate((False, True) * 2)
+    ]
+    watching = Watching(busy_s=20.0, calm_s=20.0, seen=PageViews(took_ms=[1.0, 2.0]))
+    figures = figures_of(pieces, [*range(0, 40_000, 900)], watching, people=10)
+    rows, failures = run(["console-load"], lambda line: None, _printing({"console-load": figures}).__getitem__)
+    assert not failures and [one.what for one in rows] == list(TARGETS["console-load"])
 
 
 def test_the_table_shows_what_ours_and_the_peer_took() -> None:

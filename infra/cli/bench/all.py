@@ -1,4 +1,4 @@
-"""Every benchmark that has a peer or a target, one after the other, and their figures in one table.
+"""The benchmarks beside peers, and others with a target alone, one after the other, and their figures in one table.
 
 Each is a process of `headrace bench`, so that none finds what another left behind. One that fails is said in one line, and the
 rest goes on. What runs ends with this process, however that ends.
@@ -109,6 +109,8 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "learner": _learner,
     "gateway": _flat,
     "gateway-peers": _beside,
+    "console": _flat,
+    "console-load": _flat,
 }
 
 
