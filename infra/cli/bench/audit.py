@@ -32,15 +32,21 @@ def tell(words: str) -> None:
 
 def run(*, experiences: int, say: Say = tell) -> dict[str, float]:
     """CPU seconds, megabytes of memory, gigabytes of disk."""
-    whole = STEP_ITEMS * STEPS_PER_VERSION
-    count = max(whole, experiences // whole * whole)
+    count = whole_versions(experiences)
     say(f"{count:,} experiences, {count * 4 + count // STEP_ITEMS:,} records")
     figures: dict[str, float] = {"experiences": count}
-    figures |= apart(lambda: _audited(count, say))
-    return figures | apart(lambda: _traced(count, say))
+    figures |= apart(lambda: audited(count, say))
+    return figures | apart(lambda: traced(count, say))
 
 
-async def _audited(count: int, say: Say) -> dict[str, float]:
+def whole_versions(experiences: int) -> int:
+    """Nearly so many: as many as are all trained."""
+    whole = STEP_ITEMS * STEPS_PER_VERSION
+    return max(whole, experiences // whole * whole)
+
+
+async def audited(count: int, say: Say) -> dict[str, float]:
+    """Audit, of this process."""
     bus, rooms, taken, shown_s = MadeBus(count), list[DiskSpace](), [0.0], [time.monotonic()]
 
     def on_reading(topic: str, left: int) -> None:
@@ -60,7 +66,8 @@ async def _audited(count: int, say: Say) -> dict[str, float]:
     }
 
 
-async def _traced(count: int, say: Say) -> dict[str, float]:
+async def traced(count: int, say: Say) -> dict[str, float]:
+    """Trace and its index, of this process."""
     bus, shown_s = MadeBus(count), [time.monotonic()]
     log = Log(bus, APP)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-audit-") as folder:

@@ -41,8 +41,8 @@ RECORDED_S = 60.0
 
 
 class PeersPlan(msgspec.Struct, frozen=True):
-    """What is measured. echoed, sampled: answers of a round, of the engine that echoes and of vLLM; fewer at one client.
-    model: whether vLLM is measured at all.
+    """What is measured. echoed, sampled: answers of a round, of the engine that echoes and of vLLM; a tenth at one client.
+    streamed: of each client. model: whether vLLM is measured at all.
 
     Example: PeersPlan(rounds=2, model=False)
     """
@@ -51,6 +51,7 @@ class PeersPlan(msgspec.Struct, frozen=True):
     rounds: int = 5
     echoed: int = 640
     sampled: int = 256
+    streamed: int = 8
     idle_s: float = 2.0
     model: bool = True
 
@@ -71,12 +72,9 @@ def run(plan: PeersPlan, say: Say) -> list[Beside]:
     """Ours and the peers that there are; one that is missing is said in one line. Raises RuntimeError where two give different
     answers, or where an answer was not recorded.
     """
-    from infra.cli.demo.char_model import build_char_model
-
     found: list[Beside] = []
     with tempfile.TemporaryDirectory(prefix="hr-") as name:
         folder = Path(name)
-        build_char_model(folder / "model", seed=0)
         with ExitStack() as ending:
             servers = [_ours("echo", folder, ending), *(_bare(name, folder, ending) for name in BARE_KINDS)]
             found += asyncio.run(_measured("echo", servers, plan.echoed, plan, say))
@@ -173,7 +171,7 @@ async def _measured(over: str, servers: Sequence[Server], answers: int, plan: Pe
     for stream in (False, True):
         for clients in plan.clients:
             case = f"{over}, {'streamed' if stream else 'plain'}, {clients} client{'s' * (clients > 1)}"
-            count = answers if clients > 1 else max(2, answers // (40 if stream else 10))
+            count = clients * plan.streamed if stream else max(1, answers // 10) if clients == 1 else answers
             spent: dict[str, list[Spent]] = {one.name: [] for one in servers}
             for number in range(plan.rounds + 1):
                 for one in servers:

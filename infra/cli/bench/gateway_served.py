@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 async def serve(kind: str, folder: Path) -> None:
-    """Say where, and serve until it is killed. folder: with the model."""
+    """Say where, and serve until it is killed. folder: of the model, which is made where it is missing."""
     from actors.gateway.access.keys import create_key
     from infra.cli.bench.gateway import gateway_over
+    from infra.cli.demo.char_model import build_char_model
     from infra.model.model import load_tokenizer
     from infra.store.memory import MemoryStore
 
-    tokenizer, store = load_tokenizer(folder / "model"), MemoryStore()
+    tokenizer, store = load_tokenizer(build_char_model(folder / "model", seed=0)), MemoryStore()
     _, key = create_key(store, tenant="bench", scopes=("serve", "admin"), train="yes", rpm=0, tpm=0)
 
     def listening(port: int) -> None:

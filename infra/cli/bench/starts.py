@@ -57,8 +57,8 @@ async def _over_reports(count: int) -> dict[str, float]:
     figures = {f"{name}_master_as_before": await master_start(before, MemoryStore())}
     figures[f"{name}_master_without"] = await master_start(log, store)
     figures[f"{name}_master_snapshot"] = await master_start(log, store)
-    for role, act in _READERS.items():
-        figures[f"{name}_{role}"] = await _cpu_s(lambda: act(log))  # noqa: B023
+    for role, act in READERS.items():
+        figures[f"{name}_{role}"] = await cpu_s(lambda: act(log))  # noqa: B023
     return figures
 
 
@@ -90,7 +90,7 @@ async def _audit(log: Log) -> None:
     await audit(log, APP)
 
 
-_READERS: dict[str, Callable[[Log], Coroutine[None, None, None]]] = {
+READERS: dict[str, Callable[[Log], Coroutine[None, None, None]]] = {
     "trainer": _trainer, "explorer_gateway": _policies, "status": _status, "audit": _audit
 }  # fmt: skip
 
@@ -108,10 +108,11 @@ async def master_start(log: Log, store: MemoryStore) -> float:
         stop.set()
         await running
 
-    return await _cpu_s(begin)
+    return await cpu_s(begin)
 
 
-async def _cpu_s(act: Callable[[], Coroutine[None, None, None]]) -> float:
+async def cpu_s(act: Callable[[], Coroutine[None, None, None]]) -> float:
+    """Of this process, while it acts."""
     began_s = time.process_time()
     await act()
     return time.process_time() - began_s

@@ -7,12 +7,14 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.cli.bench.beside import OURS, Beside
+from infra.cli.bench.growth import LINEAR
 from infra.cli.bench.targets import TARGETS
 
 if TYPE_CHECKING:
     from infra.cli.bench.all import BenchRow
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
+    from infra.cli.bench.growth import GrowthLine, GrowthPoint
     from infra.cli.bench.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
 
 
@@ -112,6 +114,29 @@ def learner_table(found: "Sequence[ShapeComparison]") -> Table:
                 Text(f"{one.faster:.2f}", style="green" if one.faster >= 1 else "red") if is_ours else "",
             )
     return table
+
+
+def growth_table(found: "Sequence[GrowthLine]") -> Table:
+    """One row a thing that grows: what it took at each size, the most memory, and its exponent, green where it is linear."""
+    sizes = sorted({point.size for one in found for point in one.points})
+    table = Table("", title="bench growth: CPU seconds and the most MB, by size")
+    for size in sizes:
+        table.add_column(number(size), justify="right")
+    table.add_column("exponent", justify="right")
+    table.add_column("target", justify="right")
+    for one in found:
+        at = {point.size: point for point in one.points}
+        cells = [_grown(at[size]) if size in at else "" for size in sizes]
+        style = {True: "green", False: "red", None: ""}[one.is_met]
+        said = "" if one.exponent is None else f"{one.exponent:.2f}"
+        table.add_row(one.what, *cells, Text(said, style=style), f"at most {number(LINEAR)}" if said else "")
+    return table
+
+
+def _grown(point: "GrowthPoint") -> str:
+    if point.why:
+        return f"left out: {point.why}"
+    return f"{number(float(f'{point.cpu_s:.3g}'))}, {number(round(point.mb))}"
 
 
 def families_table(found: "Sequence[Family]") -> Table:

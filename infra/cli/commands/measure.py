@@ -139,6 +139,28 @@ def weights(
     return [Found(figures) for figures in sweep(wanted, share, out, tell).values()]
 
 
+def growth(
+    sizes: Annotated[str, typer.Option(help="Of what it grows with, by commas.")] = "10000,100000,1000000",
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="A point that would take longer is named and left out.")
+    ] = 4.0,
+    out: Annotated[Path, typer.Option(help="Folder for growth.json and growth.png.")] = Path("bench"),
+) -> Found:
+    """All that starts, answers or holds, over logs of 10,000 to 1,000,000: CPU, memory, and how they grow. Minutes."""
+    from infra.cli.bench.growth import run
+    from infra.cli.bench.tables import growth_table
+    from schemas.errors import ConfigError
+
+    try:
+        wanted = sorted({int(size) for size in sizes.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"--sizes: got {sizes!r}, expected whole numbers by commas, as in 10000,100000") from error
+    if wanted[0] < 1:
+        raise ConfigError(f"--sizes: got {wanted[0]}, expected 1 or more")
+    found = run(wanted, out, tell, limit_s=60 * minutes)
+    return Found(msgspec.to_builtins(found), lambda: [growth_table(found)], width=150)
+
+
 def takeover(
     waiting: Annotated[int, typer.Option(help="Answers that wait for feedback.", min=1)] = 100_000,
     closed: Annotated[int, typer.Option(help="Answers that were joined and closed before.", min=0)] = 100_000,
@@ -366,6 +388,6 @@ def state(
 
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
-    codec, hop, transport, gateway_peers, weights, takeover, audit, console_load, fan_out, families, reload,
+    codec, hop, transport, gateway_peers, growth, weights, takeover, audit, console_load, fan_out, families, reload,
     offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip

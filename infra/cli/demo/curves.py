@@ -15,9 +15,10 @@ def draw_curves(
     y: str,
     target: float | None = None,
     top: float | None = 1.0,
+    logarithmic: bool = False,
 ) -> None:
     """One panel per title; in it one curve per label, of one colour in all panels: the mean over its seeds' points. top: of y,
-    None for what the points need.
+    None for what the points need. logarithmic: both axes, which then have no end of their own.
 
     The seeds are thin lines beside it where a panel has at most three curves: more could not be distinguished.
     """
@@ -41,7 +42,10 @@ def draw_curves(
                 axis.plot(places, one, linewidth=0.7, alpha=0.5, color=colours[label])
         if target is not None:
             axis.axhline(target, color="grey", linewidth=0.8, linestyle="--")
-        axis.set(title=title, xlabel=x, ylim=(0, top))
+        if logarithmic:
+            axis.set(title=title, xlabel=x, xscale="log", yscale="log")
+        else:
+            axis.set(title=title, xlabel=x, ylim=(0, top))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel(y)
