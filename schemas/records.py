@@ -163,8 +163,8 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
 class Rating(Struct, frozen=True):
     """What one rater thinks of one answer: revised ones are replaced, those taken back are not there.
 
-    source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: what is
-    credited to it for later turns is no rating. time_ms: log-append time of the feedback.
+    source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: credit for
+    later turns is not a rating. time_ms: log-append time of the feedback.
 
     Example: Rating(source="csat", rater="kq7m", value=0.0, time_ms=1763715600000)
     """
