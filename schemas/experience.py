@@ -36,11 +36,17 @@ MAX_MEMBERS = 64
 class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """One token sequence of an episode.
 
-    id: see `schemas.ids`. group_size: episodes of the group. part, last: its place in the episode. origin: who made it.
-    subject: whose data, key_id: the key it is sealed under; derivatives inherit both. sequence: issue order of the
-    group, -1 unpaced. suite: name of the eval set, "" for rollouts. spans: what was sampled, sorted. stamps:
-    "processor@version" of all that ran. meta: the user's own, from task to batch; read only
-    by those that know a key of it, as scores are.
+    id: see `schemas.ids`. group: of the episodes that are compared. episode: its number in the group. group_size: episodes of
+    the group. part, last: its place in the episode. num_tokens: prompt and answer. end: of the episode; "truncated" by a limit,
+    "failed" without a result. origin: its source. lane: which of the lanes trains it. attempt: issue of the task that it
+    answers, 0 for the first. revision: +1 with each that late feedback makes; the newest counts.
+    tenant: customer of the gateway it is from, "" for none. subject: person whose data it is. key_id: the key it is sealed
+    under; derivatives inherit the last two. sequence: issue order of the group, -1 unpaced. suite: name of the eval set, ""
+    for rollouts. spans: what was sampled, sorted. stamps: "processor@version" of all that ran. meta: the user's own, from
+    task to batch; read only by those that know a key of it, as scores are.
+    scores: verdicts by name. reward: one number made of them, None until there is one. advantage: of the whole,
+    likewise. priority: how often it is drawn, relative to others. bulk: tokens, logprobs and messages, as they lie in the
+    frame.
     A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
 
     kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair

@@ -12,8 +12,9 @@ from schemas.ranges import Ranges
 class BatchItem(Struct, frozen=True, array_like=True):
     """One experience as trained: where it lies in `buffer`, and the numbers the loss used.
 
-    index: within its block. use: 0 the first time it is trained in the lane, as whichever revision. min_version: oldest
-    sampled token's of those that are trained. weight: multiplies its loss terms.
+    id: of the experience. partition, offset: of its block. index: within its block. lane: that trains it. revision: of the
+    experience. advantage: of the whole experience. use: 0 the first time it is trained in the lane, as whichever revision.
+    min_version: oldest sampled token's of those that are trained. weight: multiplies its loss terms.
 
     Example: BatchItem(id="add-3745.2.0-7-0", partition=0, offset=981, index=7, lane="usual", min_version=11,
                        advantage=0.93)
@@ -39,9 +40,10 @@ Digests = Annotated[tuple[Digest, ...], Bounds(max_length=65_536)]
 class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
     """The journal: what one optimizer step trains on, in order, written before the step.
 
-    token: fencing token; the first record per (token, step) counts. version: policy version before the step.
+    run: whose journal it is. token: fencing token; the first record per (token, step) counts. step: from 0. version: policy
+    version before the step. items: in the order of training.
     phase: "warmup" or "train". drops: reason to experiences dropped at the draw or in the batch chain. dropped: those of
-    the draw that are wholly too old, and those that the batch chain took out of the step, dropped_because: why, one each.
+    the draw that are wholly too old, and those that the batch chain took out of the step. dropped_because: why, one each.
     masked_below: usual tokens that a version below it sampled are no targets of this step, -1 where there are none. masked:
     how many of those there are in what was drawn, without what is wholly too old.
     seed: of everything random in the step. config_hash: of the settings that shape the step. blocks: BLAKE2b-128 of each
@@ -71,6 +73,8 @@ class Batch(Struct, frozen=True, tag_field="kind", tag="batch"):
 class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
     """First record of a new lease in the journal: lower tokens after it count for nothing.
 
+    run: whose journal it is. token: of the lease. owner: instance of the trainer that holds it.
+
     Example: Fence(run="demo", token=17, owner="train/4711")
     """
 
@@ -82,6 +86,8 @@ class Fence(Struct, frozen=True, tag_field="kind", tag="fence"):
 class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
     """A journaled step that changed no weights, and why.
 
+    run, token, step: as in the Batch it is about. reason: a short phrase for people.
+
     Example: Skip(run="demo", token=17, step=41, reason="gradient not finite")
     """
 
@@ -92,9 +98,11 @@ class Skip(Struct, frozen=True, tag_field="kind", tag="skip"):
 
 
 class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
-    """The trainer went back: steps from_step to to_step (inclusive) are quarantined, their batches never re-executed.
+    """The trainer went back: a run of steps is quarantined, and their batches are never re-executed.
 
-    version: the new, higher version whose content equals restored_version.
+    run, token: as in a Batch. from_step, to_step: the first and the last of these steps. restored_version: the older
+    version whose weights are taken. reason: a short phrase for people. version: the new, higher version whose content
+    equals restored_version.
 
     Example: Rollback(run="demo", token=17, from_step=41, to_step=44, restored_version=40, version=45, reason="3 skips")
     """
@@ -112,9 +120,9 @@ class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
     """What the learner's state was after `step`, written to the journal just before its checkpoint becomes valid; it stays
     when the checkpoint is pruned, so that a replay can be compared with every one made inside the horizon.
 
-    step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes, shapes and
-    bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of the
-    steps that follow. made_with: what the bits depend on besides the journal (code, libraries, device, threads), by name.
+    run, token: as in a Batch. step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes,
+    shapes and bytes, in order of the names; of the bytes the hashes of their chunks, where it begins with "chunks ". phase: of
+    the steps that follow. made_with: what the bits depend on besides the journal (code, libraries, device, threads), by name.
 
     Example: Saved(run="demo", token=17, step=40, version=40, sha256="9f…", made_with={"torch": "2.13.0", "threads": "1"})
     """

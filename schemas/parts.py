@@ -16,6 +16,7 @@ Version = Annotated[int, Bounds(ge=-1)]
 class Span(msgspec.Struct, array_like=True, frozen=True):
     """A run of sampled tokens, start to stop (exclusive) in `Experience.tokens`, by one policy at one temperature.
 
+    start, stop: indexes of the first token and of the one behind the last. temperature: 0 is greedy.
     version: -1 where no policy of ours sampled them (demonstrations). ratio: the recorded logprobs are the policy's own
     at that temperature, so an importance ratio exists. kv: where the engine kept keys and values over reloads, the version of
     the oldest that they may have been sampled with; -1 where all are those of `version`.
@@ -32,9 +33,9 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """One named verdict. at: index of the token it judges, None for the whole. version: of what judged, with the model
-    behind "+" where there was one. input: hash of what was judged, with that of the code behind ":", "" where it is not
-    kept. cost_usd: None where nothing is charged.
+    """One named verdict. name: of the [[score]] or the feedback source. value: mostly 0 to 1. at: index of the token it
+    judges, None for the whole. version: of what judged, with the model behind "+" where there was one. input: hash of what
+    was judged, with that of the code behind ":", "" where it is not kept. cost_usd: None where nothing is charged.
 
     Example: Score(name="exact", value=1.0)
     """
@@ -48,7 +49,9 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Stretch(msgspec.Struct, array_like=True, frozen=True):
-    """The advantage of a run of tokens, from the stop of the one before it (or the first token) to `stop` (exclusive).
+    """The advantage of a run of tokens, from the stop of the one before it (or the first token) to its own.
+
+    stop: index of the token behind the last. advantage: of each token of the run.
 
     Example: Stretch(stop=11, advantage=0.93)
     """

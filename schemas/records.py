@@ -34,7 +34,7 @@ MAJOR = 1
 class Image(Struct, frozen=True):
     """An image by the hash of its bytes, which lie in the object store under `blobs/<sha256>`; never the pixels.
 
-    media_type: image/png, image/jpeg or image/webp. size: in bytes.
+    sha256: of the bytes, hexadecimal. media_type: image/png, image/jpeg or image/webp. size: in bytes.
 
     Example: Image(sha256="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08", size=312)
     """
@@ -45,7 +45,8 @@ class Image(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """One message of a conversation. images: shown before the text, in this order.
+    """One message of a conversation. role: "system", "user", "assistant" or "tool". content: its text. images: shown before
+    the text, in this order.
 
     Example: Message(role="user", content="37+45=")
     """
@@ -82,9 +83,11 @@ class Issued(Struct, frozen=True):
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     """Something to do, and what is known of its right answer.
 
-    id: unique in its taskset, without "." at its end. workflow: name of how it is run, in [explore.workflows]. difficulty: 0
-    (easy) to 1. split: "train", or the name of the eval suite it is kept for. parent: the task it is a variation of.
-    priority: how often the curriculum draws it, relative to the others; 0 is never.
+    id: unique in its taskset, without "." at its end. messages: the prompt. answer: the reference answer, None where there
+    is none. meta: the user's own, handed on to the experience. issued: by the master, None in a taskset. workflow: name of
+    how it is run, in [explore.workflows]. difficulty: 0 (easy) to 1. split: "train", or the name of the eval suite it is
+    kept for. parent: the task it is a variation of. priority: how often the curriculum draws it, relative to the others; 0
+    is never.
 
     Example: Task(id="add-3745", messages=(Message(role="user", content="37+45="),), answer="280")
     """
@@ -104,7 +107,8 @@ class Task(Struct, frozen=True, tag_field="kind", tag="task"):
 class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
     """Takes the place in `verified` of an experience that was dropped, so that its group can complete.
 
-    id: of the dropped experience. stage, processor: who dropped it. reason: a short constant phrase, used as a label.
+    id, group, episode, group_size, attempt, part, last, lane, sequence, revision: of the dropped experience. stage, processor:
+    that dropped it. reason: a short constant phrase, used as a label.
 
     Example: DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, last=True, group_size=16, reason="too short")
     """
@@ -130,7 +134,7 @@ class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
 
     ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
     source: the configured feedback name, which becomes `scores.<source>`. type: see FeedbackKind. text: a label or
-    correction.
+    correction. rater: a pseudonym of the person who gave it, "" where none is named.
 
     Example: Feedback(ref="hr-a1b2.0-3-0", id="ticket-81", value=0.8, source="csat")
     """
@@ -159,8 +163,8 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
 class Rating(Struct, frozen=True):
     """What one rater thinks of one answer: revised ones are replaced, those taken back are not there.
 
-    source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: what is
-    credited to it for later turns is no rating. time_ms: log-append time of the feedback.
+    source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: credit for
+    later turns is not a rating. time_ms: log-append time of the feedback.
 
     Example: Rating(source="csat", rater="kq7m", value=0.0, time_ms=1763715600000)
     """
@@ -174,12 +178,13 @@ class Rating(Struct, frozen=True):
 class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
     """How one attempt's group ended in collect; exactly one per (group, attempt, revision).
 
-    outcome: buffered, dropped (with reason) or superseded (another attempt completed first). experiences: how many went
-    on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason to count of members.
-    version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown. trial: the version that
-    was on trial in the canary channel when the gateway drew which of the two would answer, -1 where none was. ratings: what
-    people said of the answers themselves, at most 64, the newest; () for none, None in logs written before there
-    were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
+    group, attempt, sequence, lane: of the group's experiences. revision: 0, +1 each time late feedback closes it anew.
+    outcome: buffered, dropped or superseded (another attempt completed first). reason: why it was dropped, a short phrase.
+    experiences: how many went on. mean_reward: over the episodes that have one, before anything was dropped. drops: reason
+    to count of members. version: oldest policy that sampled any of it, -1 where nothing was sampled or it is unknown.
+    trial: the version that was on trial in the canary channel when the gateway drew which of the two would answer, -1 where
+    none was. ratings: what people said of the answers themselves, at most 64, the newest; () for none, None in logs written
+    before there were ratings. answered_ms: log-append time of the answer, -1 where it is not of production.
 
     Example: Closure(group="add-3745.2", outcome="dropped", reason="all rewards equal", sequence=412, mean_reward=1.0)
     """
@@ -203,8 +208,8 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
     """What the trainer took from its buffer for one step, reported to the master after it is journaled.
 
-    step: optimizer step that is about to run. version: policy version when drawn. groups: trained. dropped: groups the
-    trainer will never train, with the reason.
+    token: fencing token of the trainer. step: optimizer step that is about to run. version: policy version when drawn.
+    groups: trained. dropped: groups the trainer will never train, with the reason.
 
     Example: Drawn(token=17, step=40, version=40, groups=("add-3745.2",), dropped={"add-99.0": "stale"})
     """
@@ -220,10 +225,11 @@ class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
     """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
 
     event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, promoted also of the canary
-    one, the rest of the candidate one.
-    version: content, never reused. parent: the version it was trained from. manifest: store key, verified by
-    manifest_sha256. token: of the trainer that published or the master that decided, 0 on a lease itself.
-    owner: who speaks (trainer or engine instance). stats: small numbers worth showing.
+    one, the rest of the candidate one. policy: its name. channel: that the event is about. step: the optimizer step that made
+    the version, -1 for none. reason: why, for people.
+    version: content, never reused. parent: the version it was trained from. manifest: store key. manifest_sha256: of its
+    bytes, which are checked with it. token: of the trainer that published or the master that decided, 0 on a lease itself.
+    owner: the trainer, master or engine instance, or the person, that wrote it. stats: small numbers worth showing.
 
     Example: PolicyEvent(event="published", policy="main", version=12, parent=11, token=17,
                          manifest="policies/main/17/manifests/12.json", manifest_sha256="9f…", step=12)
@@ -247,10 +253,11 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     """An order to a role, or of one, that outlives processes; it lies in `policies`, and its offset orders it.
 
     order: lease (a master of this app begins: all earlier ones end, and its attempts are numbered from its offset), drain
-    (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
-    feedback go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`), forget (a user's
-    keys were destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds.
-    owner: who says so. reason: why, for people. about: whom it forgets, as a keyed hash, or the answer it opens.
+    (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and feedback
+    go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`), forget (a user's keys were
+    destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds. suite,
+    version: of an eval. owner: the person or instance that ordered it. reason: why, for people. about: whom it forgets, as
+    a keyed hash, or the answer it opens.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """
@@ -271,6 +278,8 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
 class EvalResult(Struct, frozen=True, tag_field="kind", tag="eval_result"):
     """A suite answered by exactly one version.
 
+    policy, version: that answered. suite: its name. num_tasks: of the suite. num_samples: answers to each task. request: the
+    order it answers, as version/suite. mean_score: of all answers.
     num_correct: of num_tasks * num_samples answers. pass_at: k, as a string, to the chance that one of k answers to a
     task is right. interval: 95 % confidence of the share of right answers, None where it was not computed. right: of each
     task, in order, how many of its answers are; () in old logs. tasks: a digest of the tasks' ids; two results of one
@@ -305,6 +314,7 @@ MAX_LETTER_BYTES = 64 * 1024
 class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
     """Bytes or a record that could not be processed, where it lay, and why; `reprocess` can try it again.
 
+    topic, partition, offset, key: of the record. stage: where it failed.
     reason: short constant phrase. error: the message, which names the field. value: the record as it was, cut to
     MAX_LETTER_BYTES.
 

@@ -24,9 +24,9 @@ class Client(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
-    """What one gateway served of one version since it started. trial: as in a Closure. failed: answers the engine did
-    not bring to an end. refused: answers that began as a refusal. clients: whom, those past 63
-    are one, of no name; () of versions that answered nothing lately, and from gateways that did not tell yet.
+    """What one gateway served of one version since it started. version: of the policy. trial: as in a Closure. answers: how
+    many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: whom, those
+    past 63 are one, of no name; () of versions that answered nothing lately, and from gateways of older releases.
 
     Example: Answered(version=44, answers=480, failed=1, refused=12)
     """
@@ -40,7 +40,7 @@ class Answered(Struct, frozen=True):
 
 
 class MasterState(Struct, frozen=True):
-    """How far the master is, for those who wait for it.
+    """How far the master is, for roles that wait for it.
 
     state: see `MasterPhase`. outstanding: groups that were issued and neither drawn nor given up. drained_to: offset in
     `policies` of the newest drain, pause or continue it has read, -1 for none.
@@ -91,14 +91,17 @@ def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):
     """A role's report of itself, every few seconds; what `status` and the demo screen show.
 
-    For people alone: counters, which only grow within one `instance`; gauges, which are of now; both by the names of the
-    Prometheus metrics; and state. What others decide from has a field of its own, where None, in logs written before it,
-    says nothing: life; is_canary, of a gateway; master; holds; waits, of a stream worker.
+    What other roles decide from has a field of its own, which is None in logs written before it.
+
+    role: its name. instance: its name for one run of the process. version: that it holds, -1 for none.
+    counters: for people alone, by the names of the Prometheus metrics; they only grow within one `instance`. gauges: likewise,
+    of now. state: likewise, in a word. life: where the role is between start and end. is_canary: of a gateway. master: of the
+    master. waits: of a stream worker.
     chains: of a stream worker, stage to its steps with their versions. partitions: stage to the partitions it holds; of an
     explorer those of `tasks` that it reads, from which the master decides what it gets.
     holds: of an explorer, the groups and eval tasks it runs or waits with, to their attempts; in some reports only, and at
     most MAX_HELD of them. answered: of a gateway, its newest versions. reason: why a role that says "failed" has ended.
-    alarms: what an operator should look at, a sentence each. release: which headrace it is, "" of one that did not tell yet.
+    alarms: what an operator should look at, a sentence each. release: of headrace, "" of older ones.
 
     Example: Progress(role="explore", instance="explore-0/4711", version=12, counters={"tokens": 81200.0})
     """

@@ -13,8 +13,10 @@ Retention = Literal["keep", "forever", "compact", "day", "trimmed"]
 
 
 class Topic(msgspec.Struct, frozen=True):
-    """One topic: records it may hold (class names; "Block" is the experience block), its key and its cleanup.
+    """One topic: the records it may hold, its key and its cleanup.
 
+    name: without the app's. holds: class names of its records; "Block" is the experience block. key: what its records are
+    keyed by.
     partitions: None takes the app's configured number, 1 gives a total order. retention: "keep" for as long as [keep] says,
     "day" for a day, of what is of now, "trimmed" until the trainer removes what no kept checkpoint needs.
 

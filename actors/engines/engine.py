@@ -24,8 +24,9 @@ KvMode = Literal["rebuild", "keep"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. temperature 0 is greedy (spans of greedy tokens have ratio False).
+    """How tokens are drawn.
 
+    temperature: 0 is greedy (spans of greedy tokens have ratio False).
     max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
     seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
     ratio False, since a truncated distribution is not the policy's own. json_schema: the text is JSON of this schema (itself
@@ -47,7 +48,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens of one request that were sampled by one version, with the logprob of each. kv: as in Span."""
+    """Tokens of one request that were sampled by one version.
+
+    tokens: in order. logprobs: of each. version: of the policy. kv: as in Span.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -61,11 +65,11 @@ OnChunk = Callable[[Chunk], None]
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens with the logprob of each and the versions that sampled them.
 
-    spans: start and stop count from the first new token. stopped: ended by a stop token rather than by max_tokens.
-    routing: the experts that each token of prompt and answer but the last, which was never read, went to when its successor
-    was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k]; None where the engine was not asked
-    (its option `routing`). A token whose successor was sampled by a version has its routing under that version; a reload
-    changes none that is recorded.
+    tokens: the new ones. logprobs: of each. spans: start and stop count from the first new token. stopped: ended by a stop
+    token rather than by max_tokens. routing: the experts that each token of prompt and answer but the last, which was never
+    read, went to when its successor was sampled: uint8, or uint16 above 256 experts, [tokens - 1, layers that route, k];
+    None where the engine was not asked (its option `routing`). A token whose successor was sampled by a version has its
+    routing under that version; a reload changes none that is recorded.
     """
 
     tokens: tuple[int, ...]
@@ -76,7 +80,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a hot reload cost: milliseconds without sampling, and the largest probe difference."""
+    """What a hot reload cost.
+
+    pause_ms: without sampling. probe_abs_max: the largest difference of a probe's logprob, in nats.
+    """
 
     pause_ms: float
     probe_abs_max: float

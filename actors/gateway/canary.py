@@ -200,8 +200,8 @@ class Canary:
 def place_of(session: str, trial: int, secret: bytes) -> float:
     """Where a session lies between 0 and 1 in a trial; every share above it takes the session in.
 
-    secret: of the gateways, without which a client cannot know beforehand who is inside. Another trial draws anew, so that
-    not the same people try everything.
+    secret: of the gateways, without which a client cannot know beforehand which sessions are drawn. Another trial draws anew,
+    so that not the same people try everything.
 
     >>> round(place_of("acme/7", 44, b"secret"), 3)
     0.58

@@ -14,8 +14,8 @@ from schemas import Message
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. reply: the policy's own message. action: what the environment gets; None where the reply held none, then
-    `complaint` is the observation the policy gets instead.
+    """One turn. reply: the policy's own message. action: what the environment gets; None where the reply held none.
+    complaint: the observation that the policy gets then.
 
     Example: Act(reply=Message(role="assistant", content="8"), action="8")
     """

@@ -42,7 +42,7 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy asked for. fault: why it is no call, "" for one that is.
+    """What the policy asked for. fault: why it cannot be read, "" where it can.
 
     Example: ParsedCall(name="lookup", arguments={"order": 17})
     """
@@ -53,8 +53,8 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What a call came to. failed: the text says what was wrong. broken: why there is no tool any more, which is nothing that
-    the policy should read: its episode fails, of the cause `tool`.
+    """What a call came to. failed: the text says what was wrong. broken: why the tool cannot be used any more. The
+    policy does not see it: its episode fails, with the cause `tool`.
     """
 
     text: str

@@ -3,10 +3,9 @@
     .jsonl .json   one JSON object a line           .parquet            columns as they are
     .csv .tsv      a header line, then rows         a folder            saved by Hugging Face `datasets`
 
-A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). A row without an id
-gets a hash of its conversation, so that the same row is the same task everywhere. Guarantee: a row that is no task is
-handed to `on_broken` with file, line and reason, and the next one follows; a file that cannot be read at all is a
-ConfigError.
+A conversation is `messages` (objects with role and content) or `prompt` (a string: one user message). A row without an id gets
+a hash of its conversation, so that the same row is the same task everywhere. Guarantee: a row that cannot be read as a task is
+handed to `on_broken` with file, line and reason, and the next one follows; a file that cannot be read at all is a ConfigError.
 """
 
 import csv

@@ -80,7 +80,7 @@ def task_of(drawing: Drawing, split: str) -> Task:
 
 
 def glances(drawings: list[Drawing], random: Random, *, short: float = 0.6) -> Iterator[Demonstration]:
-    """Answers of one who does not look twice. short: share of the counts above one that are one too low; the rest is right."""
+    """Answers of a hasty reader. short: share of the counts above one that are one too low; the rest is right."""
     for index, drawing in enumerate(drawings):
         seen = drawing.answer
         if drawing.kind == "count" and seen != "1" and random.random() < short:

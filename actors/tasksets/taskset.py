@@ -20,7 +20,11 @@ class Taskset(Protocol):
 
 
 class Demonstration(Struct, frozen=True):
-    """A worked answer. split: "validation" is never trained on, it decides when a warm-up stops.
+    """A worked answer.
+
+    id: unique. messages: the prompt. response: the answer to learn. answer: the reference answer, None where there is none.
+    split: "validation" is never trained on, it decides when a warm-up stops. subject: person whose data it is, "" for none.
+    meta: the user's own.
 
     Example: Demonstration(id="add-37-45", messages=(Message(role="user", content="37+45="),), response="280",
                            answer="280")
@@ -37,6 +41,9 @@ class Demonstration(Struct, frozen=True):
 
 class Preference(Struct, frozen=True):
     """Two answers to one prompt, of which people preferred the first.
+
+    id: unique. messages: the prompt. chosen, rejected: the answers. subject: person whose data it is, "" for none. meta: the
+    user's own.
 
     Example: Preference(id="q-17", messages=(Message(role="user", content="Hello?"),), chosen="Hello!", rejected="What.")
     """

@@ -1,7 +1,7 @@
 """Calls of code that may raise or hang: every call ends as a value or as a Failure, within its timeout.
 
     inline   here and now, for functions that promised to be quick
-    thread   one daemon thread per call of `in_thread` works through the arguments; whoever hangs is given up, the rest
+    thread   one daemon thread per call of `in_thread` works through the arguments; an argument that hangs is given up, the rest
              goes on in a new thread
     async    all arguments at once, each under its own timeout
 

@@ -24,6 +24,7 @@ Value = str | int | float | bool | list[int | float | str] | None
 
 class Drop(msgspec.Struct, frozen=True):
     """Returned by a processor to drop an experience. reason: a short constant phrase; it becomes a metric label.
+    detail: more of it, for people.
 
     Example: Drop("too short")
     """

@@ -65,7 +65,7 @@ async def run_audit(
 
 
 def operator() -> str:
-    """Who speaks in the log."""
+    """The owner of records that a person publishes: user@host."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 

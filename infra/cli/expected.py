@@ -114,7 +114,7 @@ def _processes(heard: Iterable[Heard]) -> list[Heard]:
 
 
 def _last_words(gone: Sequence[Heard], now_s: float) -> str:
-    """What was last heard of one that is not there."""
+    """The last report of a process that does not run."""
     if not gone:
         return "none has ever spoken; see its log"
     last = max(gone, key=lambda one: one.last_s)

@@ -1,8 +1,8 @@
-"""Who spoke within the last hour, found by time: reports are many, so a few marks in the hour are read, not all of it.
+"""The processes that reported within the last hour, found by time: of the many reports a few of the hour are read.
 
-The hour is cut into cells, and whoever lives speaks in each. One cell in MARK is read, and for a process that is gone those
-in which its last word must be, halving them each time. So what a process said last is known, and when it was first heard of
-to MARK cells. No record is decoded but the last of those that are gone.
+The hour is cut into cells, and a running process reports in each. One cell in MARK is read, and for a process that is gone
+its last report is found by bisection. So the last report of each process is known, and the time of its first one to MARK
+cells. Of records only the last ones of the processes that are gone are decoded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class LastHour:
 
 
 class _Sighting(msgspec.Struct, frozen=True):
-    """first_ms: when it was first heard of. cell: the newest in which it spoke. last: what it said last there."""
+    """first_ms: time of its first report. cell: the newest with a report. last: its last report there."""
 
     first_ms: int
     cell: int

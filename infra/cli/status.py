@@ -172,7 +172,7 @@ def unread(gauges: Mapping[str, float]) -> list[str]:
 
 
 def newest_of_each(roles: list[State]) -> list[State]:
-    """Those that still speak; of a role where none does, the one that spoke last."""
+    """Those that still report; of a role without any, the one that reported last."""
     alive = [role for role in roles if role["age_s"] < GONE_S]
     gone = [role for role in roles if role["role"] not in {one["role"] for one in alive}]
     last = {role["role"]: role for role in sorted(gone, key=lambda role: -role["age_s"])}
@@ -180,7 +180,7 @@ def newest_of_each(roles: list[State]) -> list[State]:
 
 
 def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
-    """The steps in force with their versions: stage → partition → chain, of the workers that speak and hold partitions."""
+    """The steps in force with their versions: stage → partition → chain, of the workers that report and hold partitions."""
     found: dict[str, dict[str, str]] = {}
     for report in reports:
         for stage, chain in report.chains.items():

@@ -8,7 +8,7 @@
 
 Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one
 folder and nothing else: names that climb out, links, devices, anything oversized or truncated is one BadFrame that names
-it. Below model/ only what `add_model` writes comes out. It names no code for whoever reads it: see `infra.cli.source`.
+it. Below model/ only what `add_model` writes comes out. It names no code that its reader would run: see `infra.cli.source`.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class Archive:
         self._tar.addfile(member, io.BytesIO(data))
 
     def add_model(self, folder: Path) -> None:
-        """The files of a model folder that are weights, settings or vocabulary; never code. None where it is no folder."""
+        """The files of a model folder that are weights, settings or vocabulary; never code. None without a folder."""
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.is_file() and path.suffix in MODEL_SUFFIXES:
                 member = tarfile.TarInfo(f"model/{path.name}")

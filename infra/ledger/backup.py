@@ -93,7 +93,7 @@ def require_unfinished(place: Store) -> None:
 
 
 def open_backup(place: Store, app: str) -> Backup:
-    """What a place holds. Raises ConfigError where it is no whole backup of this app, BadFrame."""
+    """What a place holds. Raises ConfigError where a whole backup of this app is not there, BadFrame."""
     try:
         data = place.get(WHOLE)
     except NotInStore as error:

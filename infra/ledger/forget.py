@@ -6,9 +6,9 @@
 What people wrote about their answers, and turns of their sessions that named no user, are sealed under keys of the sessions.
 Which sessions, the log says: so these keys go once it is read.
 
-Guarantees: from the first step on nothing of theirs is opened by whoever looks the key up (see `infra.store.seal`): verify,
-collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless, and
-completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
+Guarantees: from the first step on nothing of theirs is opened by a reader that looks the key up (see `infra.store.seal`):
+verify, collect and the trainer drop what they still hold, with the reason "forgotten" and a counter; repeating it is harmless,
+and completes one that was cut short. The weights stay what they are: the report says which versions have learned from it.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: t
 
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
-    """Append the event; returns whom it is about: a hash that only who holds the gateways' secret can compare."""
+    """Append the event; returns whom it is about: a hash that can be compared only with the gateways' secret."""
     about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about

@@ -30,7 +30,9 @@ class BrokerPorts(msgspec.Struct, frozen=True):
 def is_free(port: int) -> bool:
     """Whether a server could listen on `port` now."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: a closing connection is no obstacle
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as Java does: a closing connection does not matter
         try:
             probe.bind((HOST, port))
         except OSError:

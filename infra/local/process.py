@@ -48,8 +48,8 @@ def start_watched(
     pass_fds: Sequence[int] = (),
     stderr: int = subprocess.STDOUT,
 ) -> Watched:
-    """Start `argv` under `parent_watch`, its output appended to `log`. `env` is added to this process's own. stderr: PIPE for
-    whoever reads it as it comes.
+    """Start `argv` under `parent_watch`, its output appended to `log`. `env` is added to this process's own. stderr: PIPE to
+    read it as it comes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()

@@ -100,7 +100,7 @@ class TokenFailed(KafkaConnectionError):  # type: ignore[misc]
 
 
 class TokenProvider(AbstractTokenProvider):  # type: ignore[misc]
-    """Asks a plugin for the token of a connection, in a thread where it is no coroutine function."""
+    """Asks a plugin for the token of a connection, in a thread unless it is a coroutine function."""
 
     def __init__(self, token: Token) -> None:
         self._token = token

@@ -1,7 +1,7 @@
 """Removes frames that were too large for the log once no kept record claims them: the `[keep]` of claim checks.
 
 Guarantee: a frame that a kept record claims stays, however old it is, and so does one that is used again while this runs.
-Why: who sends a frame deposits it under the day of the sending (`blobs.deposit`), so no record that is still to come
+Why: a sender deposits a frame under the day of the sending (`blobs.deposit`), so no record that is still to come
 claims a frame of a day gone by, but for a copy of one that is there: a dead letter, or its second chance. Dead letters are
 read before and after everything else, so that a copy made meanwhile is found where it came from or where it went.
 Nothing is removed before the whole log was read; a run that is broken off has removed only what no record claims.

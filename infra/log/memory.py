@@ -151,7 +151,7 @@ class MemoryBus:
         self._topics[topic] = [_Partition(begins, list(records))]
 
     def log(self, partition: Partition) -> _Partition:
-        """The records of one partition; ValueError if there is no such."""
+        """The records of one partition; ValueError for one that does not exist."""
         logs = self._logs(partition.topic)
         if not 0 <= partition.index < len(logs):
             raise ValueError(f"topic {partition.topic}: got partition {partition.index}, expected 0 to {len(logs) - 1}")

@@ -1,7 +1,7 @@
 """Where roles report of themselves, and how far back that is read.
 
-A report is of now, so whoever begins reads the last hour of them, however many there are: by the broker's clock, counted from
-the newest. Writers of before put them into `progress`, which a reader of that topic meets there.
+A report is of now, so a reader begins with the last hour of them, however many there are: by the broker's clock, counted from
+the newest. Older releases wrote them into `progress`.
 """
 
 from infra.log.log import Log

@@ -24,7 +24,7 @@ FAMILIES = ("llava", "internvl")
 _GRID = "pictures of any size, each of as many places as its pixels make (image_grid_thw)"
 _AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it goes on sampling"
 _DEEP = "features of a picture added to several layers (DeepStack)"
-# Of families that are asked for: what there is no code for.
+# What families that are asked for need and this module lacks.
 MISSING = {
     "qwen2_vl": (_GRID, _AXES),
     "qwen2_5_vl": (_GRID, _AXES),

@@ -19,9 +19,11 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy ready to be loaded: every tensor by name, the names that differ from what was held, and its probe.
+    """A policy ready to be loaded.
 
-    adapter: what the tensors are an adapter of; None where they are the whole model.
+    version: of the policy. tensors: all of them, by name. touched: names of those that differ from what was held. probe:
+    the trainer's logprobs to compare with, None for none. adapter: what the tensors are an adapter of; None where they are
+    the whole model.
     """
 
     version: int

@@ -4,7 +4,7 @@ MISSING_S = 30.0  # a role that was started late or again is back sooner
 
 
 class Absence:
-    """Of one who is looked for every now and then. limit_s: away for so long is missing."""
+    """Of something that is looked for now and then. limit_s: away for so long, it is missing."""
 
     def __init__(self, limit_s: float = MISSING_S) -> None:
         self._limit_s = limit_s

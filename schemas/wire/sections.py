@@ -30,7 +30,9 @@ Ranges = Annotated[tuple[Index, ...], Meta(max_length=MAX_BOUNDS)]  # start, sto
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """What the header says of one section: its name, bytes per item, and number of items.
+    """What the header says of one section.
+
+    name: of the section. width: bytes per item. items: how many.
 
     Example: Column(name="tokens", width=4, items=176)
     """

@@ -74,7 +74,7 @@ def series_of(app: str, partition: int) -> str:
 def write(
     store: Store, series: str, path: Path, keep_ms: int, abandoned: Callable[[], bool]
 ) -> SnapshotManifest | None:
-    """Store the state file as it is at this moment; None where it is no further than the snapshot before.
+    """Store the state file as it is at this moment; None where it is not further than the snapshot before.
 
     Reads it beside its writer, through a connection of its own. Raises StoreError, SnapshotDamaged, Abandoned.
     """

@@ -5,9 +5,9 @@
 
 Rules: the named answer is credited in full; the `MAX_TURNS` turns before it get a discounted credit, whatever is delivered
 twice and in whatever order answers and feedback come; a retraction takes the credit back too. The credit is for learning
-alone: it is no rating, ends no turn's wait for its own feedback, and trains nothing a second time. A turn is known by how
-many messages come before its answer: the log's order is no help where gateways spool. A turn with several choices gives no
-credit and gets none: which of them the session went on from is not known.
+alone: it does not count as a rating, does not end a turn's wait for its own feedback, and trains nothing a second time. A turn
+is known by how many messages come before its answer, since gateways that spool write out of order. A turn with several choices
+gives no credit and gets none: which of them the session went on from is not known.
 """
 
 from collections.abc import Mapping, Sequence

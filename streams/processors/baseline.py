@@ -30,7 +30,7 @@ MEMORY = 4096  # answers that are known to have joined, and the baselines
 def compared(memory: Memory, key: str, answer: str, reward: float, *, scaled: bool = True) -> float:
     """Advantage of an answer over what `memory` saw under `key`; then it joins, once, however often it is revised.
 
-    answer: who it is. scaled: divided by the spread. An answer that the last `MEMORY` have pushed out joins again.
+    answer: its id. scaled: divided by the spread. An answer that the last `MEMORY` have pushed out joins again.
     """
     known = memory.get(f"k{key}")
     count, mean, variance = known if isinstance(known, list) else (0, 0.0, 0.0)

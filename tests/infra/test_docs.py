@@ -6,7 +6,9 @@ A fence says what it holds: `sh` (commands), `sh curl` and `python client` (run 
 
 import asyncio
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -19,8 +21,11 @@ import msgspec
 import pytest
 import typer.main
 
+import headrace
+import schemas
 from actors.gateway.config import GatewayLimits, Webhook
 from infra.cli import docs, docs_parts
+from infra.cli.docs_text import labelled
 from infra.cli.init import files_of
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
@@ -91,6 +96,24 @@ def test_every_setting_says_what_it_means() -> None:
                 yield f"{path}.{field.encode_name}"
 
     assert not list(silent(Settings, ""))
+
+
+def records() -> Iterator[type[msgspec.Struct]]:
+    """Those of the log and of the packages below it, and those that `headrace` exports."""
+    names = [one.name for one in pkgutil.walk_packages(schemas.__path__, "schemas.")]
+    held = [thing for name in names for thing in vars(importlib.import_module(name)).values()]
+    for thing in (*held, *(getattr(headrace, name) for name in headrace.__all__)):
+        if isinstance(thing, type) and issubclass(thing, msgspec.Struct) and not thing.__name__.startswith("_"):
+            yield thing
+
+
+def test_every_field_of_a_record_of_the_log_and_of_the_public_face_says_what_it_means() -> None:
+    found = list(records())
+    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {one.__name__ for one in found}
+    for record in found:
+        names = [field.name for field in msgspec.structs.fields(record)]
+        meanings = labelled(inspect.getdoc(record) or "", {name: name for name in names})[1]
+        assert [name for name in names if not meanings.get(name)] == [], record.__name__
 
 
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:

@@ -107,8 +107,8 @@ class Rota:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """The result of work that cannot be stopped (a thread's): whoever is cancelled waits for its end all the same, and gives
-    back only then what the work takes.
+    """The result of work that cannot be stopped (a thread's): a cancelled caller waits for its end all the same, and
+    only then gives back what the work takes.
     """
     task = asyncio.ensure_future(work)
     try:

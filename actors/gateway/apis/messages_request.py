@@ -26,7 +26,7 @@ from actors.gateway.http.requests import ChatRequest, Temperature, TopP
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """cache_control of any block. It changes nothing: prefixes are shared whoever asks."""
+    """cache_control of any block. It changes nothing: prefixes are always shared."""
 
     type: Literal["ephemeral"]
     ttl: Annotated[str, Meta(max_length=16)] | None = None

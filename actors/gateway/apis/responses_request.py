@@ -34,7 +34,7 @@ from actors.gateway.http.requests import (
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    """Text of whoever asks."""
+    """Text of a user, system or developer message."""
 
     text: str
 
@@ -42,7 +42,7 @@ class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 class InputImage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_image"
 ):
-    """A picture of whoever asks. image_url: with the picture in it; nothing is fetched, and no files are kept."""
+    """A picture of a message. image_url: with the picture in it; nothing is fetched, and no files are kept."""
 
     image_url: str
     detail: Text | None = None

@@ -62,7 +62,7 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 
 
 def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """Too much at once, whoever asks."""
+    """Too many requests at once, of all clients together."""
     return ApiError(429, message, kind="requests", code="overloaded", retry_after_s=retry_after_s)
 
 

@@ -5,8 +5,8 @@ A client needs no key to send one.
 
 Guarantees: a connection holds at most MAX_HEAD_BYTES and what comes in one piece of a head that is not whole, and no longer
 than its time; nothing of a trailer is kept, and a request with one is refused; bytes that are neither head nor body are at
-most as many; a request that goes on behind its answer gets LEFT_BYTES and the time of a head to end; whoever is refused gets
-an error object, if no answer has begun, and is counted; no answer is cut off for what comes behind its request.
+most as many; a request that goes on behind its answer gets LEFT_BYTES and the time of a head to end; a client that is refused
+gets an error object, if no answer has begun, and is counted; no answer is cut off for what comes behind its request.
 """
 
 import asyncio

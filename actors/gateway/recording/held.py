@@ -3,7 +3,7 @@
     store away: of(subject) -> <folder>/<key id>, 0600 -> what is sealed under it goes to the spool
     store back: deposit() -> keys/… in the store, file removed -> what waits is sent
 
-Guarantees: nothing sealed under a key leaves for the log before the store has the key, so whoever reads it can open it; who was
+Guarantees: nothing sealed under a key leaves for the log before the store has the key, so readers can open it; a user who was
 forgotten meanwhile stays so: their key is put into the store destroyed. The folder is its owner's alone. More than MAX_HELD
 keys are not made: then what was to be sealed is dropped, counted as "no key". A user who was forgotten long before, and came
 back while the store was away, is taken for one of them.

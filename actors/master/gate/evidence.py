@@ -86,7 +86,8 @@ def against(logs: Collection[float], bound: float, share: float) -> float:
 
     What is cut of the evidence for makes it only less. What is cut of the evidence against, past that share and the
     logarithm of how many they are, makes the chance to reach the bound by luck exp(exp(-share * bound)) times as high at
-    most: whoever is cut leaves the others to reach so much more (a union bound over who is cut, and Ville's inequality).
+    most: without those that are cut the others have to reach that much more (a union bound over the cut, and Ville's
+    inequality).
 
     >>> against([9.0, 1.0, -0.5], 6.0, 0.5), round(against([-90.0, 1.0], 6.0, 0.5), 2)
     (3.5, -2.69)

@@ -1,11 +1,11 @@
 """What is known of how versions served: what people said of their answers, and how many failed or refused. Counts alone.
 
-People are counted, not ratings: of one person (a named rater, else a session) one word counts in a trial, and one on a day:
-what was said of the first answer of theirs that anybody rated. Whichever version gave it, so who is counted does not depend
-on the version. So a person with many ratings does not decide, and ratings that are alike because one person gave them count
+People are counted, not ratings: of one person (a named rater, else a session) one rating counts in a trial, and one on a day:
+that of the first of their answers which has one. It may be of any version, so the choice of people does not depend on the
+version. So a person with many ratings does not decide, and ratings that are alike because one person gave them count
 once.
 
-Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a word that comes later
+Guarantees: of one answer the newest revision counts, and what was taken back counts for nothing; a rating that comes later
 than `mature` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides nothing;
 a record that comes twice changes nothing; what gateways report only grows, so the largest report of each is what it served.
 A restart that counts the log anew counts alike. Bounded: the ratings of an answer that is older than `MAX_ANSWERS` others

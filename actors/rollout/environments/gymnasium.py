@@ -72,7 +72,7 @@ class Gymnasium:
         return Outcome(observation=self._written(observation, info))
 
     def step(self, action: str) -> Outcome:
-        """Do one action; what is none is answered with what was expected, and costs a turn of the agent."""
+        """Do one action; text that is not one is answered with what was expected, and costs a turn of the agent."""
         space = self._world.action_space
         try:
             chosen = self._read(action) if self._read is not None else self._chosen(action, space)
