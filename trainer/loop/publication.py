@@ -135,7 +135,8 @@ class WeightPublisher:
         if self._published_ms is None:
             return -1
         name = self._log.name(topics.POLICIES)
-        stop = (await self._log.bus.offsets_at(name, self._published_ms - keep_ms))[Partition(name, 0)]
+        since_ms = max(0, self._published_ms - keep_ms)  # a broker takes a negative time for something else
+        stop = (await self._log.bus.offsets_at(name, since_ms))[Partition(name, 0)]
         if self._kept is None:
             self._kept = await folded(self._log, stop=stop)
         else:
