@@ -119,6 +119,14 @@ def test_what_is_read_out_of_the_flow_changes_when_its_words_do_and_at_no_other_
     page.locator("[aria-live]", has_text="Nobody waits long").wait_for(timeout=20_000)
 
 
+def test_on_a_phone_the_picture_moves_in_its_place_and_the_page_does_not(operator: WatchedPage, tmp_path: Path) -> None:
+    operator.page.set_viewport_size({"width": 390, "height": 800})
+    assert operator.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    name = operator.page.locator(".flow .boxname").first
+    assert name.evaluate("one => one.getBoundingClientRect().height") > 8, "pixels: it can be read"
+    operator.sound_by_day_and_night("flow-on-a-phone", tmp_path)
+
+
 def test_no_table_of_the_flow_is_wider_than_its_column(operator: WatchedPage) -> None:
     operator.page.locator(".spark").first.wait_for(timeout=20_000)
     wide = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)"
