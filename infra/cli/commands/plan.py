@@ -48,5 +48,6 @@ def plan(
     size = settings.master.num_episodes
     rates = Rates(groups=groups_per_s, requests=requests_per_s, size=size, prompt=prompt, answer=answer, rated=rated)
     found = planned(settings, rates, engine=engine_tokens_per_s, learner=learner_tokens_per_s, measured=measured)
-    figures = msgspec.to_builtins(found) | {"computed": True, "problems": found.problems}
+    more = {"computed": True, "each_broker": found.each_broker, "problems": found.problems}
+    figures = msgspec.to_builtins(found) | more
     return Found(figures, lambda: shown(found), width=130, code=1 if found.problems else 0)
