@@ -125,7 +125,7 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float, log_ti
     metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
     async with asyncio.TaskGroup() as around:
         now = partial(_progress, hosts, metrics, instance, log_time.now_ms)
-        watchers = [around.create_task(report(log, lambda: now(state[0]), log_time.heard))]
+        watchers = [around.create_task(report(log, lambda: now(state[0]), log_time))]
         try:
             async with asyncio.TaskGroup() as starting:
                 for host in hosts:

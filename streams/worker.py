@@ -19,6 +19,7 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
 from streams.config import StreamsConfig
+from streams.log_time import LogTime
 from streams.stages.stage import EXIT_BROKER, end_process
 
 logger = logging.getLogger(__name__)
@@ -89,13 +90,11 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
     )
 
 
-async def report(log: Log, now: Callable[[], Progress], heard: Callable[[int], None]) -> None:
-    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process. heard: is told
-    when it was stored, in log-append milliseconds.
-    """
+async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> None:
+    """Say every REPORT_S how this worker is doing; a broker that is away past its deadline ends the process."""
     while True:
         try:
-            heard((await log.publish(REPORTS, now())).timestamp_ms)
+            await log_time.hear(log.publish(REPORTS, now()))
         except BrokerUnavailable as error:
             end_process(str(error), EXIT_BROKER)
         await asyncio.sleep(REPORT_S)

@@ -77,6 +77,11 @@ def test_a_plan_is_the_arithmetic_that_a_person_does() -> None:
     assert topics["progress"].per_s == 50 * 40
     assert topics["verified"].per_s == 100 * 2000 + 50 * 100
     assert topics["blobs"].per_day == 1000 * 86_400, "the bucket counts its own copies"
+    in_topics = sum(one.per_s for one in plan.topics if one.topic != "blobs")
+    assert plan.each_broker == {
+        "per_s": in_topics,
+        "kept": sum(one.kept for one in plan.topics if one.topic != "blobs") / 3,
+    }
     # Master, trainer, a worker, a gateway and three explorers, each with a report every two seconds, for 25 hours.
     assert topics["reports"].per_s == 7 / 2 * 800
     assert topics["reports"].kept == pytest.approx(2800 * 3600 * 25 * 3)
@@ -210,6 +215,8 @@ def test_the_command_reads_the_settings_and_says_what_is_full_first(config: Path
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
     assert "2 groups of 10, 50 requests a second (computed)" in shown and "a day, 3 copies" in shown
+    each = json.loads(planned(config, *asked, "--json").stdout)["each_broker"]
+    assert f"brokers: 3 at least, one a copy; each of 3 writes {each['per_s'] / 1e3:,.1f} kB/s" in shown
     assert "kept, 10 days" in shown and "full first: " in shown and "bench hop: shipped" in shown
     figures = json.loads(planned(config, *asked, "--json").stdout)
     assert figures["computed"] is True and figures["rates"]["size"] == 10

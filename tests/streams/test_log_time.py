@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from infra.log.bus import RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
@@ -44,7 +46,7 @@ def test_a_group_of_an_idle_partition_is_closed_in_time_whatever_the_machines_cl
         bus = MemoryBus(true_ms)
         log, time = Log(bus, "t"), LogTime(lambda: true_ms() + off_ms)
         await log.create_topics(partitions=1, keep_ms=-1)
-        telling = asyncio.create_task(report(log, lambda: Progress(role="process", instance="p"), time.heard))
+        telling = asyncio.create_task(report(log, lambda: Progress(role="process", instance="p"), time))
         async with asyncio.TaskGroup() as tasks:
 
             async def committed(partition: int) -> int:
@@ -71,12 +73,30 @@ def test_a_group_of_an_idle_partition_is_closed_in_time_whatever_the_machines_cl
     assert said == ([f"clock_off seconds={off_ms // 1000}: stages go by the broker's clock"] if off_ms else [])
 
 
+def heard(time: LogTime, stored_ms: int, then: Callable[[], None] = lambda: None) -> None:
+    """A record that the broker says was stored then. then: what happens before that is known."""
+
+    async def storing() -> RecordPosition:
+        then()
+        return RecordPosition("t.reports", 0, 0, stored_ms)
+
+    asyncio.run(time.hear(storing()))
+
+
 def test_a_clock_that_is_put_right_is_gone_by_again() -> None:
     now = [HOURS_MS]
     time = LogTime(lambda: now[0])
     assert time.now_ms() == HOURS_MS
-    time.heard(0)
+    heard(time, 0)
     assert time.now_ms() == 0
     now[0] = 2000
-    time.heard(1990)
-    assert time.now_ms() == 2000, "it is right but for what a report takes"
+    heard(time, 1990)
+    assert time.now_ms() == 2000
+
+
+@pytest.mark.parametrize("stored_ms", [1_000_000, 1_030_000, 1_060_000])
+def test_a_report_that_took_a_minute_says_nothing_against_the_clock(stored_ms: int) -> None:
+    now = [1_000_000]
+    time = LogTime(lambda: now[0])
+    heard(time, stored_ms, lambda: now.append(now.pop() + 60_000))
+    assert time.now_ms() == 1_060_000

@@ -114,6 +114,12 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     costs: tuple[UnitCost, ...]
 
     @property
+    def each_broker(self) -> dict[str, float]:
+        """Bytes that each writes a second, and keeps, where there are as many as copies: one for each of them."""
+        topics = [one for one in self.topics if one.topic != BLOBS]
+        return {"per_s": sum(one.per_s for one in topics), "kept": sum(one.kept for one in topics) / self.there.copies}
+
+    @property
     def problems(self) -> list[str]:
         """What would not keep up."""
         return [one.problem for one in self.parts if one.problem]

@@ -49,6 +49,9 @@ def _parts(plan: CapacityPlan) -> Table:
 
 
 def _words(plan: CapacityPlan) -> Iterator[Text]:
+    copies, each = plan.there.copies, plan.each_broker
+    written = f"each of {copies} writes {each['per_s'] / 1e3:,.1f} kB/s and keeps {_gb(each['kept'])}"
+    yield Text(f"brokers: {copies} at least, one a copy; {written}")
     if plan.first is not None and plan.times is not None:
         among = ", of what is known" if any(one.unknown for one in plan.parts) else ""
         yield Text(f"full first{among}: {plan.first}, at {number(round(plan.times, 2))} times these rates")

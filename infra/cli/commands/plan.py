@@ -60,5 +60,6 @@ def plan(
     )  # fmt: skip
     engine, learner = flags.engine_tokens_per_s, flags.learner_tokens_per_s
     found = planned(settings, rates, engine=engine, learner=learner, measured=flags.measured)
-    figures = msgspec.to_builtins(found) | {"computed": True, "problems": found.problems}
+    more = {"computed": True, "each_broker": found.each_broker, "problems": found.problems}
+    figures = msgspec.to_builtins(found) | more
     return Found(figures, lambda: shown(found), width=130, code=1 if found.problems else 0)

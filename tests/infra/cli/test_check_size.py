@@ -196,7 +196,7 @@ def test_a_small_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
     told = " ".join(result.stdout.split())
     assert "the versions that engines hold need 32.8 GB in /dev/shm, which has 64.0 MB free" in told
     assert "--shm-size" in told
-    assert "8,190,735,360 parameters" in told and "(computed)" in told
+    assert "8,190,735,360 parameters" in told and "(computed)" in told and "headrace bench plan" in told
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
