@@ -17,7 +17,8 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +32,8 @@ MIN_COMPRESSED_BYTES = 32
 BITMAP_SHARE = 0.1  # of the values changed: from here on a bit per value is as small as gaps, and cheaper to make
 SAMPLE_VALUES = 4096
 MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
-CHAIN_VALUES = 2**20  # likewise, of the values that a chain moves
+CHAIN_VALUES = 2**18  # likewise, of the values that a chain moves
+FEW_MOVES = 8  # up to here it is cheaper to put only what moves in the order of values than all
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
 
@@ -117,8 +119,8 @@ class _UlpStreams:
             self.places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
             self._place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
         self._finite = self._finite and are_finite(after, self._dtype)
-        one, other = _ordered(before), _ordered(after)
-        down = other < one
+        one, other = _turned(before, np.empty_like(before)), _turned(after, np.empty_like(after))
+        down = other.view(np.int16) < one.view(np.int16)
         ulps = _signed(other - one, down)
         large = ulps > 1
         over = ulps[large] - np.uint16(2)
@@ -223,6 +225,8 @@ _Moves = tuple[
 
 
 def _moves(encoder: str, payload: bytes | memoryview, size: int) -> _Moves:
+    if size > MAX_VALUES:
+        raise ValueError(f"delta: got {encoder} for {size} values, expected at most {MAX_VALUES}")
     by_value = [-(-size // 8), -(-size // 8), size, 2 * size]
     if encoder == "k1":
         streams = _unpack(payload, [size, 4 * size, *by_value])
@@ -240,27 +244,45 @@ def _moved(base: np.ndarray, moves: Sequence[_Moves]) -> Iterator[np.ndarray]:
     """The values after all moves, one after the other, piece by piece; a piece holds until the next one is asked for. What
     moves beyond the range comes in again at its other end.
     """
-    starts = range(0, base.size, CHAIN_VALUES)
-    cuts = [np.append(np.searchsorted(positions, np.array(starts, np.int64)), positions.size) for positions, _ in moves]
-    room = np.empty(min(base.size, CHAIN_VALUES), base.dtype)
-    for chunk, start in enumerate(starts):
-        old = base[start : start + CHAIN_VALUES]
-        piece = room[: old.size]
-        if len(moves) == 1:
-            ((positions, ulps),) = moves
-            np.copyto(piece, old)
-            for first in range(cuts[0][chunk], cuts[0][chunk + 1], MOVES_AT_ONCE):
-                part = slice(first, min(first + MOVES_AT_ONCE, cuts[0][chunk + 1]))
-                at = positions[part] - start
-                piece[at] = _from_ordered(_ordered(piece.take(at)) + ulps[part])
-        else:
-            ordered = _ordered(old)
-            for (positions, ulps), cut in zip(moves, cuts, strict=True):
-                part = slice(cut[chunk], cut[chunk + 1])
-                at = positions[part] - start
-                ordered[at] = ordered.take(at, mode="wrap") + ulps[part]  # all lie within: to wrap is less than to look
-            np.copyto(piece, _from_ordered(ordered))
-        yield piece
+    starts = np.append(np.arange(0, base.size, CHAIN_VALUES), base.size)
+    cuts = [np.searchsorted(positions, starts.astype(positions.dtype)) for positions, _ in moves]
+    most = max(int(np.diff(cut).max(initial=0)) for cut in cuts)
+    # Written over for each piece: to take memory anew costs more than what is done in it.
+    rooms = _Rooms(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
+    move = _move_few if len(moves) <= FEW_MOVES else _move_many
+    for chunk, start in enumerate(starts[:-1]):
+        parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
+        near = ((positions[part], ulps[part]) for (positions, ulps), part in zip(moves, parts, strict=True))
+        yield move(base[start : start + CHAIN_VALUES], start, near, rooms)
+
+
+class _Rooms(NamedTuple):
+    """values: [3, CHAIN_VALUES] u16. places: [K] i64, of what one move has of a piece."""
+
+    values: np.ndarray
+    places: np.ndarray
+
+
+def _move_few(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
+    """The piece that begins at `start`: of each move, only what it moves is put in the order of values."""
+    piece = rooms.values[0, : old.size]
+    np.copyto(piece, old)
+    for positions, ulps in moves:
+        at = np.subtract(positions, start, out=rooms.places[: positions.size])
+        taken, moved = rooms.values[1:, : at.size]
+        piece.take(at, out=taken, mode="wrap")  # all lie within: to wrap is less than to look
+        np.add(_turned(taken, moved), ulps, out=moved)
+        piece[at] = _turned(moved, taken)
+    return piece
+
+
+def _move_many(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
+    """The same, with all values put in their order once."""
+    ordered, piece = rooms.values[:2, : old.size]
+    _turned(old, ordered)
+    for positions, ulps in moves:
+        np.add.at(ordered, np.subtract(positions, start, out=rooms.places[: positions.size]), ulps)
+    return _turned(ordered, piece)
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
@@ -268,20 +290,15 @@ def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
     return Tensor(old.dtype, old.shape, patterns.view(np.uint8).data if patterns.size else b"")
 
 
-def _ordered(patterns: np.ndarray) -> np.ndarray:
-    """Sign-magnitude patterns as integers in the order of the values they stand for (u16 to u16, one to one)."""
-    flipped = patterns.view(np.int16) >> 15  # all bits of what is negative
-    flipped |= np.int16(-0x8000)
-    flipped ^= patterns.view(np.int16)
-    return flipped.view(np.uint16)
-
-
-def _from_ordered(ordered: np.ndarray) -> np.ndarray:
-    flipped = ordered.view(np.int16) >> 15
-    np.invert(flipped, out=flipped)
-    flipped |= np.int16(-0x8000)
-    flipped ^= ordered.view(np.int16)
-    return flipped.view(np.uint16)
+def _turned(patterns: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Sign-magnitude patterns as two's complement, in the order of the values they stand for, and back again (u16 to u16, one
+    to one): of what is negative, all bits but the sign are turned. out: another array.
+    """
+    signed, turned = patterns.view(np.int16), out.view(np.int16)
+    np.right_shift(signed, 15, out=turned)
+    np.bitwise_and(turned, np.int16(0x7FFF), out=turned)
+    np.bitwise_xor(turned, signed, out=turned)
+    return out
 
 
 def _from_ulps(streams: Sequence[bytes | memoryview], count: int) -> np.ndarray:
@@ -311,13 +328,14 @@ def _positions(gap_bytes: bytes | memoryview, escape_bytes: bytes | memoryview, 
     escaped = np.flatnonzero(gaps == ESCAPE)
     if len(escape_bytes) != 4 * escaped.size:
         raise ValueError(f"delta: {len(escape_bytes) // 4} escapes for {escaped.size} long gaps")
-    positions = gaps.astype(np.int64)
-    positions += 1
-    positions[escaped] += np.frombuffer(escape_bytes, "<u4")
+    escapes = np.frombuffer(escape_bytes, "<u4")
+    end = int(gaps.sum(dtype=np.int64)) + int(escapes.sum(dtype=np.int64)) + gaps.size
+    if end > size:
+        raise ValueError(f"delta: position {end - 1} beyond {size} values")
+    positions = np.add(gaps, 1, dtype=np.int32)
+    positions[escaped] += escapes.astype(np.int32)
+    positions[:1] -= 1
     np.cumsum(positions, out=positions)
-    positions -= 1
-    if positions.size and positions[-1] >= size:
-        raise ValueError(f"delta: position {positions[-1]} beyond {size} values")
     return positions
 
 

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import CHAIN_VALUES, decode_chain, decode_pieces, decode_tensor, encode_tensor
+from infra.policies.delta import CHAIN_VALUES, FEW_MOVES, decode_chain, decode_pieces, decode_tensor, encode_tensor
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -210,7 +210,7 @@ def test_a_chain_of_whole_values_and_differences_leads_to_its_end_at_once() -> N
     assert decode_chain([(one.encoder, one.payload) for one in steps], states[0]) == states[-1]
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("num_steps", [1, FEW_MOVES, FEW_MOVES + 1])
 def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: int) -> None:
     size = 2 * CHAIN_VALUES + 1_001
     states = [changed_tensor(size, 0.0, 1)[0]]
@@ -231,6 +231,15 @@ def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: 
         start, pieces = start + len(piece), pieces + 1
     assert (start, pieces) == (len(room), 3)
     assert bytes(room) == states[-1].data
+
+
+def test_gaps_whose_sum_comes_round_to_the_beginning_again_are_refused() -> None:
+    old, _ = changed_tensor(3_000, 0.0, 1)
+    over = struct.pack("<2I", 2**31, 2**31 - 2 * 255)  # 2**32 values in all: as a number of 32 bits, none
+    streams = [b"\xff\xff", over, b"\0", b"\0", b"", b""]
+    payload = b"".join(struct.pack("<II", len(one), len(one)) for one in streams) + b"".join(streams)
+    with pytest.raises(ValueError, match="beyond 3000 values"):
+        decode_tensor("k1", payload, old)
 
 
 def test_a_chain_without_a_delta_is_its_beginning() -> None:
