@@ -37,8 +37,8 @@ Figures = dict[str, float]  # CPU seconds by what took them
 
 
 class GrowthPoint(msgspec.Struct, frozen=True):
-    """One measurement. size: of what it grows with. mb: at most, above the start. work: of WORKS. why: it was left out, "" where it
-    was not.
+    """One measurement. size: of what it grows with. mb: at most, above the start. work: of WORKS. why: it was left out; "" of one
+    that was not.
     """
 
     what: str

@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 PLAIN = {
     "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
-    "draw": "Draws by priority and even ones from a buffer of 100,000 experiences.",
+    "draw": "Draws by priority and even ones from a buffer of 100,000 experiences; by priority beside cpprb.",
     "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
     "gateway": "The gateway over the engine alone: what it adds to an answer, and how many it gives a second.",
     "held": "How long one request holds the gateway's event loop: prompts, control tokens, redaction.",
