@@ -71,8 +71,8 @@ def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
 
 
 def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
-    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: the newest orders that the counts are of,
-    None where they are of all.
+    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many orders the counts are of, the
+    newest; None for all.
     """
     counts = dict(database.execute("SELECT word, count(*) FROM orders WHERE word IN ('open', 'forget') GROUP BY word"))
     newest = "SELECT * FROM orders WHERE word = ? ORDER BY offset DESC LIMIT ?"
@@ -96,8 +96,8 @@ def fate_of(database: sqlite3.Connection, answer: str) -> str:
     return str(row["fate"]) if row else ""
 
 
-def openings_of(database: sqlite3.Connection, answer: str) -> Sequence[sqlite3.Row]:
-    """Who opened an answer, when and why."""
+def openings_of(database: sqlite3.Connection, about: str) -> Sequence[sqlite3.Row]:
+    """Who opened an answer or a letter, when and why."""
     return database.execute(
-        "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (answer,)
+        "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)
     ).fetchall()

@@ -23,7 +23,8 @@ def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tm
                 for first, last in ((0, MOST), (MOST, 2 * MOST)):
                     with database:
                         database.executemany(
-                            "INSERT INTO orders (n, offset, time_ms, word, owner, about, reason) VALUES (?, ?, 0, ?, 'a', 'b', 'c')",
+                            "INSERT INTO orders (n, offset, time_ms, word, owner, about, reason)"
+                            " VALUES (?, ?, 0, ?, 'a', 'b', 'c')",
                             [(n + 1, n + 1, "open" if n % 2 else "pause") for n in range(first, last)],
                         )
                     trim(database, 0)
