@@ -250,7 +250,8 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     (no new groups; what is outstanding is finished), pause (no new groups and no new steps; serving, recording and
     feedback go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`), forget (a user's
     keys were destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds.
-    owner: who says so. reason: why, for people. about: whom it forgets, as a keyed hash, or the answer it opens.
+    owner: who says so. reason: why, for people. about: whom it forgets, as a keyed hash, or the answer or
+    dead letter (`dead-letters/<partition>@<offset>`) it opens.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """

@@ -29,7 +29,7 @@ def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tm
                         )
                     trim(database, 0)
                     text = text_of(await client.get("/privacy"))
-                    assert f"{MOST // 2:,} times a sealed" in text
+                    assert f"{MOST // 2:,} times something sealed" in text
                     assert (SAID in text) is (first > 0), "at the bound nothing went yet"
 
     asyncio.run(main())
