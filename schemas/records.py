@@ -257,7 +257,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
     go on), continue (takes a drain or a pause back), eval (of `suite` by exactly `version`), forget (a user's keys were
     destroyed) or open (a sealed answer was shown to its owner). Of drain, pause and continue the newest holds. suite,
     version: of an eval. owner: the person or instance that ordered it. reason: why, for people. about: whom it forgets, as
-    a keyed hash, or the answer it opens.
+    a keyed hash, or the answer or dead letter (`dead-letters/<partition>@<offset>`) it opens.
 
     Example: Directive(order="drain", owner="ann@ops-1")
     """

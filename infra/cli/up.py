@@ -188,7 +188,8 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         if settings.console.up:
             link = secrets.token_urlsafe(24)
             beside.append(console_child(settings, file, sets, link))
-            console.print(f"console http://{settings.console.listen}/enter?link={link}", soft_wrap=True)
+            where = settings.console.opened_at(settings.console.listen)
+            console.print(f"console {where}/enter?link={link}", soft_wrap=True)
         async with Supervisor([*children, *beside], tell) as roles:
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)

@@ -18,7 +18,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -166,8 +165,13 @@ def ended_bound() -> str:
     return f"{LIVES_S / 3600:.0f} h each, at most {MAX_ENDED:,}: one more ends every session"
 
 
-def check_origin(headers: Mapping[str, str]) -> None:
-    """Whether a POST comes from a page of the host it goes to. Raises Forbidden."""
-    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
-    if not origin or urlsplit(origin).netloc != headers.get("host", "") or site != "same-origin":
-        raise Forbidden("this came from another page than the console's")
+def check_origin(headers: Mapping[str, str], own: str) -> None:
+    """Whether a POST comes from a page of the console. own: the origin of its pages, "" for the host that the request is for.
+    Raises Forbidden.
+    """
+    host, site = headers.get("host", ""), headers.get("sec-fetch-site", "same-origin")
+    # Without `own` a proxy that keeps the host may have ended TLS.
+    pages = (own,) if own else (f"http://{host}", f"https://{host}")
+    if headers.get("origin", "") not in pages or site != "same-origin":
+        where = f": open it at {own}" if own else ""
+        raise Forbidden(f"this came from another page than the console's{where}")

@@ -30,7 +30,7 @@ ORDERS: Mapping[str, DirectiveKind] = {"pause": "pause", "resume": "continue"}
 # Every action with the scope it takes; what is not here does not exist.
 SCOPES: Mapping[str, Scope] = {
     **dict.fromkeys((*MOVES, *ORDERS, "redeliver", "reprocess"), "operate"),
-    "open": "unseal",
+    **dict.fromkeys(("open", "open-letter"), "unseal"),
 }
 STAGES = ("tasks", "verify", "collect")
 MAX_WHY = 500
@@ -82,9 +82,9 @@ async def order(reading: Reading, viewer: Viewer, action: str, form: Mapping[str
     return "learning is paused" if action == "pause" else "learning goes on"
 
 
-async def open_sealed(reading: Reading, viewer: Viewer, answer: str, form: Mapping[str, str]) -> None:
-    """Say in the log that this viewer opens this answer; only then may it be shown."""
-    record = Directive(order="open", owner=viewer.name, about=answer, reason=reason_of(form))
+async def open_sealed(reading: Reading, viewer: Viewer, about: str, form: Mapping[str, str]) -> None:
+    """Say in the log that this viewer opens this answer or letter; only then may it be shown."""
+    record = Directive(order="open", owner=viewer.name, about=about, reason=reason_of(form))
     await reading.log.publish(topics.POLICIES, record)
 
 

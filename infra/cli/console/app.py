@@ -52,9 +52,11 @@ Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Respo
 _log = logging.getLogger(__name__)
 
 
-def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], cookie: str) -> ASGIApp:
-    """The console over one run. hosts: names a request may be for. cookie: its name, one for each port."""
-    doors = Doors(pages, access, cookie)
+def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], port: str, own: str) -> ASGIApp:
+    """The console over one run. hosts: names a request may be for. port: that it listens on, which its cookie is named after.
+    own: the origin of its pages behind TLS, "" without.
+    """
+    doors = Doors(pages, access, port, own)
     app = Starlette(
         routes=[
             Route("/enter", doors.enter, methods=["GET", "POST"]),
@@ -74,10 +76,12 @@ def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], coo
 class Doors:
     """What stands before every page and every action."""
 
-    def __init__(self, pages: Pages, access: ConsoleAccess, cookie: str) -> None:
+    def __init__(self, pages: Pages, access: ConsoleAccess, port: str, own: str) -> None:
         self._pages = pages
         self._access = access
-        self._cookie = cookie
+        self._own = own
+        # Of `__Host-` browsers take no cookie that came without TLS or was set by another host of the domain.
+        self._cookie = f"__Host-headrace_{port}" if own else f"headrace_{port}"
 
     def looking(self, look: Look) -> Callable[[Request], Awaitable[Response]]:
         """A page, for whoever may look."""
@@ -108,7 +112,7 @@ class Doors:
         await self._access.refresh()
         try:
             if request.method == "POST":
-                check_origin(request.headers)
+                check_origin(request.headers, self._own)
                 presented = (await form_of(request)).get("key", "").strip()
             else:
                 presented = request.query_params.get("link", "")
@@ -120,7 +124,7 @@ class Doors:
         except Forbidden as error:
             return self._pages.sign_in(request, str(error), 403)
         answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(self._cookie, value, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        answer.set_cookie(self._cookie, value, httponly=True, samesite="strict", secure=bool(self._own))
         return answer
 
     async def leave(self, request: Request) -> Response:
@@ -129,7 +133,7 @@ class Doors:
         async def ended(viewer: Viewer, form: Mapping[str, str]) -> Response:
             self._access.leave(viewer)
             answer = RedirectResponse("/enter", status_code=303)
-            answer.delete_cookie(self._cookie)
+            answer.delete_cookie(self._cookie, httponly=True, samesite="strict", secure=bool(self._own))
             return answer
 
         return await self._posted(request, "look", ended)
@@ -152,7 +156,7 @@ class Doors:
     ) -> Response:
         """What is `done` for a viewer whose key has the scope, by a form of their own session; else why not."""
         try:
-            check_origin(request.headers)
+            check_origin(request.headers, self._own)
             viewer = await self._viewer(request)
             form = await form_of(request)
             self._access.check_form(viewer, needed, form)

@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infra.cli.console.bounds import NEWEST
 from infra.cli.console.index import key_of
 
 SHOWN = 100
@@ -70,10 +71,14 @@ def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
 
 
 def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
-    """How much is sealed, who was forgotten, and what was opened by whom."""
+    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many orders the counts are of, the
+    newest; None for all.
+    """
     counts = dict(database.execute("SELECT word, count(*) FROM orders WHERE word IN ('open', 'forget') GROUP BY word"))
     newest = "SELECT * FROM orders WHERE word = ? ORDER BY offset DESC LIMIT ?"
+    (first,) = database.execute("SELECT min(n) FROM orders").fetchone()  # 1 where none went yet
     return {
+        "num_counted": NEWEST["orders"][1] if (first or 1) > 1 else None,
         "times_opened": counts.get("open", 0),
         "times_forgotten": counts.get("forget", 0),
         "sealed": database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()[0],
@@ -91,8 +96,8 @@ def fate_of(database: sqlite3.Connection, answer: str) -> str:
     return str(row["fate"]) if row else ""
 
 
-def openings_of(database: sqlite3.Connection, answer: str) -> Sequence[sqlite3.Row]:
-    """Who opened an answer, when and why."""
+def openings_of(database: sqlite3.Connection, about: str) -> Sequence[sqlite3.Row]:
+    """Who opened an answer or a letter, when and why."""
     return database.execute(
-        "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (answer,)
+        "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)
     ).fetchall()

@@ -1,5 +1,6 @@
 """The pages that do something: a form that was let in, one record in the log, and back to where the viewer was."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlencode
 
@@ -10,8 +11,10 @@ from infra.cli.console import actions
 from infra.cli.console.access import Viewer
 from infra.cli.console.actions import MOVES, ORDERS, Refusal
 from infra.cli.console.answers import shown
+from infra.cli.console.letters import opened_letter
 from infra.cli.console.page import Pages
-from infra.cli.console.pages_look import show_answer
+from infra.cli.console.pages_look import letter_name, letter_place, show_answer, show_letter
+from schemas.errors import BadFrame, Sealed
 
 Form = Mapping[str, str]
 
@@ -55,6 +58,20 @@ async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: st
     return await show_answer(pages, request, viewer, trace, view, opened=True)
 
 
+async def open_letter(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
+    """A letter whose event is sealed, shown once, after the log has who and why."""
+    place = letter_place(form.get("letter", "").split("/"))
+    time_ms, found = await pages.reading.letter(*place)
+    try:
+        opened = await asyncio.to_thread(opened_letter, found, pages.reading.log.keys)
+    except Sealed as error:
+        raise Refusal("its user was forgotten: it cannot be opened") from error
+    except BadFrame as error:
+        raise Refusal(str(error)) from error
+    await actions.open_sealed(pages.reading, viewer, letter_name(place), form)
+    return await show_letter(pages, request, viewer, place, (time_ms, opened), opened=True)
+
+
 def _back(path: str, done: str) -> Response:
     return RedirectResponse(f"{path}?{urlencode({'done': done})}", status_code=303)
 
@@ -65,4 +82,5 @@ ACTIONS: Mapping[str, Callable[[Pages, Request, Viewer, str, Form], Awaitable[Re
     "redeliver": redeliver,
     "reprocess": reprocess,
     "open": open_sealed,
+    "open-letter": open_letter,
 }

@@ -1,7 +1,7 @@
 """The pages that show: each reads, fills a template, and changes nothing."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -20,8 +20,10 @@ from infra.cli.console.picture import ARROWS, HIGH, WIDE, boxes_of
 from infra.cli.console.search import Query, choices, query_of, search
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
+from schemas import DeadLetter
 from schemas.errors import NotInLog
 from schemas.ids import ANSWER_PREFIX, group_of, session_of
+from schemas.topics import DEAD_LETTERS
 
 HELP = (
     "see-what-happened",
@@ -189,15 +191,44 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 async def letter(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """One dead letter, and what it holds."""
-    place = [str(request.path_params[name]) for name in ("partition", "offset")]
-    if not all(one.isascii() and one.isdecimal() and len(one) <= 18 for one in place):
-        raise NotInLog(f"got {place[0][:40]!r}, {place[1][:40]!r}, expected a partition and an offset")
-    partition, offset = map(int, place)
-    time_ms, found = await pages.reading.letter(partition, offset)
-    mark = await pages.reading.ask(lambda one: data.mark_of(one, partition, offset))
+    place = letter_place([str(request.path_params[name]) for name in ("partition", "offset")])
+    time_ms, found = await pages.reading.letter(*place)
+    return await show_letter(pages, request, viewer, place, (time_ms, found))
+
+
+async def show_letter(
+    pages: Pages,
+    request: Request,
+    viewer: Viewer,
+    place: tuple[int, int],
+    found: tuple[int, DeadLetter],
+    *,
+    opened: bool = False,
+) -> Response:
+    """The page of one letter. found: its time in ms, and the letter. opened: what was sealed is shown, this once."""
+    time_ms, letter = found
+    mark = await pages.reading.ask(lambda one: data.mark_of(one, *place))
+    openings = await pages.reading.ask(lambda one: data.openings_of(one, letter_name(place)))
     return pages.show(
-        request, viewer, "letter.html", letter=found, time_ms=time_ms, mark=mark, view=shown_letter(found)
-    )
+        request, viewer, "letter.html", letter=letter, time_ms=time_ms, mark=mark, view=shown_letter(letter), opened=opened,
+        openings=openings, place="/".join(map(str, place)), may_open=viewer.may("unseal"),
+    )  # fmt: skip
+
+
+def letter_place(place: Sequence[str]) -> tuple[int, int]:
+    """Partition and offset of a letter. Raises NotInLog."""
+    if len(place) != 2 or not all(one.isascii() and one.isdecimal() and len(one) <= 18 for one in place):
+        raise NotInLog(f"got {'/'.join(place)[:80]!r}, expected a partition and an offset")
+    return int(place[0]), int(place[1])
+
+
+def letter_name(place: tuple[int, int]) -> str:
+    """A letter as an opening of it names it.
+
+    >>> letter_name((0, 12))
+    'dead-letters/0@12'
+    """
+    return f"{DEAD_LETTERS.name}/{place[0]}@{place[1]}"
 
 
 async def privacy(pages: Pages, request: Request, viewer: Viewer) -> Response:

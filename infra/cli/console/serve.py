@@ -48,7 +48,8 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         link = given or secrets.token_urlsafe(24)
         command = command_of(config, sets)
         address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
-        print(f"console http://{address}" + ("" if given else f"/enter?link={link}"), file=sys.stderr, flush=True)
+        where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
+        print(f"console {where}", file=sys.stderr, flush=True)
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
         # An archive lies in this process alone, and no role is at work beside it.
         is_apart = bool(command)
@@ -106,8 +107,8 @@ async def made(
         reading = Reading(settings, log, folder, kept, looked)
         pages = Pages(reading, access, command, beside_of(settings))
         pages.spell = speller_of(settings)
-        hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.hosts)
-        app = make_app(pages, access, hosts=hosts, cookie=f"headrace_{port}")
+        hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
+        app = make_app(pages, access, hosts=hosts, port=port, own=settings.console.origin)
         if is_apart:
             kept_up = keep_apart(keeper_of(folder, command), kept, looked)
         else:
