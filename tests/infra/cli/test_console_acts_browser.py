@@ -127,6 +127,19 @@ def test_on_a_phone_the_picture_moves_in_its_place_and_the_page_does_not(operato
     operator.sound_by_day_and_night("flow-on-a-phone", tmp_path)
 
 
+def test_where_somebody_is_on_a_live_page_stays_when_it_is_asked_for_again(operator: WatchedPage) -> None:
+    page = operator.page
+    page.set_viewport_size({"width": 390, "height": 800})
+    for name in ("The picture", "Roles"):
+        page.get_by_role("region", name=name).evaluate("one => { one.scrollLeft = 60; one.focus(); }")
+    for _ in range(2):
+        with page.expect_response("**/?fragment=1", timeout=20_000):
+            pass
+    for name in ("The picture", "Roles"):
+        assert page.get_by_role("region", name=name).evaluate("one => one.scrollLeft") == 60, name
+    assert page.evaluate("document.activeElement.ariaLabel") == "Roles"
+
+
 def test_no_table_of_the_flow_is_wider_than_its_column(operator: WatchedPage) -> None:
     operator.page.locator(".spark").first.wait_for(timeout=20_000)
     wide = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)"
