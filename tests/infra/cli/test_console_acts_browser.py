@@ -11,7 +11,7 @@ from tests.infra.cli.browser_rig import WatchedPage, browser
 from tests.infra.cli.console_rig import SECRET, SESSION, Console, at_work, console
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 SEALED = f"{SESSION}.1-22.0-0-0"
 LOADED = "Failed to load resource: the server responded with a status of"  # Chromium says it of every page but a 200
@@ -120,11 +120,25 @@ def test_what_is_read_out_of_the_flow_changes_when_its_words_do_and_at_no_other_
 
 
 def test_on_a_phone_the_picture_moves_in_its_place_and_the_page_does_not(operator: WatchedPage, tmp_path: Path) -> None:
-    operator.page.set_viewport_size({"width": 390, "height": 800})
+    on_a_phone(operator.page)
     assert operator.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     name = operator.page.locator(".flow .boxname").first
     assert name.evaluate("one => one.getBoundingClientRect().height") > 8, "pixels: it can be read"
     operator.sound_by_day_and_night("flow-on-a-phone", tmp_path)
+
+
+def test_where_somebody_is_on_a_live_page_stays_when_it_is_asked_for_again(operator: WatchedPage) -> None:
+    page = operator.page
+    on_a_phone(page)
+    for name in ("The picture", "Roles"):
+        region = page.get_by_role("region", name=name)
+        assert region.evaluate("one => { one.focus(); one.scrollLeft = 60; return one.scrollLeft; }") == 60, name
+    for _ in range(2):
+        with page.expect_response("**/?fragment=1", timeout=20_000):
+            pass
+    for name in ("The picture", "Roles"):
+        assert page.get_by_role("region", name=name).evaluate("one => one.scrollLeft") == 60, name
+    assert page.evaluate("document.activeElement.ariaLabel") == "Roles"
 
 
 def test_no_table_of_the_flow_is_wider_than_its_column(operator: WatchedPage) -> None:
@@ -209,6 +223,16 @@ def test_learning_is_paused_and_let_go_on_from_the_page_and_the_flow_says_so(
         is_said = f"Learning is paused by {owner(here, 'operate')}" in page.inner_text("#sentence")
         assert is_said is (action == "pause")
     assert not operator.complaints
+
+
+def on_a_phone(page: "Page") -> None:
+    """Until the window is as narrow as one: it is made so a moment after it was asked for."""
+    page.set_viewport_size({"width": 390, "height": 800})
+    for _ in range(200):
+        if page.evaluate("innerWidth") == 390:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"got a window of {page.evaluate('innerWidth')}, expected 390")
 
 
 # Of each of these what it says, and its edges: left, top, right, bottom.

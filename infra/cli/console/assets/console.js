@@ -1,6 +1,8 @@
-// Parts of a page that say so are asked for again, while somebody looks; what has the focus is left alone. What is read out
-// stands outside of such a part, and is changed where the words differ: put in anew it would be read out anew.
+// Parts of a page that say so are asked for again, while somebody looks; what has the focus keeps it, and what was moved aside
+// stays there. What is read out stands outside of such a part, and is changed where the words differ: put in anew it would be
+// read out anew.
 "use strict";
+const REACHED = "a, [tabindex]"; // by the keyboard
 for (const part of document.querySelectorAll("[data-fragment]")) {
   const every = 1000 * Number(part.dataset.every);
   const again = async () => {
@@ -10,14 +12,16 @@ for (const part of document.querySelectorAll("[data-fragment]")) {
         const answer = await fetch(part.dataset.fragment, { headers: { accept: "text/html" }, redirect: "error" });
         if (answer.status === 401) { location.reload(); return; }
         if (answer.ok) {
-          const links = [...part.querySelectorAll("a")];
-          const at = links.indexOf(document.activeElement);
-          part.innerHTML = await answer.text();
+          const text = await answer.text();
+          const at = [...part.querySelectorAll(REACHED)].indexOf(document.activeElement);
+          const moved = [...part.querySelectorAll(".scroll")].map(one => one.scrollLeft);
+          part.innerHTML = text;
           const spoken = document.getElementById(part.dataset.said);
           const words = part.querySelector("[data-says]")?.textContent;
           if (spoken && words !== undefined && spoken.textContent !== words) spoken.textContent = words;
           part.removeAttribute("data-stale");
-          if (at >= 0) part.querySelectorAll("a")[at]?.focus();
+          part.querySelectorAll(".scroll").forEach((one, place) => { one.scrollLeft = moved[place] ?? 0; });
+          if (at >= 0) part.querySelectorAll(REACHED)[at]?.focus({ preventScroll: true });
         }
       } catch {
         part.setAttribute("data-stale", "");
