@@ -16,10 +16,11 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.store.cached import CachedStore
+from infra.store.divided import DividedStore
 from infra.store.host_cache import HostCache
 from infra.store.measured import MeasuredStore
 from infra.store.open import open_store
-from infra.store.store import DividedStore, Store
+from infra.store.store import Store
 from schemas.errors import ConfigError
 
 

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite, joined
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
+from infra.store.pieces import joined
 
 LEVEL = 1
 ESCAPE = 255

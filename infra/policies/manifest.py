@@ -20,6 +20,7 @@ from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor, num_bytes_of
 from infra.policies.threads import in_threads
+from infra.store.pieces import Pieces
 
 FORMAT = 1
 ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
@@ -200,3 +201,11 @@ def differing(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...]) -
 def sha256_hex(data: bytes | memoryview) -> str:
     """sha256, hexadecimal."""
     return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of_pieces(pieces: Pieces) -> str:
+    """The same of all pieces, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

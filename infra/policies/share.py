@@ -16,13 +16,14 @@ import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor, sampled_share
-from infra.policies.manifest import DeltaPart, Shard, TensorEntry, differing, entries_of, sha256_hex
-from infra.policies.tensors import Tensor, bits, first_not_finite, joined, save_tensors
+from infra.policies.manifest import DeltaPart, Shard, TensorEntry, differing, entries_of, sha256_of_pieces
+from infra.policies.tensors import Tensor, bits, first_not_finite, pieces_of
 from infra.policies.threads import in_threads
+from infra.store.pieces import Pieces, put_pieces, total_bytes
 from infra.store.store import Store
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
-PUT_AT_ONCE = 4  # of whole tensors, each of which is copied first
+PUT_AT_ONCE = 4  # each over several connections
 
 
 class HashedTensors(dict[str, Tensor]):
@@ -79,6 +80,14 @@ class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
     slice: tuple[Shard, ...] = ()
 
 
+class NewShard(msgspec.Struct, frozen=True):
+    """An object that is to be put, in pieces. folder: its key without its name, which its content gives."""
+
+    folder: str
+    suffix: Literal["safetensors", "delta"]
+    pieces: Pieces
+
+
 class Share:
     """One process's tensors of a version. previous: the same of its parent, None for no delta. Calls block."""
 
@@ -117,14 +126,21 @@ class Share:
         )
 
     def put(self, wanted: WantedObjects) -> StoredShare:
-        """Store what is wanted of them. StoreError."""
-        shards, parts = self._put_delta(wanted) if wanted.delta else ((), ())
-        sliced = [name for name in wanted.slice if name in self._tensors]
+        """Store what is wanted of them, several objects at once. StoreError."""
+        delta, parts = self._delta(wanted) if wanted.delta else ([], ())
+        anchor = self._whole(wanted, "anchors", sorted(self._tensors)) if wanted.anchor else []
+        sliced = self._whole(wanted, "slices", [name for name in wanted.slice if name in self._tensors])
+        shards = tuple(
+            in_threads(
+                self._put_shard,
+                [*delta, *anchor, *sliced],
+                most=PUT_AT_ONCE,
+                size=lambda one: total_bytes(one.pieces),
+            )
+        )
+        whole_from, slice_from = len(delta), len(delta) + len(anchor)
         return StoredShare(
-            delta=shards,
-            parts=parts,
-            anchor=self._put_whole(wanted, "anchors", sorted(self._tensors)) if wanted.anchor else (),
-            slice=self._put_whole(wanted, "slices", sliced),
+            delta=shards[:whole_from], parts=parts, anchor=shards[whole_from:slice_from], slice=shards[slice_from:]
         )
 
     def _dense_bytes(self, previous: HashedTensors) -> float:
@@ -137,16 +153,19 @@ class Share:
                     found += sampled_share(before, after) * self._tensors[name].num_bytes
         return found
 
-    def _put_whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> tuple[Shard, ...]:
-        def put(run: list[str]) -> Shard:
-            data = save_tensors({name: self._tensors[name] for name in run})
-            return self._put_shard(f"{wanted.folder}/{folder}/{wanted.version}", "safetensors", data)
+    def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[NewShard]:
+        sizes = {name: self._tensors[name].num_bytes for name in names}
+        return [
+            NewShard(
+                f"{wanted.folder}/{folder}/{wanted.version}",
+                "safetensors",
+                list(pieces_of({name: self._tensors[name] for name in run})),
+            )
+            for run in split_runs(sizes, self._shard_bytes)
+        ]
 
-        runs = split_runs({name: self._tensors[name].num_bytes for name in names}, self._shard_bytes)
-        return tuple(in_threads(put, runs, most=PUT_AT_ONCE))
-
-    def _put_delta(self, wanted: WantedObjects) -> tuple[tuple[Shard, ...], tuple[DeltaPart, ...]]:
-        shards: list[Shard] = []
+    def _delta(self, wanted: WantedObjects) -> tuple[list[NewShard], tuple[DeltaPart, ...]]:
+        shards: list[NewShard] = []
         parts: list[DeltaPart] = []
         for names in split_runs({name: len(one.payload) for name, one in self._encoded.items()}, self._shard_bytes):
             offset = 0
@@ -154,17 +173,17 @@ class Share:
                 one = self._encoded[name]
                 parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
                 offset += len(one.payload)
-            data = joined([self._encoded[name].payload for name in names])
-            shards.append(self._put_shard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", data))
-        return tuple(shards), tuple(parts)
+            payloads = [self._encoded[name].payload for name in names]
+            shards.append(NewShard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", payloads))
+        return shards, tuple(parts)
 
-    def _put_shard(self, folder: str, suffix: Literal["safetensors", "delta"], data: memoryview) -> Shard:
-        digest = sha256_hex(data)
-        key = f"{folder}/{digest[:32]}.{suffix}"
+    def _put_shard(self, new: NewShard) -> Shard:
+        digest = sha256_of_pieces(new.pieces)
+        key = f"{new.folder}/{digest[:32]}.{new.suffix}"
         reach("weights.before_shard")
-        self._store.put(key, data)
+        put_pieces(self._store, key, new.pieces)
         reach("weights.after_shard")
-        return Shard(key, digest, len(data))
+        return Shard(key, digest, total_bytes(new.pieces))
 
 
 def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

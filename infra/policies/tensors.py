@@ -5,7 +5,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from infra.policies.threads import in_threads
+from infra.store.pieces import joined
 
 if TYPE_CHECKING:
     import torch
@@ -177,23 +178,12 @@ def to_torch(tensor: Tensor) -> "torch.Tensor":
 
 def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> memoryview:
     """The tensors as one safetensors file, read-only; the same tensors always give the same bytes."""
-    return joined(list(_pieces(tensors, metadata)))
-
-
-def joined(pieces: Sequence[bytes | memoryview]) -> memoryview:
-    """The bytes of all pieces, one after the other, read-only. Other threads run meanwhile, which `b"".join` keeps waiting."""
-    room, start = np.empty(sum(len(piece) for piece in pieces), np.uint8), 0
-    for piece in pieces:
-        if piece:
-            np.copyto(room[start : start + len(piece)], np.frombuffer(piece, np.uint8))
-        start += len(piece)
-    room.flags.writeable = False
-    return room.data
+    return joined(list(pieces_of(tensors, metadata)))
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """What `save_tensors` gives, written piece by piece: nothing is copied, and other threads run meanwhile."""
-    for piece in _pieces(tensors, metadata):
+    for piece in pieces_of(tensors, metadata):
         file.write(piece)
 
 
@@ -222,8 +212,8 @@ def layout(
     return len(encoded).to_bytes(8, "little") + encoded, places
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
-    """What the file begins with, and the data of each tensor."""
+def pieces_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """What `save_tensors` gives, in pieces: what the file begins with, and the data of each tensor, not copied."""
     header, places = layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     yield header
     yield from (tensors[name].data for name in places)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from infra.store.host_cache import DIGEST_LETTERS, HostCache, sha256_of
+from infra.store.pieces import Pieces, put_pieces
 from infra.store.store import Store, check_key
 
 _NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
@@ -26,6 +27,10 @@ class CachedStore:
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
         self._store.put(key, data)
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        """See PiecewiseStore."""
+        put_pieces(self._store, key, pieces)
 
     def get(self, key: str) -> bytes:
         """The whole object. One that is kept here comes without asking the store. Raises NotInStore, StoreError."""

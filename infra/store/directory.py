@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from infra.observe.failpoint import reach
 from infra.observe.failpoint import write as write_all
+from infra.store.pieces import Pieces
 from infra.store.store import PRIVATE, check_key, check_prefix
 from schemas.errors import NotInStore, StoreError
 
@@ -39,12 +40,17 @@ class DirectoryStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. Raises StoreError."""
+        self.put_pieces(key, (data,))
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        """See PiecewiseStore."""
         target = self._path(key)
         temporary = self._incoming / uuid.uuid4().hex
 
         def write() -> None:
             with open(temporary, "wb", opener=_owners_alone if key.startswith(PRIVATE) else None) as file:
-                write_all("store.write", data, file.write)
+                for piece in pieces:
+                    write_all("store.write", piece, file.write)
                 file.flush()
                 reach("store.before_fsync")
                 os.fsync(file.fileno())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from infra.observe.metrics import Metrics
+from infra.store.pieces import Pieces, put_pieces, total_bytes
 from infra.store.store import Store
 from schemas.errors import NotInStore, StoreError
 
@@ -27,6 +28,12 @@ class MeasuredStore:
         with self._counted("put") as count:
             self._store.put(key, data)
             count(len(data))
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        """See PiecewiseStore."""
+        with self._counted("put") as count:
+            put_pieces(self._store, key, pieces)
+            count(total_bytes(pieces))
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""

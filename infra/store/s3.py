@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from infra.store.pieces import Pieces, total_bytes
 from infra.store.s3_keys import S3Credentials, S3Keys, fixed_keys, keys_of
 from infra.store.store import check_key, check_prefix
 from schemas.errors import ConfigError, NotInStore, StoreError
@@ -83,21 +85,26 @@ def closing_response(response: Any) -> Iterator[Any]:
         response.release_conn()
 
 
-class _BytesReader(io.RawIOBase):
-    """Bytes as a file. BytesIO would first copy all of a memoryview."""
+class _PiecesReader(io.RawIOBase):
+    """Pieces as one file. BytesIO would first copy all of a memoryview."""
 
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._left = memoryview(data)
+    def __init__(self, pieces: Pieces) -> None:
+        self._left = deque(memoryview(piece) for piece in pieces)
 
     def readable(self) -> bool:
         """Always."""
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
-        found = self._left if size < 0 else self._left[:size]
-        self._left = self._left[len(found) :]
-        return bytes(found)
+        """The next bytes, fewer only at the end."""
+        found, wanted = list[memoryview](), size if size >= 0 else total_bytes(self._left)
+        while self._left and wanted:
+            piece = self._left.popleft()
+            found.append(piece[:wanted])
+            if len(piece) > wanted:
+                self._left.appendleft(piece[wanted:])
+            wanted -= len(found[-1])
+        return bytes(found[0]) if len(found) == 1 else b"".join(found)
 
 
 class S3Store:
@@ -155,10 +162,14 @@ class S3Store:
 
         A part that fails is sent again, not the whole.
         """
-        name = self._name(key)
-        part_bytes = max(PART_BYTES, -(-len(data) // MAX_PARTS))
+        self.put_pieces(key, (data,))
 
-        if len(data) > part_bytes and not self._tidied:
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        """See PiecewiseStore."""
+        name, num_bytes = self._name(key), total_bytes(pieces)
+        part_bytes = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
+
+        if num_bytes > part_bytes and not self._tidied:
             self._tidied = True
             self.remove_unfinished()
 
@@ -166,8 +177,8 @@ class S3Store:
             self._client.put_object(
                 self._bucket,
                 name,
-                _BytesReader(data),
-                len(data),
+                _PiecesReader(pieces),
+                num_bytes,
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,
             )

@@ -1,5 +1,6 @@
 """What every object store promises: one suite, every implementation, real S3 servers included."""
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache
 from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
+from infra.store.pieces import joined, put_pieces
 from infra.store.s3 import S3Store
 from infra.store.s3_keys import S3Credentials
 from infra.store.store import MAX_KEY_BYTES, Store
@@ -102,6 +104,24 @@ def test_a_view_of_memory_is_put_as_bytes_are(store: Store, size: int) -> None:
     for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"):
         store.put(key, held.data if size else memoryview(b""))
         assert store.get(key) == data and isinstance(store.get(key), bytes) and store.size(key) == size
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3, 0, 4), (1_000, 6_000_000, 7, 300_000)])
+def test_an_object_put_in_pieces_is_the_one_that_they_make_up(store: Store, sizes: tuple[int, ...]) -> None:
+    pieces = [np.random.default_rng(size).integers(0, 256, size, np.uint8).data if size else b"" for size in sizes]
+    data = b"".join(pieces)
+    assert bytes(joined(pieces)) == data
+    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"):
+        put_pieces(store, key, pieces)
+        assert store.get(key) == data and store.size(key) == len(data)
+
+
+@pytest.mark.slow
+def test_pieces_that_end_elsewhere_than_the_parts_of_an_upload_come_back(store: Store) -> None:
+    data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
+    cuts = [0, 1, 5_000_000, 8 * 1024 * 1024 + 1, 17_000_000, len(data)]
+    put_pieces(store, "large", [data[start:stop] for start, stop in itertools.pairwise(cuts)])
+    assert store.get("large") == data
 
 
 @pytest.mark.slow

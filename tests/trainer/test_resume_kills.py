@@ -7,6 +7,7 @@ import pytest
 
 from infra.log.log import Log
 from infra.store.directory import DirectoryStore
+from infra.store.pieces import Pieces
 from schemas import Batch, Drawn, ids, topics
 from tests.grids import rest_long
 from tests.trainer.memory_run import Killed, KillingBus, ends, filled_log, journal, published, train
@@ -21,11 +22,11 @@ class KillingStore(DirectoryStore):
     puts = 0
     kill_at = -1
 
-    def put(self, key: str, data: bytes) -> None:
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
         self.puts += 1
         if self.puts == self.kill_at and self.kill_at % 2 == 0:
             raise Killed
-        super().put(key, data)
+        super().put_pieces(key, pieces)
         if self.puts == self.kill_at:
             raise Killed
 

@@ -10,6 +10,7 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import entries_of
 from infra.policies.publish import NewVersion
 from infra.store.directory import DirectoryStore
+from infra.store.pieces import Pieces
 from schemas.errors import StoreError
 from trainer.batch.batch import pack
 from trainer.config import TrainerConfig
@@ -22,10 +23,10 @@ class Full(DirectoryStore):
 
     marker: Path
 
-    def put(self, key: str, data: bytes) -> None:
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
         if self.marker.exists():
             raise StoreError("disk full")
-        super().put(key, data)
+        super().put_pieces(key, pieces)
 
 
 def check_weights(model: str, stage: int, folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 Each version moves a share of the values by one ulp, as a step of reinforcement at a small learning rate does. What is timed
 is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch` into
-a file for the engine's workers, its own check and comparison. An explorer follows step by step, one sleeps from one of those
-versions to the next, one joins at the last of them, and one reads the anchor through the cache of its machine. The store is a
+a file for the engine's workers, its own check and comparison. An explorer follows step by step, others sleep from one of those
+versions to the next, others join at the last of them, and one reads the anchor through the cache of its machine. The store is a
 folder in memory, so no disk and no network is in it. torch has one thread and the allocator gives large blocks back, as in a
 trainer of several ranks. Beside them stand the library safetensors (save and load of the whole) and xor with zstd-1. CPU
 seconds are of all threads but the one that watches, per GB (10⁹ bytes) of weights; wall over CPU is of the version that took
@@ -52,7 +52,8 @@ SHM = "/dev/shm"
 
 class WeightsPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured. gb: bfloat16 weights. share: of the values that a version moves. versions: at which, ascending, and at
-    the two after each: the least counts. memory: of engines too.
+    the two after each: the least counts, as it does of the first version and of who comes late, each three times. memory: of
+    engines too.
     """
 
     gb: float = 0.5
@@ -96,12 +97,14 @@ def _followed(
     say(f"making up {plan.gb:g} GB of weights and {plan.versions[-1]} versions of them")
     generator = np.random.default_rng(0)
     costs: dict[str, Cost] = {}
-    steady, sleeper = _explorer(store), _explorer(store)
+    for _ in range(NEAR - 1):
+        with tempfile.TemporaryDirectory(dir=SHM) as spare:
+            _trainer_side(costs, "_v0", DirectoryStore(Path(spare)), 0, made_up(plan.gb, generator), None)
+    steady = _explorer(store)
     event, *versions = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None)
     full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
-    steady.fetch(event)
-    sleeper.fetch(event)
-    first_event, slept_since = event, 0  # the sleeper's newest version
+    asleep = steady.fetch(event)  # what those hold who sleep
+    first_event = slept_since = event
     with tempfile.TemporaryDirectory(dir=SHM) as folder:
         _from_cache(costs, store, Path(folder), event)
     near = {version + more: version for version in reversed(plan.versions) for more in range(NEAR)}
@@ -120,12 +123,13 @@ def _followed(
         if version == plan.versions[0]:
             first_event = event
         elif version in plan.versions:
-            _engine_side(costs, f"_behind_{version - slept_since}", sleeper, event, versions[0])
-            slept_since = version
+            end = f"_behind_{version - slept_since.version}"
+            asleep = _late(costs, end, store, event, versions[0], slept_since, asleep.tensors)
+            slept_since = event
         seconds = sum(costs[f"{one}_v{near[version]}"].cpu_s for one in TRAINER)
         say(f"version {version}: {seconds / full_gb:.2f} CPU s per GB to publish")
-    del steady, sleeper
-    late = _engine_side(costs, "_joining", _explorer(store), event, versions[1])
+    del steady, asleep
+    late = _late(costs, "_joining", store, event, versions[1])
     assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[1].items())
     return costs, versions, first_event
 
@@ -254,6 +258,27 @@ def _engine_side(
         check_tensors(policy, {name: tensor.shape for name, tensor in policy.tensors.items()})
         changed_names(held, policy.tensors)
     return policy
+
+
+def _late(
+    costs: dict[str, Cost],
+    end: str,
+    store: Store,
+    event: PolicyEvent,
+    before: Mapping[str, Tensor],
+    slept_since: PolicyEvent | None = None,
+    asleep: Mapping[str, Tensor] | None = None,
+) -> Policy:
+    """The newest version, by one after the other who holds what is `asleep`, or nothing."""
+    for left in reversed(range(NEAR)):
+        explorer = _explorer(store)
+        if slept_since is not None and asleep is not None:
+            explorer.adopt(slept_since, asleep)
+        policy = _engine_side(costs, end, explorer, event, before)
+        if not left:
+            return policy
+        del explorer, policy  # one version less is held
+    raise AssertionError("unreachable: the last one returns")
 
 
 def _explorer(store: Store) -> PolicyFetcher:
