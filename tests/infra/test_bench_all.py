@@ -18,6 +18,7 @@ from infra.cli.bench.all import BENCHES, BenchRow, command_of, run
 from infra.cli.bench.beside import Beside
 from infra.cli.bench.console_load import RunInterval, Watching, figures_of
 from infra.cli.bench.looking import PageViews
+from infra.cli.bench.growth import GrowthLine, GrowthPoint
 from infra.cli.bench.tables import all_table
 from infra.cli.bench.targets import TARGETS
 from infra.cli.main import bench_app
@@ -48,6 +49,28 @@ def test_a_benchmark_that_fails_is_one_line_and_the_rest_goes_on() -> None:
         ("delta", "full_over_delta"), ("delta", "bit_exact"), ("learner", "one row"),
     ]  # fmt: skip
     assert [one.is_met for one in rows] == [False, True, True, True]
+
+
+def test_wall_time_has_a_row_where_it_has_a_target_and_growth_has_its_exponents() -> None:
+    vllm = Beside(
+        case="model",
+        name="vLLM",
+        cpu_us=(4.0, 4.0),
+        wall_us=(3.0, 3.0),
+        times=(2.0, 2.0),
+        sooner=(1.5, 1.5),
+        sooner_target=1.0,
+    )
+    ours = Beside(case="model", name="headrace", cpu_us=(2.0, 2.0), wall_us=(2.0, 2.0))
+    lines = [GrowthLine("audit", (GrowthPoint("audit", 10, 1.0),), 1.5), GrowthLine("draw", (), None)]
+    printed = {"gateway-peers": msgspec.to_builtins([ours, vllm]), "growth": msgspec.to_builtins(lines)}
+    rows, failures = run(list(printed), lambda line: None, _printing(printed).__getitem__)
+    assert not failures and rows == [
+        BenchRow("gateway-peers", "model, vLLM", 2.0, ours=2.0, peer=4.0),
+        BenchRow("gateway-peers", "model, vLLM, wall", 1.5, ours=2.0, peer=3.0, low=1.0),
+        BenchRow("growth", "audit: exponent", 1.5, high=1.1),
+    ]
+    assert [one.is_met for one in rows] == [True, True, False]
 
 
 def test_a_benchmark_that_prints_something_else_is_one_line_too() -> None:

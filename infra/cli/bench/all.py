@@ -99,6 +99,16 @@ def _learner(name: str, figures: Any) -> list[BenchRow]:
     ]
 
 
+def _growth(name: str, figures: Any) -> list[BenchRow]:
+    """Exponents, of what is above the noise."""
+    from infra.cli.bench.growth import LINEAR, GrowthLine
+
+    found = msgspec.convert(figures, list[GrowthLine])
+    return [
+        BenchRow(name, f"{one.what}: exponent", one.exponent, high=LINEAR) for one in found if one.exponent is not None
+    ]
+
+
 BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "codec": _codec,
     "hop": _beside,
@@ -111,6 +121,7 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "gateway-peers": _beside,
     "console": _flat,
     "console-load": _flat,
+    "growth": _growth,
 }
 
 

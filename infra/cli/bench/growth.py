@@ -37,8 +37,8 @@ Figures = dict[str, float]  # CPU seconds by what took them
 
 
 class GrowthPoint(msgspec.Struct, frozen=True):
-    """One measurement. size: of what it grows with. mb: at most, above the start. work: of WORKS. why: it was left out; "" of one
-    that was not.
+    """One measurement. size: of what it grows with. mb: at most, above the start. work: of WORKS. why: it was left out, if it
+    was.
     """
 
     what: str
@@ -74,12 +74,10 @@ def run(sizes: Sequence[int], out: Path, say: Say, limit_s: float = LIMIT_S) -> 
                 points += [GrowthPoint(what, size, work=name, why=why) for what in told]
                 say(f"growth: {name} at {size:,} is left out: it would take {why}")
                 continue
-            begin_s = time.monotonic()
             figures = apart(partial(_watched, work, size))
-            mb = figures.pop("mb")
+            mb, took_s = figures.pop("mb"), figures.pop("wall_s")
             points += [GrowthPoint(what, size, cpu_s, mb, name) for what, cpu_s in figures.items()]
             told = dict.fromkeys(figures)
-            took_s = time.monotonic() - begin_s
             say(f"growth: {name} at {size:,}: {took_s:.1f} s")
     lines = lines_of(points)
     out.mkdir(parents=True, exist_ok=True)
@@ -124,8 +122,9 @@ async def _watched(work: Callable[[int], Figures], size: int) -> Figures:
     await asyncio.to_thread(work, WARM)  # in a thread: it has loops and processes of its own
     before = held_bytes()
     peak_anew()
+    begin_s = time.monotonic()
     figures = await asyncio.to_thread(work, size)
-    return {"mb": (most_bytes() - before) / 1e6} | figures
+    return {"mb": (most_bytes() - before) / 1e6, "wall_s": time.monotonic() - begin_s} | figures
 
 
 def _master(size: int) -> Figures:
