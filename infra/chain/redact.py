@@ -49,6 +49,8 @@ class Searching(Protocol):
 class Shape(NamedTuple):
     """What data of one kind looks like. pattern: where to look; its repetitions are bounded, or give nothing back and begin
     where no other match can. looks: the data within a match, in their order.
+
+    kind: its name, as `[email]` shows it.
     """
 
     kind: str
