@@ -36,10 +36,11 @@ DEFAULT_TIMEOUT_S = 10.0
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """One bound function of a chain. kind: see the module. memory: entries per partition, 0 for none.
-
-    reuse: a score already recorded under this name and version is not asked again. question: hash of a score's options,
-    "" for one whose answers are not kept for reuse. trouble: what hangs, and which errors were logged.
+    """A bound function of a chain. name: in stamps and metrics. version: as its mark declares. kind: see the module. function:
+    with its options bound. timeout_s: of one call. inline: called in the event loop. asynchronous: a coroutine. memory:
+    entries per partition, 0 for none. fills: keyword parameters that the chain passes. reuse: a score already recorded under
+    this name and version is not asked again. question: hash of a score's options, "" for one whose answers are not kept for
+    reuse. trouble: what hangs, and which errors were logged.
 
     Example: Step(name="exact", version=1, kind="score", function=exact, inline=True)
     """
@@ -64,10 +65,9 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Context(msgspec.Struct, kw_only=True):
-    """Where the experiences lie: log-append time and offset of their record, and what its partition remembers.
-
-    turn: waited for before a step that remembers and ended behind the last one, so that memories see records in log
-    order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
+    """Where the experiences lie. time_ms: log-append time. record_offset: of the record, -1 for none. memories: of its
+    partition, by step. turn: waited for before a step that remembers and ended behind the last one, so memories see records
+    in log order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
 
     Example: Context(time_ms=1763715600000, record_offset=981, memories=new_memories(steps))
     """
@@ -80,7 +80,7 @@ class Context(msgspec.Struct, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An experience that goes no further. reason: a constant phrase; detail: what exactly; processor: the step's stamp.
+    """What goes no further. experience: it; reason: a constant phrase; detail: what exactly; processor: the step's stamp.
 
     Example: Dropped(experience, "too short", "3 tokens, expected 8 or more", "filter@1")
     """
@@ -94,7 +94,8 @@ class Dropped(msgspec.Struct, frozen=True):
 class ChainResult(msgspec.Struct, frozen=True):
     """All that went in and all that was made: members of the group first, then what was made, in other groups.
 
-    absent: verdicts that were not given though asked for, by (score, reason). cost_usd: of each score that charged.
+    kept: what goes on. dropped: what does not. absent: verdicts that were not given though asked for, by (score, reason).
+    cost_usd: of each score that charged.
     """
 
     kept: tuple[Experience, ...]

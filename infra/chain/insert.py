@@ -27,6 +27,8 @@ class ProcessorConfig(Section, frozen=True):
     journals a batch. name: in stamps and metrics, "" takes the function's. after, before: the step next to it, at most
     one; neither: before the scores in verify, at the end elsewhere. timeout_s: of one call.
 
+    options: keyword-only parameters of the function, or fields of the struct.
+
     Example: ProcessorConfig(use="support:not_trivial", stage="verify", after="validate")
     """
 

@@ -52,6 +52,8 @@ class Mark(msgspec.Struct, frozen=True):
     """What a decorator declared. memory: entries remembered per partition, 0 for none. inline, of: see
     `processor`.
 
+    kind: which decorator. version: of what it decides.
+
     Example: Mark(kind="processor", version=1, memory=4096, inline=True)
     """
 

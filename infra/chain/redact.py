@@ -64,6 +64,7 @@ Needs = Callable[[Signs], bool]
 class Shape(NamedTuple):
     """What data of one kind looks like. pattern: where to look; its repetitions are bounded, or give nothing back and begin
     where no other match can. looks: the data within a match, in their order. needs: False for signs with which no text has any.
+    kind: its name, as `[email]` shows it.
     """
 
     kind: str

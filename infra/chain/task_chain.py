@@ -23,6 +23,8 @@ NONSENSE = "processor returned nonsense"
 class GoneTask(msgspec.Struct, frozen=True):
     """A task that goes no further. reason: a constant phrase; detail: what exactly; processor: the step's stamp.
 
+    task: that was dropped.
+
     Example: GoneTask(task, "duplicate task", "the same question as add-3745", "dedupe@1")
     """
 
@@ -33,7 +35,10 @@ class GoneTask(msgspec.Struct, frozen=True):
 
 
 class TaskOutcome(msgspec.Struct, frozen=True):
-    """The task and what was made from it: kept and dropped."""
+    """The task and what was made from it: kept and dropped.
+
+    kept: what goes on. dropped: what does not.
+    """
 
     kept: tuple[Task, ...]
     dropped: tuple[GoneTask, ...]

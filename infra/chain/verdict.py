@@ -27,6 +27,8 @@ class Question(msgspec.Struct, frozen=True):
     """One experience put before one score. input: hash of all the score could see, and of its options; ":" and the hash of
     the score's code.
 
+    id: of the experience. name, version: of the score.
+
     Example: Question("add-3745.2.0-7-0", "judge", "2", "9f86d081884c7d65")
     """
 

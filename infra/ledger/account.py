@@ -43,6 +43,9 @@ class Account(msgspec.Struct, frozen=True):
     in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
     delivered before, which count once. masked: sampled tokens of the trained that were too old to be targets. cancelled:
     reason → episodes that were stopped, of which nothing was published. Of ids the first MAX_IDS of each kind.
+
+    published: experiences. trained: of them, at least once. dropped: reason to experiences. pending: neither. pending_ids: of
+    these.
     """
 
     published: int

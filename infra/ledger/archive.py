@@ -45,7 +45,10 @@ MAX_HEADER_BYTES = 1024 * 1024  # of everything between two members: a longer na
 
 
 class ArchiveHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive says of itself. settings: tables of the TOML. topics: those it holds."""
+    """What an archive says of itself. settings: tables of the TOML. topics: those it holds.
+
+    format: version of the archive's layout.
+    """
 
     format: int = FORMAT
     settings: dict[str, Any]
@@ -53,7 +56,10 @@ class ArchiveHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One record of the log as it lies in an archive."""
+    """One record of the log as it lies in an archive.
+
+    offset: in its partition. timestamp_ms: by the broker's clock. key, value: as stored.
+    """
 
     offset: int
     timestamp_ms: int

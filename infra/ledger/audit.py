@@ -36,6 +36,8 @@ MANY = 100_000  # records of a log that is worth a look at what it needs
 class DiskSpace(msgspec.Struct, frozen=True):
     """What an audit takes of a disk while it runs, about, and where; see TMPDIR.
 
+    folder: for temporary files. needed, free: in bytes.
+
     Example: DiskSpace(folder=Path("/tmp"), needed=1_200_000_000, free=73_000_000_000)
     """
 

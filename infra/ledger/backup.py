@@ -43,7 +43,10 @@ Tell = Callable[[str], None]
 
 
 class BackupRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One record of the log as it lies in a backup."""
+    """One record of the log as it lies in a backup.
+
+    offset: in its partition. timestamp_ms: by the broker's clock. key, value, headers: as stored.
+    """
 
     offset: int
     timestamp_ms: int
@@ -53,7 +56,10 @@ class BackupRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BackupObject(msgspec.Struct, frozen=True, array_like=True):
-    """One object of the store."""
+    """One object of the store.
+
+    key: in the store. num_bytes: its size. sha256: of its bytes, hexadecimal.
+    """
 
     key: str
     num_bytes: int
@@ -61,7 +67,10 @@ class BackupObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartitionRange(msgspec.Struct, frozen=True):
-    """One partition from its first offset to its next. parts: sha256 of each, in order."""
+    """One partition from its first offset to its next. parts: sha256 of each, in order.
+
+    begin: the first offset. end: the next one.
+    """
 
     begin: int
     end: int
@@ -71,6 +80,9 @@ class PartitionRange(msgspec.Struct, frozen=True):
 class Backup(msgspec.Struct, frozen=True, kw_only=True):
     """What a backup holds. topics: partitions in order. committed: group → topic → partition → offset. lists: their sha256.
     num_bytes: of the store's objects, as they lay there.
+
+    format: version of the layout. app: that was backed up. taken_ms: when it began, by this machine's clock. num_objects: of
+    the store.
     """
 
     format: int = FORMAT

@@ -16,7 +16,10 @@ from schemas.ranges import Ranges
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
-    """Of `experiences` or `experts`. held_out: kept for validation."""
+    """Of `experiences` or `experts`. held_out: kept for validation.
+
+    id: of the experience. group, attempt: of its group.
+    """
 
     id: str
     group: str
@@ -25,28 +28,40 @@ class Published(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
 
 
 class Stub(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
-    """A drop marker of `verified`."""
+    """A drop marker of `verified`.
+
+    id: of the experience. reason: of the drop.
+    """
 
     id: str
     reason: str
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
-    """An experience in a dead letter."""
+    """An experience in a dead letter.
+
+    id: of the experience. reason: of the letter.
+    """
 
     id: str
     reason: str
 
 
 class Buffered(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
-    """Of `buffer`."""
+    """Of `buffer`.
+
+    id: of the experience. lane: that may train it.
+    """
 
     id: str
     lane: str
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """How a group ended in collect."""
+    """How a group ended in collect.
+
+    group, attempt: which one. outcome, reason, drops: as in a Closure.
+    """
 
     group: str
     attempt: int
@@ -56,14 +71,20 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class GroupDropped(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
-    """A group that the trainer will never train."""
+    """A group that the trainer will never train.
+
+    group: which one. reason: why.
+    """
 
     group: str
     reason: str
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
-    """An item of a batch that counts. offset: of its block in `buffer`."""
+    """An item of a batch that counts. offset: of its block in `buffer`.
+
+    id: of the experience. step: of the optimizer. lane, revision, use: as in a BatchItem.
+    """
 
     id: str
     step: int
@@ -74,14 +95,20 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
 
 
 class LeftOut(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
-    """What a batch names as dropped at the draw, or by its chain."""
+    """What a batch names as dropped at the draw, or by its chain.
+
+    id: of the experience. reason: why.
+    """
 
     id: str
     reason: str
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
-    """Tokens of a step that were too old to be targets."""
+    """Tokens of a step that were too old to be targets.
+
+    step: of the optimizer. count: how many.
+    """
 
     step: int
     count: int

@@ -36,6 +36,8 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     texts: sessions where what was written under the session's own key (feedback, turns that named no user) cannot be read any
     more. tasks: that quoted them, and are emptied.
 
+    about: the user, as a keyed hash. newest_version: of the policy, when this was reported.
+
     Example: ForgetReport(about="9f…", keys=("bcdf-00…",), groups=3, steps=(40,), first_version=41, newest_version=52,
                     replay_from=40)
     """

@@ -54,6 +54,8 @@ CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 class IndexPlace(msgspec.Struct, frozen=True, order=True):
     """Where one record lies and when the broker stored it. topic: without the app.
 
+    partition: index. offset: in the partition. time_ms: when the broker stored it.
+
     Example: IndexPlace(topic="verified", partition=3, offset=981, time_ms=1763715600000)
     """
 
@@ -65,6 +67,8 @@ class IndexPlace(msgspec.Struct, frozen=True, order=True):
 
 class TrainedStep(msgspec.Struct, frozen=True):
     """A journaled step. undone: why it changed nothing in the end, "" if it did.
+
+    step: of the optimizer. offset: of its record in `batches`. time_ms: when the broker stored that.
 
     Example: TrainedStep(step=40, offset=57, time_ms=1763715600000)
     """

@@ -21,6 +21,9 @@ from schemas.topics import by_name
 class TrainedUse(msgspec.Struct, frozen=True):
     """One optimizer step that trained on an answer.
 
+    step: of the optimizer. time_ms: when it was journaled. version: policy version before the step. lane, revision, use,
+    advantage, weight: as in a BatchItem. undone: why the step changed nothing in the end, "" if it did.
+
     Example: TrainedUse(step=40, time_ms=1763715600000, version=39, lane="usual", revision=0, use=0,
                         advantage=0.93, weight=1.0, undone="")
     """
@@ -43,6 +46,9 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     revision. arrived: all of its group as it lies in `verified`, in the order of the log. given_up: why the trainer will never
     train the newest copy, "" where it may. first_version: the first published policy that learned from it, None for none.
     newest_version: of all.
+
+    id: of the experience. published_ms: when. dropped: why, "" where it was not. feedback, closures: each with its time in
+    ms. uses: steps that trained on it.
     """
 
     id: str
@@ -64,6 +70,9 @@ class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What made a policy: the steps since its parent, and who was trained on in them.
 
     lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
+
+    version: of the policy. parent: version it was trained from. events: each with its time in ms. steps: of the optimizer.
+    ids: of the experiences.
     """
 
     version: int

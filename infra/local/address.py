@@ -16,7 +16,10 @@ PORTS = range(20_000, 32_000)
 
 
 class BrokerPorts(msgspec.Struct, frozen=True):
-    """Ports of one embedded broker."""
+    """Ports of one embedded broker.
+
+    port: for clients. controller_port: of the controller.
+    """
 
     port: int
     controller_port: int

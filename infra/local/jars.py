@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Jar(msgspec.Struct, frozen=True):
-    """One line of the lock file."""
+    """One line of the lock file.
+
+    group, artifact, version: as Maven names it. sha256: of the file, hexadecimal.
+    """
 
     group: str
     artifact: str

@@ -43,6 +43,8 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. max_backoff_s: the longest
     wait before a restart. tier: the highest is stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
 
+    name: its own. argv: the command. log: file that its output is appended to. cwd: its folder, None for this process's.
+
     Example: Child(name="train", argv=(sys.executable, "-m", "infra.cli.main", "train"), log=Path("logs/train.log"))
     """
 
@@ -60,7 +62,11 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a child. exit_code is negative for a signal."""
+    """Something that happened to a child. exit_code is negative for a signal.
+
+    name: of the child. kind: what happened. pid: of the process. exit_code: None while it runs; -n for signal n. restarts: so
+    far.
+    """
 
     name: str
     kind: EventKind
@@ -70,7 +76,11 @@ class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildState(msgspec.Struct, kw_only=True):
-    """What is known of a child now. pid leads its process group; peak_rss_bytes is of its whole process tree."""
+    """What is known of a child now. pid leads its process group; peak_rss_bytes is of its whole process tree.
+
+    name: of the child. pid: None while it does not run. restarts: so far. exit_code: of its last end. given_up: it is not
+    started again. rss_bytes, peak_rss_bytes: resident, now and at most.
+    """
 
     name: str
     pid: int | None = None

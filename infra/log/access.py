@@ -30,6 +30,8 @@ Token = Callable[[], str | Awaitable[str]]
 class Access(msgspec.Struct, frozen=True, kw_only=True):
     """What a client connects with. protocol, mechanism: as [kafka] names them. token: gives a bearer token anew each time.
 
+    username, password: under SASL. context: under TLS.
+
     Example: Access(protocol="SASL_SSL", mechanism="SCRAM-SHA-512", username="headrace", password="…")
     """
 

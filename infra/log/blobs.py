@@ -25,7 +25,12 @@ _KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
-    """Where a frame lies. Example: Claim("blobs/020413-9f...", "9f...", 1048577)."""
+    """Where a frame lies.
+
+    key: in the object store. sha256: of the frame, hexadecimal. size: of the frame, in bytes.
+
+    Example: Claim("blobs/020413-9f...", "9f...", 1048577)
+    """
 
     key: str
     sha256: str

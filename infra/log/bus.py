@@ -25,14 +25,20 @@ class CommitRefused(HeadraceError):
 
 
 class Partition(msgspec.Struct, frozen=True, order=True):
-    """One partition of one topic (full topic name)."""
+    """One partition of one topic (full topic name).
+
+    topic: full name. index: from 0.
+    """
 
     topic: str
     index: int
 
 
 class RecordPosition(msgspec.Struct, frozen=True):
-    """Where a record was stored; timestamp_ms is the broker's (log-append) clock."""
+    """Where a record was stored; timestamp_ms is the broker's (log-append) clock.
+
+    topic: full name. partition: index. offset: in the partition. timestamp_ms: by the broker's clock.
+    """
 
     topic: str
     partition: int
@@ -41,7 +47,11 @@ class RecordPosition(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One stored record, as bytes."""
+    """One stored record, as bytes.
+
+    topic: full name. partition: index. offset: in the partition. timestamp_ms: by the broker's clock, when it was stored.
+    key: that placed it. value: the frame. headers: name and value of each.
+    """
 
     topic: str
     partition: int

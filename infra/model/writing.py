@@ -63,7 +63,10 @@ FORCED: Mapping[str, tuple[str, str]] = {
 
 
 class Writing(msgspec.Struct, frozen=True):
-    """Names of parsers. chosen: by the settings, as against read off the chat template."""
+    """Names of parsers. chosen: by the settings, as against read off the chat template.
+
+    tools: of calls of tools. reasoning: of thoughts.
+    """
 
     tools: str = HERMES
     reasoning: str = THINK

@@ -18,6 +18,8 @@ SERVES = '{role="serve"}'
 class Alarm(NamedTuple):
     """One alarm. title: of its section. says: found in the lines that `status` prints. rule: PromQL, true for as long as
     `wait` before it is raised. summary: what the alert says, of the labels of the rule. counter: one that should stand still.
+
+    name: in Prometheus. wait: for how long the rule has to be true. severity: "page" for what cannot wait.
     """
 
     name: str

@@ -14,7 +14,10 @@ WIDTH, HEIGHT, PER_ROW = 8, 8, 3
 
 
 class Panel(NamedTuple):
-    """One graph. queries: PromQL, each with the legend of its lines. unit: Grafana's word."""
+    """One graph. queries: PromQL, each with the legend of its lines. unit: Grafana's word.
+
+    title: above the graph.
+    """
 
     title: str
     queries: tuple[tuple[str, str], ...]

@@ -12,7 +12,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Measure(NamedTuple):
-    """One metric. roles: who has it. labels: its own."""
+    """One metric. roles: who has it. labels: its own.
+
+    name: without the prefix `headrace_`. kind: of Prometheus. meaning: a line for people.
+    """
 
     name: str
     kind: Kind

@@ -30,7 +30,12 @@ Verdict = Literal["new", "unclaimed", "fits", "log lost", "other log", "store lo
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A log, by its beginning. digest: BLAKE2b-128 in hex. Example: Begun("9f…", time_ms=1763715600000)"""
+    """A log, by its beginning. digest: BLAKE2b-128 in hex.
+
+    time_ms: of the first record.
+
+    Example: Begun("9f…", time_ms=1763715600000)
+    """
 
     digest: str
     time_ms: int
@@ -41,7 +46,10 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What the store holds. sum: of the rest, since a store may give other bytes than it was given."""
+    """What the store holds. sum: of the rest, since a store may give other bytes than it was given.
+
+    log: that the store belongs to.
+    """
 
     log: Begun
     sum: str
@@ -56,6 +64,8 @@ class Fit(msgspec.Struct, frozen=True):
     """What was found. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
 
     new: both are empty. unclaimed: the store names no log, and nothing speaks against this one.
+
+    verdict: the result; "fits" where log and store belong together.
     """
 
     verdict: Verdict

@@ -16,6 +16,8 @@ from infra.store.store import Store
 class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What every role is given. floor: the settings that all roles share. stop: set when it is to end. instance: the name that
     its reports and leases bear.
+
+    log: of the app. store: of objects. metrics: of this process.
     """
 
     floor: Floor

@@ -17,8 +17,8 @@ from infra.cli.bench import console as bench_console
 from infra.cli.bench.all import BENCHES, BenchRow, command_of, run
 from infra.cli.bench.beside import Beside
 from infra.cli.bench.console_load import RunInterval, Watching, figures_of
-from infra.cli.bench.looking import PageViews
 from infra.cli.bench.growth import GrowthLine, GrowthPoint
+from infra.cli.bench.looking import PageViews
 from infra.cli.bench.tables import all_table
 from infra.cli.bench.targets import TARGETS
 from infra.cli.main import bench_app

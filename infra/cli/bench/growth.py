@@ -100,10 +100,10 @@ def exponent(points: Sequence[GrowthPoint]) -> float | None:
     >>> round(exponent([GrowthPoint("", 10, 0.5), GrowthPoint("", 100, 5.0), GrowthPoint("", 1000, 50.0)]), 6)
     1.0
     """
-    told = [(math.log(one.size), math.log(one.cpu_s)) for one in points if one.cpu_s >= LEAST_S]
-    if len(told) < 2:
+    known = [one for one in points if one.cpu_s >= LEAST_S]
+    if len(known) < 2:
         return None
-    return float(np.polyfit(*zip(*told, strict=True), 1)[0])
+    return float(np.polyfit([math.log(one.size) for one in known], [math.log(one.cpu_s) for one in known], 1)[0])
 
 
 def draw(lines: Sequence[GrowthLine], out: Path) -> None:
