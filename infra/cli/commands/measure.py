@@ -56,7 +56,7 @@ def every(
         str, typer.Option(help="Benchmarks, by commas; all that have a peer or a target where left out.")
     ] = "",
 ) -> Found:
-    """Every stage beside its peers, one benchmark after the other, and one table at the end. Half an hour on two cores."""
+    """Every stage beside its peers, one benchmark after the other, and one table at the end. Most of an hour on two cores."""
     from infra.cli.bench.all import BENCHES, run
     from infra.cli.bench.tables import all_table
 
