@@ -14,7 +14,6 @@ the points in logarithms: 1 is linear, 0 does not grow.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -100,10 +99,11 @@ def exponent(points: Sequence[GrowthPoint]) -> float | None:
     >>> round(exponent([GrowthPoint("", 10, 0.5), GrowthPoint("", 100, 5.0), GrowthPoint("", 1000, 50.0)]), 6)
     1.0
     """
-    told = [(math.log(one.size), math.log(one.cpu_s)) for one in points if one.cpu_s >= LEAST_S]
+    told = [one for one in points if one.cpu_s >= LEAST_S]
     if len(told) < 2:
         return None
-    return float(np.polyfit(*zip(*told, strict=True), 1)[0])
+    sizes, costs = np.log([one.size for one in told]), np.log([one.cpu_s for one in told])
+    return float(np.polyfit(sizes, costs, 1)[0])
 
 
 def draw(lines: Sequence[GrowthLine], out: Path) -> None:
