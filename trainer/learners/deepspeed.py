@@ -23,13 +23,13 @@ from infra.settings.config import duration_s
 from infra.store.store import Store
 from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
-from trainer.batch.split import split
 from trainer.config import TrainerConfig
 from trainer.learners.beginning import begin_ranks
 from trainer.learners.engines import Engines
 from trainer.learners.lanes import check_step, of_phase
 from trainer.learners.learner import Phase, Snapshot, StepStats
 from trainer.learners.lora import compared, open_adapter
+from trainer.learners.minibatches import minibatches_of
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import (
     Channel,
@@ -167,8 +167,7 @@ class DeepSpeedLearner:
     ) -> StepStats:
         """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
-        minibatches = max(of_phase(self._objectives, self._phase)[lane].minibatches for lane in batch.lane_tokens)
-        parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=seed))
+        parts = minibatches_of(of_phase(self._objectives, self._phase), batch, seed)
         order = Order(
             name="step",
             counts=Counts.of(batch),

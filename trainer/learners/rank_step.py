@@ -20,7 +20,7 @@ from infra.roles.memory import give_back_freed
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.health.diagnostics import Observed
 from trainer.learners.engines import Opened
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
@@ -31,9 +31,9 @@ from trainer.learners.lanes import (
     microbatch_loss,
     of_phase,
     read,
-    step_context,
 )
 from trainer.learners.learner import Phase, StepStats
+from trainer.learners.minibatches import Taken, contexts_of, scaled_rate, take_all
 from trainer.learners.orders import (
     Channel,
     Encoded,
@@ -49,7 +49,6 @@ from trainer.learners.rows import Rows, deal, receive_rows, send_rows
 from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards, num_bytes
 from trainer.losses.loss import Objective
-from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 
 class RankStep:
@@ -94,33 +93,26 @@ class RankStep:
         values = None if self._critic is None else self._critic.step(objectives, parts)
         held = [self._shards, *([] if self._critic is None else [self._critic.shards])]
         put_back = [one.keep() for one in held] if len(parts) > 1 else []
-        observed: list[Observed] = []
-        losses: list[float] = []
-        norms: list[float] = []
-        for index, part in enumerate(parts):
-            decay = self._config.staleness_decay
-            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
+
+        def take(index: int, context: StepContext) -> Taken:
             proximal = ahead[index] if ahead is not None and any(one.proximal for one in present) else None
             advantages = None if values is None else values.advantages(index)
-            loss, seen = self._backward(context, part, proximal, advantages)
-            observed += seen
+            loss, seen = self._backward(context, parts[index], proximal, advantages)
             sound = values is None or values.accumulate(index)
             applied, norm = self._apply(order, self._rate(order.learning_rate, seen), loss, sound=sound)
             if values is not None:
                 values.finish(applied=applied)
-            if not applied:
-                for put in put_back:
-                    put()
-                return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
-            losses.append(loss)
-            norms.append(norm)
-            if self._config.reference_decay < 1.0:
+            if applied and self._config.reference_decay < 1.0:
                 self.move_reference(self._config.reference_decay)
-        measured = {} if values is None else values.measured()
-        if self._channel.rank:
-            return None
-        loss = sum(losses) / len(losses)
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=diagnose(join(observed)) | measured)
+            return Taken(applied=applied, loss=loss, grad_norm=norm, observed=seen)
+
+        def undo() -> None:
+            for put in put_back:
+                put()
+
+        contexts = contexts_of(self._config, objectives, batch, len(parts), bounded)
+        stats = take_all(contexts, take, undo, dict[str, float] if values is None else values.measured)
+        return None if self._channel.rank else stats
 
     def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
         """This rank's rows of minibatch `index`. dealt: of every minibatch, on rank 0."""
@@ -206,11 +198,7 @@ class RankStep:
         """The learning rate for what was observed, which rank 0 knows."""
         if not self._config.scale_by_ess:
             return learning_rate
-        rate = learning_rate
-        if not self._channel.rank:
-            seen = join(observed)
-            weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
-            rate = ess_learning_rate(learning_rate, effective_share(weight))
+        rate = 0.0 if self._channel.rank else scaled_rate(self._config, learning_rate, observed)
         told = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
         return msgspec.msgpack.decode(told, type=float)
 

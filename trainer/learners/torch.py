@@ -20,9 +20,8 @@ from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor, from_torch, to_torch
 from schemas.fields import Lane
 from trainer.batch.batch import PackedBatch
-from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.health.diagnostics import Observed
 from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     StepContext,
@@ -34,14 +33,13 @@ from trainer.learners.lanes import (
     of_phase,
     read,
     reference_dtype,
-    step_context,
 )
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.lora import compared, open_adapter, open_reference
+from trainer.learners.minibatches import Taken, contexts_of, minibatches_of, scaled_rate, take_all
 from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
 from trainer.losses.loss import open_objectives
-from trainer.losses.offpolicy import effective_share, ess_learning_rate
 from trainer.state.adapter import ADAPTER, adapter_state, check_adapter
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
@@ -93,9 +91,8 @@ class TorchLearner:
         check_step(self._objectives, batch, learning_rate)
         torch.manual_seed(seed)
         objectives = of_phase(self._objectives, self._phase)
+        parts = minibatches_of(objectives, batch, seed)
         present = [objectives[lane] for lane in batch.lane_tokens]
-        minibatches = max(one.minibatches for one in present)
-        parts = [batch] if minibatches == 1 else list(split(batch, minibatches, seed=seed))
         proximal = self._proximal(parts) if any(looks_ahead(one) for one in present) else None
         values = Values(self._critic, objectives, parts) if self._critic is not None else None
         bounded: Mapping[Lane, float] = {}
@@ -103,30 +100,24 @@ class TorchLearner:
             flat = [logprob.cpu().numpy() for part in proximal for logprob in part]
             bounded = bounds(objectives, _joined(batch, parts), flat)
         before = self._snapshot() if len(parts) > 1 else None
-        observed: list[Observed] = []
-        losses: list[float] = []
-        norms: list[float] = []
-        seconds = {"gradients": 0.0, "update": 0.0}
-        for index, part in enumerate(parts):
-            decay = self._config.staleness_decay
-            context = step_context(objectives, batch, len(parts), index, staleness_decay=decay, bounds=bounded)
+
+        def take(index: int, context: StepContext) -> Taken:
             began_s = time.perf_counter()
             self._clear_gradients()
             advantages = values.advantages(index) if values is not None else None
-            loss, norm = self._accumulate(context, part, proximal[index] if proximal else None, advantages, observed)
+            ahead = proximal[index] if proximal else None
+            loss, norm, observed = self._accumulate(context, parts[index], ahead, advantages)
             sound = values is None or values.accumulate(index)
             ready_s = time.perf_counter()
-            seconds["gradients"] += ready_s - began_s
-            if not (math.isfinite(loss) and norm <= max_grad_norm and sound):
-                self._revert(before)
-                return StepStats(finite=False, loss=loss, grad_norm=norm, values={})
-            losses.append(loss)
-            norms.append(norm)
-            self._apply(learning_rate, observed[-len(part.microbatches) :])
-            seconds["update"] += time.perf_counter() - ready_s
-        measured = diagnose(join(observed)) | (values.measured() if values is not None else {})
-        loss = sum(losses) / len(losses)
-        return StepStats(finite=True, loss=loss, grad_norm=max(norms), values=measured, seconds=seconds)
+            applied = math.isfinite(loss) and norm <= max_grad_norm and sound
+            if applied:
+                self._apply(scaled_rate(self._config, learning_rate, observed))
+            seconds = {"gradients": ready_s - began_s, "update": time.perf_counter() - ready_s}
+            return Taken(applied=applied, loss=loss, grad_norm=norm, observed=observed, seconds=seconds)
+
+        contexts = contexts_of(self._config, objectives, batch, len(parts), bounded)
+        measured = values.measured if values is not None else dict[str, float]
+        return take_all(contexts, take, lambda: self._revert(before), measured)
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""
@@ -200,9 +191,11 @@ class TorchLearner:
         part: PackedBatch,
         proximal: Sequence[torch.Tensor] | None,
         advantages: Sequence[np.ndarray] | None,
-        observed: list[Observed],
-    ) -> tuple[float, float]:
-        """Forward and backward of one minibatch; its loss and the norm of its gradient, which is then clipped."""
+    ) -> tuple[float, float, list[Observed]]:
+        """Forward and backward of one minibatch; its loss, the norm of its gradient, which is then clipped, and what its
+        microbatches observed.
+        """
+        observed = []
         total = torch.zeros((), device=self._model.device)
         for index, one in enumerate(part.microbatches):
             logprob_N, entropy_N = read(lambda what, of: getattr(self._model, what)(of), context, one)
@@ -225,13 +218,9 @@ class TorchLearner:
             total += loss.detach()
             observed.append(seen)
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self._config.gradient_clip)
-        return float(total), float(norm)
+        return float(total), float(norm), observed
 
-    def _apply(self, learning_rate: float, observed: Sequence[Observed]) -> None:
-        if self._config.scale_by_ess:
-            seen = join(observed)
-            weight = np.exp(seen.logprob[seen.ratio].astype(np.float64) - seen.behaviour[seen.ratio])
-            learning_rate = ess_learning_rate(learning_rate, effective_share(weight))
+    def _apply(self, learning_rate: float) -> None:
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.step()
         self._publish_masters()
