@@ -14,6 +14,7 @@ the points in logarithms: 1 is linear, 0 does not grow.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

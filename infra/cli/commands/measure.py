@@ -55,7 +55,10 @@ def plain(name: str) -> Callable[[], Found]:
 def every(
     only: Annotated[str, typer.Option(help="Benchmarks of the table, by commas; all of them where left out.")] = "",
 ) -> Found:
-    """Every stage beside its peers, and the console, one after the other, and one table at the end. Each needs the machine for itself."""
+    """Every stage beside its peers, and the console, one after the other, and one table at the end.
+
+    Each needs the machine for itself.
+    """
     from infra.cli.bench.all import BENCHES, run
     from infra.cli.bench.tables import all_table
 
