@@ -2,6 +2,9 @@
 
 An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a drop marker counts like the
 experience it replaces. Arrivals are known by (episode, part), so a redelivery changes nothing.
+
+A partition may have a million groups open, which no search for garbage should walk through for seconds: these records hold each
+other in one direction alone, so they can make no cycle and the garbage collector does not know them (`gc=False`).
 """
 
 import msgspec
@@ -19,7 +22,7 @@ class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
     index: int
 
 
-class Episode(msgspec.Struct, array_like=True):
+class Episode(msgspec.Struct, array_like=True, gc=False):
     """Parts of one episode by number: a BlockPlace, or the reason of the drop marker that came instead. last: -1 not seen yet.
 
     Example: Episode(parts={0: BlockPlace(981, 7)}, last=0)
@@ -33,7 +36,7 @@ class Episode(msgspec.Struct, array_like=True):
         return self.last >= 0 and all(part in self.parts for part in range(self.last + 1))
 
 
-class Attempt(msgspec.Struct, array_like=True):
+class Attempt(msgspec.Struct, array_like=True, gc=False):
     """One try of a group. first_ms: log-append time of its first record. num_done: episodes that are done.
 
     Example: Attempt(number=0, group_size=16, lane="usual", sequence=412, first_ms=1763715600000)
@@ -88,7 +91,7 @@ class Attempt(msgspec.Struct, array_like=True):
         return counts
 
 
-class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True):
+class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One feedback as it lies in the log.
 
     Example: LoggedFeedback(feedback=Feedback(ref="hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", id="ticket-81", value=0.8),
@@ -100,7 +103,7 @@ class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True):
     time_ms: int
 
 
-class AnswerFeedback(msgspec.Struct, array_like=True):
+class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
     """The feedback on one answer. counted: what counts of it, in log order, one for each (source, rater, type).
 
     known: digests of the last feedback that was taken, to recognize a redelivery. edits: how often a correction was
@@ -114,7 +117,7 @@ class AnswerFeedback(msgspec.Struct, array_like=True):
     edits: int = 0
 
 
-class LaterCredit(msgspec.Struct, array_like=True, frozen=True):
+class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What counts of a later answer of the same session. turns: how many turns later it was given. values: by source.
 
     Example: LaterCredit(turns=2, values={"csat": 0.8})
@@ -124,7 +127,7 @@ class LaterCredit(msgspec.Struct, array_like=True, frozen=True):
     values: dict[str, float]
 
 
-class Group(msgspec.Struct, array_like=True):
+class Group(msgspec.Struct, array_like=True, gc=False):
     """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
 
     superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone

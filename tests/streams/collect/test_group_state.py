@@ -1,6 +1,7 @@
 """What a group, its attempts and a partition's state know, at their edges."""
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,22 @@ def test_an_episode_is_done_when_all_parts_up_to_its_last_are_there_in_any_order
     assert one.add(answer("a.0", 0, size=1, part=1, last=False), BlockPlace(9, 0)) is False, "redelivered"
     assert one.add(answer("a.0", 0, size=1, part=7, last=False), BlockPlace(9, 0)) is True
     assert one.num_done == 1, "what comes after its end makes it no second one"
+
+
+def test_of_a_group_that_waits_the_garbage_collector_knows_one_list() -> None:
+    group = Group("a.0", attempts={0: attempt(size=1)})
+    group.attempts[0].add(answer("a.0", 0, size=1), BlockPlace(1, 0))
+    state = State()
+    state.add(group)
+    held = [
+        group,
+        *group.attempts.values(),
+        *(one for each in group.attempts.values() for one in each.episodes.values()),
+    ]
+    dicts = [group.attempts, group.feedback, group.credits, *(each.episodes for each in group.attempts.values())]
+    dicts += [one.parts for each in group.attempts.values() for one in each.episodes.values()]
+    assert len(held) == 3 and len(dicts) == 5
+    assert [one for one in (*held, *dicts, group.superseded) if gc.is_tracked(one)] == [[]]
 
 
 def test_the_oldest_that_waits_is_the_first_that_came_and_has_not_ended_also_after_a_start(tmp_path: Path) -> None:
