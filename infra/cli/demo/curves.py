@@ -5,6 +5,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 MAX_CURVES = 3
+MANY_CURVES = 6  # whose names would hide them
 
 
 def draw_curves(
@@ -27,11 +28,17 @@ def draw_curves(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(max(6.5, 4.2 * len(panels)), 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
     labels = dict.fromkeys(label for curves in panels.values() for label in curves)
-    colours = {label: f"C{at}" for at, label in enumerate(labels)}
+    figure, axes = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(max(8.5 if len(labels) > MANY_CURVES else 6.5, 4.2 * len(panels)), 4.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    palette = pyplot.get_cmap("tab10" if len(labels) <= 10 else "tab20").colors
+    colours = {label: palette[at % len(palette)] for at, label in enumerate(labels)}
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
         for label, seeds in curves.items():
             places = [place for place, _ in min(seeds, key=len)]
@@ -47,7 +54,8 @@ def draw_curves(
         else:
             axis.set(title=title, xlabel=x, ylim=(0, top))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(curves) > MANY_CURVES else {}
+        axis.legend(fontsize=8, **beside)
     axes[0][0].set_ylabel(y)
     figure.savefig(out, dpi=110)
     pyplot.close(figure)

@@ -112,14 +112,24 @@ def roles_table(watch: Watch, engine: str) -> Table:
     return table
 
 
+def version_name(version: int) -> str:
+    """A version as people read it.
+
+    >>> version_name(8), version_name(-1)
+    ('v8', 'no version yet')
+    """
+    return f"v{version}" if version >= 0 else "no version yet"
+
+
 def progress_line(watch: Watch) -> str:
     """How far a run is, in one line."""
     suites = ", ".join(
         f"{suite} {found[max(found)]:.1%} at v{max(found)}" for suite, found in sorted(watch.accuracy.items())
     )
+    newest = version_name(max(watch.published, default=-1))
     return (
         f"{watch.elapsed_s():5.0f} s  {watch.phase}: {watch.counter('train', 'steps'):,.0f} steps, "
-        f"{watch.counter('train', 'experiences_trained'):,.0f} experiences trained, v{max(watch.published, default=-1)}"
+        f"{watch.counter('train', 'experiences_trained'):,.0f} experiences trained, {newest}"
         + (f"; {suites}" if suites else "")
     )
 
@@ -139,7 +149,7 @@ def learning(watch: Watch) -> RenderableType:
     served = watch.newest["explore"].version if "explore" in watch.newest else -1
     lines.append(
         Text(
-            f"policy   published v{max(watch.published, default=-1)}, served v{served}   "
+            f"policy   published {version_name(max(watch.published, default=-1))}, served {version_name(served)}   "
             f"steps {watch.counter('train', 'steps'):,.0f}   reward {number(watch.gauge('train', 'reward_mean'))}   "
             f"staleness {number(watch.gauge('train', 'usual/staleness_mean'))} mean, "
             f"{number(watch.gauge('train', 'usual/staleness_max'), 0)} max   "

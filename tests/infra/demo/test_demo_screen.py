@@ -33,7 +33,7 @@ def test_a_demo_without_a_terminal_says_every_few_seconds_how_far_it_is(tmp_path
     def told() -> int:
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().count(
-            "warming up: 12 steps, 3,000 experiences trained, v-1; held-out 28.4% at v8"
+            "warming up: 12 steps, 3,000 experiences trained, no version yet; held-out 28.4% at v8"
         )
 
     asyncio.run(asyncio.wait_for(main(), 30))
