@@ -1,8 +1,8 @@
 """`headrace bench plan`: what rates need, computed from measured unit costs: bytes and disk by topic, processes, partitions,
 and what is full first.
 
-Processor time is of one core: a process of headrace uses little more. What nobody measured is said, not guessed: how many
-tokens an engine samples and a trainer takes depends on model and card, so both are asked for. Pure but for `run`.
+Processor time is of one core: a process of headrace uses little more. How many tokens an
+engine samples and a trainer takes depends on model and card, so both are asked for and not guessed. Pure but for `run`.
 """
 
 import math
@@ -54,7 +54,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 class Installed(msgspec.Struct, frozen=True):
     """What the settings name. copies: of each record. process, serve, explore: processes, 0 for as many as are needed. engine,
-    learner: tokens a second of one engine and of the trainer, 0 where nobody said.
+    learner: tokens a second of one engine and of the trainer, 0 where not known.
 
     Example: Installed(partitions=12, copies=3, keep_days=30.0, process=4, serve=2, explore=8, engine=4000.0)
     """

@@ -14,10 +14,10 @@ class ConsoleConfig(Section, frozen=True):
 
     listen: host:port of the pages. up: whether `headrace up` starts it. url: where browsers reach it through a proxy that ends
     TLS, such as https://console.example.org, without a path; then links name it, cookies go over TLS alone, and forms are taken
-    from pages of that address alone; "" where there is none. Headers of a proxy, such as X-Forwarded-Proto, are believed of
-    nobody. hosts: names by which browsers reach it besides those of `url`, `listen` and localhost, as behind a proxy without
-    TLS; a request for any other is refused. beside: folders of other runs, relative to the TOML, whose curves are drawn beside
-    this run's; each must have been looked at with `headrace console` once.
+    from pages of that address alone; "" where there is none. Headers of a proxy, such as X-Forwarded-Proto, are ignored.
+    hosts: names by which browsers reach it besides those of `url`, `listen` and localhost, as behind a proxy without TLS; a
+    request for any other is refused. beside: folders of other runs, relative to the TOML, whose curves are drawn beside this
+    run's; each must have been looked at with `headrace console` once.
 
     Example: ConsoleConfig(listen="127.0.0.1:8400", url="https://console.example.org", beside=("../last-week",))
     """
