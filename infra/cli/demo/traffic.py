@@ -82,6 +82,7 @@ learning_rate = 1e-4
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 40
+version_every = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
 
 [trainer.lanes]
 # Most answers are old and most are wrong: pushed down without end, they take the right ones with them. topr stops at what

@@ -57,6 +57,11 @@ def test_the_models_that_vllm_may_serve_have_heads_that_its_attention_on_cpus_ta
     assert config.get("text_config", config)["head_dim"] in (32, 64, 80, 96, 112, 128)
 
 
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_no_demo_waits_between_versions_for_anything_but_answers(task: DemoTask, tmp_path: Path) -> None:
+    assert settings(tmp_path, task=task.name, engine=task.engines[0]).trainer.between_versions == "0s"
+
+
 def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of none, shuffled"):
         settings(tmp_path, task="guess", control="sft")
