@@ -23,6 +23,8 @@ from infra.store.open import open_store
 from infra.store.store import Store
 from schemas.errors import ConfigError
 
+RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
+
 
 def kafka_folder(settings: Settings) -> Path:
     """Where the embedded broker of these settings keeps its data."""
@@ -139,7 +141,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)
     if not runs and not (create and read_address(kafka_folder(settings)) is None):
-        runs = await answers(bootstrap_of(settings), timeout_s=2.0, access=access_of(settings))
+        runs = await answers(bootstrap_of(settings), timeout_s=patience_s(settings), access=access_of(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log
@@ -154,6 +156,17 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
             yield log
     finally:
         await asyncio.to_thread(broker.stop)
+
+
+def patience_s(settings: Settings) -> float:
+    """How long the embedded broker is asked for an answer before it counts as one that does not run.
+
+    One that a process runs may be slow on a busy machine, and no other can be started beside it.
+    """
+    from infra.local.broker import LOCK
+    from infra.local.folder_lock import is_locked
+
+    return RUNNING_S if is_locked(kafka_folder(settings) / LOCK) else STOPPED_S
 
 
 async def create_topics(log: Log, settings: Settings) -> list[str]:

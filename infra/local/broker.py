@@ -39,6 +39,7 @@ from infra.log.kafka import answers
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
 
+LOCK = "broker.lock"  # in the broker's folder, held while it runs
 START_S = 90.0
 STOP_S = 20.0
 TRAIN_S = 120.0
@@ -146,7 +147,7 @@ class EmbeddedKafka:
             return self.bootstrap
         java = self._java()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = lock_folder(self.folder / "broker.lock", f"Kafka's folder {self.folder}")
+        self._lock = lock_folder(self.folder / LOCK, f"Kafka's folder {self.folder}")
         try:
             for attempt in range(NUM_ADDRESSES):
                 self._address = plan_address(self.folder, anew=attempt > 0)

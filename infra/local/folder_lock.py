@@ -38,6 +38,18 @@ def lock_folder(file: Path, what: str, wait_s: float = WAIT_S) -> IO[str]:
     return lock
 
 
+def is_locked(file: Path) -> bool:
+    """Whether a process holds the lock file now."""
+    if not file.exists():
+        return False
+    with file.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 def release_folder(lock: IO[str]) -> None:
     """Let go of it. A child that was killed holds it until the kernel has ended it: the next process waits for that."""
     lock.truncate(0)
