@@ -11,11 +11,12 @@ import sys
 import time
 
 import numpy as np
-from cpprb import PrioritizedReplayBuffer
 
 
 def main(num_experiences: int, num_drawn: int) -> None:
     """Until stdin ends."""
+    from cpprb import PrioritizedReplayBuffer
+
     buffer = PrioritizedReplayBuffer(num_experiences, {"at": {"dtype": np.int64}}, alpha=1.0)
     priorities = np.random.default_rng(0).random(num_experiences) + 1e-6
     buffer.add(at=np.arange(num_experiences), priorities=priorities)
