@@ -9,10 +9,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from infra.log.bus import Record
+from infra.log.bus import Record, digest_of
 from infra.log.log import Log, LogMessage
 from infra.policies.fold import PoliciesFold
-from infra.policies.summary import HEADER, Summary, SummaryRefused, digest_of, unpacked
+from infra.policies.summary import HEADER, Summary, SummaryRefused, unpacked
 from schemas.topics import POLICIES
 
 LOOK = 1024  # records of the first step: a log of no more is read whole

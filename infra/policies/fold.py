@@ -4,12 +4,12 @@ Guarantee: a fold that begins with a summary and reads on says the same as one t
 `known_from`. Bound: of each policy twice `window` versions, and those that its channels serve. Pure.
 """
 
-from infra.log.bus import Record
+from infra.log.bus import Record, digest_of
 from infra.log.log import LogMessage
 from infra.policies.channel import Stable
 from infra.policies.history import LeaseFence, count
 from infra.policies.policy_feed import PolicyFeed
-from infra.policies.summary import FORMAT, Learning, PolicySummary, Summary, digest_of, entries
+from infra.policies.summary import FORMAT, Learning, PolicySummary, Summary, entries
 from schemas import Directive, PolicyEvent
 
 WINDOW = 64  # newest versions of a policy: more than a checkpoint, an evaluation or a verdict is usually behind

@@ -14,7 +14,6 @@ from typing import Literal
 
 import msgspec
 
-from infra.log.bus import Record
 from infra.policies.channel import Stable
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
@@ -123,11 +122,6 @@ def entries(events: Iterable[PolicyEvent]) -> tuple[VersionEntry, ...]:
         VersionEntry(one.event, one.version, one.parent, one.token, one.step, one.manifest, one.manifest_sha256)
         for one in events
     )
-
-
-def digest_of(record: Record) -> str:
-    """By which a record is known: its time and its bytes."""
-    return hashlib.blake2b(b"%d:" % record.timestamp_ms + record.value, digest_size=16).hexdigest()
 
 
 def _event(policy: str, one: VersionEntry) -> PolicyEvent:

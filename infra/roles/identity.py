@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from infra.log.bus import digest_of
 from infra.log.log import Log
 from infra.settings.config import Floor
 from infra.store.store import Store
@@ -125,8 +126,7 @@ async def beginning_of(log: Log) -> Begun | None:
         return None
     async with aclosing(log.chunks(POLICIES, max_records=1)) as chunks:
         async for first, *_ in chunks:
-            digest = hashlib.blake2b(b"%d:" % first.timestamp_ms + first.value, digest_size=16)
-            return Begun(digest.hexdigest(), first.timestamp_ms)
+            return Begun(digest_of(first), first.timestamp_ms)
     return None
 
 

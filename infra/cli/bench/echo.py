@@ -15,16 +15,16 @@ STEP_S = 0.01
 
 
 class EchoEngine(ScriptedEngine):
-    """Says the same tokens to every prompt, as many as there are."""
+    """Says the same tokens to every prompt, as many as there are. stopped: as if the last of them ended it."""
 
-    def __init__(self, tokens: Sequence[int], step_s: float = STEP_S) -> None:
+    def __init__(self, tokens: Sequence[int], step_s: float = STEP_S, *, stopped: bool = False) -> None:
         super().__init__(max_model_len=10**6)
         self._chunks = [Chunk((token,), (-0.5,), 0) for token in tokens]
         self._whole = Completion(
             tokens=tuple(tokens),
             logprobs=(-0.5,) * len(tokens),
             spans=(Span(start=0, stop=len(tokens), version=0),),
-            stopped=False,
+            stopped=stopped,
         )
         self._step_s = step_s
         self._streams: dict[asyncio.Future[None], tuple[OnChunk, int]] = {}

@@ -24,7 +24,7 @@ import msgspec
 
 from infra.cli.bench.beside import OURS, Beside, Spent, compared
 from infra.cli.bench.children import cpu_s, end, idle_share, last_words, source_path
-from infra.cli.bench.http_asking import TOKENS, HttpAnswer, Site, ask, load
+from infra.cli.bench.http_asking import TOKENS, HttpAnswer, Site, answered, ask, load
 
 if TYPE_CHECKING:
     from infra.local.process import Watched
@@ -228,8 +228,6 @@ async def recorded(one: Server) -> None:
 
 async def _num_written(site: Site) -> int:
     """What the gateway says of itself."""
-    from infra.cli.bench.http_asking import answered
-
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(f"GET /metrics HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {site.key}\r\n\r\n".encode())
     lines = (await answered(reader)).decode().splitlines()

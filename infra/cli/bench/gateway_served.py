@@ -4,7 +4,6 @@ python -m infra.cli.bench.gateway_served echo|vllm FOLDER
 """
 
 import asyncio
-import gc
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 async def serve(kind: str, folder: Path) -> None:
     """Say where, and serve until it is killed. folder: of the model, which is made where it is missing."""
     from actors.gateway.access.keys import create_key
+    from actors.gateway.http.listen import forget_loaded
     from infra.cli.bench.gateway import gateway_over
     from infra.cli.demo.char_model import build_char_model
     from infra.model.model import load_tokenizer
@@ -27,8 +27,7 @@ async def serve(kind: str, folder: Path) -> None:
     _, key = create_key(store, tenant="bench", scopes=("serve", "admin"), train="yes", rpm=0, tpm=0)
 
     def listening(port: int) -> None:
-        gc.collect()
-        gc.freeze()
+        forget_loaded()
         print(json.dumps({"port": port, "key": key}), flush=True)
 
     engine = _engine(kind, folder / "model", tokenizer)

@@ -1,8 +1,8 @@
 """`headrace bench plan`: what rates need, computed from measured unit costs: bytes and disk by topic, processes, partitions,
 and what is full first.
 
-Processor time is of one core: a process of headrace uses little more. How many tokens an
-engine samples and a trainer takes depends on model and card, so both are asked for and not guessed. Pure but for `run`.
+Processor time is of one core: a process of headrace uses little more. How many tokens an engine samples
+and a trainer takes depends on model and card, so both are asked for and not guessed. Pure but for `run`.
 """
 
 import math

@@ -12,19 +12,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from actors.engines.engine import Chunk, Completion, OnChunk, Sampling
-from actors.engines.scripted import ScriptedEngine
+from infra.cli.bench.echo import EchoEngine
 from infra.cli.bench.gateway import BenchChild, gateway_child, pinned
-from infra.store.images import Pixels
-from schemas import Span
 
 STREAMS = 240
 TOKENS = 300
-STEP_S = 0.01
 BODY = {
     "model": "m",
     "messages": [{"role": "user", "content": "How much is 37+45?"}],
@@ -98,50 +93,6 @@ async def _streamed(child: BenchChild) -> dict[str, float]:
     }
 
 
-class Stepping(ScriptedEngine):
-    """Gives every request a token at each step, as an engine with a batch does."""
-
-    def __init__(self, token: int) -> None:
-        super().__init__(max_model_len=10**6)
-        self._token = token
-        self._asked: dict[asyncio.Future[None], tuple[OnChunk | None, int]] = {}
-        self._stepping: asyncio.Task[None] | None = None
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        on_chunk: OnChunk | None = None,
-        images: Sequence[Pixels] = (),
-    ) -> Completion:
-        """The same token again and again."""
-        self._stepping = self._stepping or asyncio.create_task(self._step())
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        num = sampling.max_tokens
-        self._asked[done] = on_chunk, num
-        try:
-            await done
-        finally:
-            self._asked.pop(done, None)
-        spans = (Span(start=0, stop=num, version=0),)
-        return Completion(tokens=(self._token,) * num, logprobs=(-0.5,) * num, spans=spans, stopped=False)
-
-    async def _step(self) -> None:
-        chunk, clock = Chunk((self._token,), (-0.5,), 0), asyncio.get_running_loop().time
-        due_s = clock()
-        while True:
-            due_s = max(due_s + STEP_S, clock())
-            await asyncio.sleep(due_s - clock())
-            for done, (on_chunk, left) in list(self._asked.items()):
-                if on_chunk is not None:
-                    on_chunk(chunk)
-                self._asked[done] = on_chunk, left - 1
-                if left == 1 and not done.done():
-                    done.set_result(None)
-                    del self._asked[done]
-
-
 async def _serve(folder: Path) -> None:
     """The child: a gateway, until stdin ends."""
     from actors.gateway.access.keys import create_key
@@ -161,7 +112,7 @@ async def _serve(folder: Path) -> None:
         print(json.dumps({"port": port, "key": key}), flush=True)
 
     limits = GatewayLimits(concurrency=2 * STREAMS, max_tokens=TOKENS)
-    engine = Stepping(tokenizer.encode("7")[0])
+    engine = EchoEngine([tokenizer.encode("7")[0]] * TOKENS)
     serving = asyncio.create_task(gateway_over(engine, tokenizer, store, folder, listening, stop, limits=limits))
     await tell_cpu()
     stop.set()

@@ -9,16 +9,14 @@ all threads. `whole` is the same conversation tokenized anew on the loop.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from actors.engines.engine import Completion, OnChunk, Sampling
-from actors.engines.scripted import ScriptedEngine
+from actors.engines.engine import Sampling
+from infra.cli.bench.echo import EchoEngine
 from infra.model.model import Tokenizer
-from infra.store.images import Pixels
-from schemas import Span
 
 BEAT_S = 0.001
 TURNS = 25
@@ -67,33 +65,11 @@ def made(source: random.Random) -> tuple[Tokenizer, list[str]]:
     return Tokenizer(fast, (int(fast.convert_tokens_to_ids("<|im_end|>")),)), questions
 
 
-class Saying(ScriptedEngine):
-    """Always says the same, at once and whatever the vocabulary: what is measured is what is around it."""
-
-    def __init__(self, tokens: tuple[int, ...]) -> None:
-        super().__init__(num_vocabulary=2, max_model_len=10**6)
-        num = len(tokens)
-        spans = (Span(start=0, stop=num, version=0),)
-        self._said = Completion(tokens=tokens, logprobs=(-0.5,) * num, spans=spans, stopped=True)
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        on_chunk: OnChunk | None = None,
-        images: Sequence[Pixels] = (),
-    ) -> Completion:
-        """What it always says."""
-        await asyncio.sleep(0)
-        return self._said
-
-
 async def _measured(tokenizer: Tokenizer, questions: list[str], folder: Path) -> dict[str, float]:
     from actors.rollout.session import CachedTokenizer, Session
     from schemas import Message
 
-    engine = Saying((*tokenizer.encode("Yes, so it is."), tokenizer.eos_ids[0]))
+    engine = EchoEngine((*tokenizer.encode("Yes, so it is."), tokenizer.eos_ids[0]), stopped=True)
     await engine.start()
     session = Session(engine, CachedTokenizer(tokenizer), Sampling(max_tokens=64, stop=tokenizer.eos_ids))
     said: list[Message] = []

@@ -7,7 +7,6 @@ python -m infra.cli.bench.peers.bare_http asgi|starlette
 """
 
 import asyncio
-import gc
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -97,6 +96,8 @@ def event(delta: dict[str, str], finish: str | None = None) -> bytes:
 
 
 async def _serve(kind: str) -> None:
+    from actors.gateway.http.listen import forget_loaded
+
     bare = Bare()
     app = Starlette(routes=[Route(PATH, bare.route, methods=["POST"])]) if kind == "starlette" else bare
     settings = uvicorn.Config(app, port=0, access_log=False, log_config=None, lifespan="off", ws="none")
@@ -104,8 +105,7 @@ async def _serve(kind: str) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 (uvicorn sets no event)
         await asyncio.sleep(0.01)
-    gc.collect()
-    gc.freeze()
+    forget_loaded()
     port = server.servers[0].sockets[0].getsockname()[1]
     print(json.dumps({"port": port, "key": ""}), flush=True)
     await serving
