@@ -55,9 +55,19 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         is_apart = bool(command)
         access = ConsoleAccess(store, link)
         run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
-        async with run as (app, _):
-            await serve(app, sock)
+        async with run as (app, known):
+            first = asyncio.create_task(_look_first(known))
+            try:
+                await serve(app, sock)
+            finally:
+                first.cancel()
     return 0
+
+
+async def _look_first(known: Reading) -> None:
+    """Read what the first page shows, before somebody opens it."""
+    with contextlib.suppress(HeadraceError):  # the page says it
+        await known.status()
 
 
 @asynccontextmanager
