@@ -216,15 +216,16 @@ class GateConfig(Section, frozen=True):
 class MasterConfig(Section, frozen=True):
     """[master]: what is issued, how it is sampled, and what is evaluated.
 
-    curriculum: how tasks are drawn. uniform: all alike; easy_to_hard: from the easiest on; success: those that fail more
-    often; variance: those that succeed half of the time. seed: of the draws of tasks, and of the trainer's. split: of the
-    tasks that are issued. temperature: at which episodes are sampled. first_version: no group is issued before this
-    policy version is published (the end of a warm-up). num_episodes: of a group. enough: a group ends when so many of its
-    episodes have ended without failing, and the others are stopped; 0 waits for all. max_tokens: of a turn. ramp_groups:
-    after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a task under
-    `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead, since an
-    engine cannot go back. gate: what a version must show before customers are served it. drain: the longest wait after
-    the stop. snapshot_s: so often its state goes to the store, from which the next start reads on.
+    curriculum: how tasks are drawn. uniform: all alike; easy_to_hard: from the easiest on; success: those that fail
+    more often; variance: those that succeed half of the time. seed: of the draws of tasks, and of the trainer's. split:
+    of the tasks that are issued. temperature: at which episodes are sampled. first_version: no group is issued before
+    this policy version is published (the end of a warm-up). num_episodes: of a group. enough: a group ends when so many
+    of its episodes have ended without failing, and the others are stopped; 0 waits for all. max_tokens: of a turn.
+    ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a
+    task under `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead,
+    since an engine cannot go back. gate: what a version must show before customers are served it. drain: the longest
+    wait after the stop. report_s: seconds from one report to the log to the next. snapshot_s: so often its state goes
+    to the store, from which the next start reads on.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
@@ -282,14 +283,15 @@ class ReloadConfig(Section, frozen=True):
 class ExploreConfig(Section, frozen=True):
     """[explore]: how an explorer runs what it takes.
 
-    workflow, options: for tasks that name none. workflows: others, by the name that a task's `workflow` gives them, each
-    with its options; a task that names another one is dropped as "unknown workflow". episodes_in_flight: sampled at once.
-    max_held: tasks taken and not yet started; past it nothing more is read. linger_s: finished episodes wait at most so
-    long for the rest of their group.
-    episode_timeout_s: then the episode has failed. eval_hold_s: the longest a reload waits for evals of the version it
-    would replace. drain_s: at a stop, how long running groups may take to finish. max_routing_bytes: of one token sequence,
-    where the engine records the experts of a mixture of experts (`engine.options.routing`): a byte per token, layer and
-    expert of it, two above 256 experts. What is larger is published without them, and counted as `routing_dropped`.
+    workflow, options: for tasks that name none. workflows: others, by the name that a task's `workflow` gives them,
+    each with its options; a task that names another one is dropped as "unknown workflow". episodes_in_flight: sampled
+    at once. max_held: tasks taken and not yet started; past it nothing more is read. linger_s: finished episodes wait
+    at most so long for the rest of their group. episode_timeout_s: then the episode has failed. eval_hold_s: the
+    longest a reload waits for evals of the version it would replace. drain_s: at a stop, how long running groups may
+    take to finish. max_routing_bytes: of one token sequence, where the engine records the experts of a mixture of
+    experts (`engine.options.routing`): a byte per token, layer and expert of it, two above 256 experts. What is larger
+    is published without them, and counted as `routing_dropped`. report_s: seconds from one report to the log to the
+    next.
 
     Example: ExploreConfig(episodes_in_flight=512, linger_s=0.5)
     """

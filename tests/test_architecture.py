@@ -1,6 +1,7 @@
 """The house rules, read from the source itself: who imports whom, where heavy libraries come in, and how long things are."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -234,6 +235,14 @@ def test_the_top_holds_the_agreed_entries_only() -> None:
         pytest.skip("not a git checkout")
     tops = {line.partition("/")[0] for line in listed.stdout.splitlines()}
     assert {top for top in tops if not top.startswith(".")} <= TOP
+
+
+def test_the_map_of_the_readme_names_every_top_folder_and_no_folder_that_is_not_there() -> None:
+    text = text_of(ROOT / "README.md").partition("## The map\n")[2].partition("\n## ")[0]
+    tops = sorted(name for name in TOP if (ROOT / name).is_dir())
+    named = re.findall(rf"(?<![\w/])(?:{'|'.join(tops)})(?:/\w+)*(?![\w/]|\.\w)", text)
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    assert sorted({name.partition("/")[0] for name in named}) == tops
 
 
 def test_roles_load_only_what_they_need() -> None:

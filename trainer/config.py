@@ -1,6 +1,8 @@
 """[trainer]: what the trainer reads of the TOML; lanes, objective, optimizer, learner, and when things are written."""
 
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -13,12 +15,14 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 t
 PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 SLOTS = 8  # spans of keep.replay, of each of which the first checkpoint stays
-BUILT_IN = (
-    "dppo", "grpo", "ppo", "decoupled", "tis", "cispo", "icepop", "m2po", "gspo", "topr", "opmd", "reinforce", "distill", "sft",
-    "dpo",
-)  # fmt: skip
-
 LEAST: Mapping[Lane, int] = MappingProxyType({"live": 64})  # of a step, where the settings leave it open
+
+
+@cache
+def built_in_losses() -> tuple[str, ...]:
+    """The files of trainer/losses that define a function of their own name."""
+    files = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).with_name("losses").glob("*.py")}
+    return tuple(sorted(name for name, text in files.items() if f"\ndef {name}(" in text))
 
 
 def loss_use(loss: str) -> str:
@@ -27,7 +31,7 @@ def loss_use(loss: str) -> str:
     >>> loss_use("grpo")
     'trainer.losses.grpo:grpo'
     """
-    return f"trainer.losses.{loss}:{loss}" if loss in BUILT_IN else loss
+    return f"trainer.losses.{loss}:{loss}" if loss in built_in_losses() else loss
 
 
 class LaneConfig(Section, frozen=True):

@@ -98,7 +98,7 @@ class ContextFull(ValueError):
 
 
 class SchemaRefused(ValueError):
-    """Answers cannot be held to this JSON schema: it is no schema the engine knows, or the vocabulary cannot spell it."""
+    """Answers cannot be held to this JSON schema: the engine does not know all of it, or the vocabulary cannot spell it."""
 
 
 class SchemaNotTried(SchemaRefused):

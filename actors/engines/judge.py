@@ -53,8 +53,8 @@ class SchemaCompiler:
                 _end(process)
                 self._process = None
                 if end == "late":
-                    told = f"it takes longer than {self._deadline_s:g} s to compile"
-                    raise SchemaRefused(f"{told}; a smaller schema does not")
+                    reason = f"it takes longer than {self._deadline_s:g} s to compile"
+                    raise SchemaRefused(f"{reason}; a smaller schema does not")
         raise SchemaNotTried("the process that compiles it has ended")
 
     def close(self) -> None:

@@ -28,17 +28,17 @@ class TokenSpellings:
 
         missing = sorted(one for one in NEEDED.union(json_schema) if not _is_spelled(one, self._spelled))
         if missing:
-            told = ", ".join(repr(one) for one in missing[:5])
-            raise SchemaRefused(f"this model's vocabulary cannot spell it: {told} missing ({len(missing)} characters)")
+            shown = ", ".join(repr(one) for one in missing[:5])
+            raise SchemaRefused(f"this model's vocabulary cannot spell it: {shown} missing ({len(missing)} characters)")
         try:
             xgrammar.Grammar.from_json_schema(json_schema, **ONE_SPELLING)
         except RuntimeError as error:  # all that the library raises
-            told = re.sub(r"^\[[^]]*\] \S+ ", "", str(error))  # a time and a line of its source
-            raise SchemaRefused(f"not a schema that answers can be held to: {told[:300]}") from error
+            reason = re.sub(r"^\[[^]]*\] \S+ ", "", str(error))  # a time and a line of its source
+            raise SchemaRefused(f"not a schema that answers can be held to: {reason[:300]}") from error
 
 
 def byte_vocabulary(num_tokens: int) -> TokenSpellings:
-    """The first 256 tokens are the bytes; further ones stand for no text."""
+    """The first 256 tokens are the bytes; further ones have no text."""
     return TokenSpellings([bytes([token]) if token < 256 else b"" for token in range(num_tokens)])
 
 

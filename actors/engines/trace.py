@@ -9,7 +9,7 @@ from schemas import Span
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where a run of tokens begins: its version, the index of its first token, and `kv` as in Span."""
+    """Where a run of tokens begins. version: that sampled it. at: index of its first token. kv: as in Span."""
 
     version: int
     at: int
@@ -17,7 +17,11 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct):
-    """Grows by one token at a time; a change of version, or of the age of keys and values, begins a new span."""
+    """Grows by one token at a time; a change of version, or of the age of keys and values, begins a new span.
+
+    sampling: of all its tokens. tokens: sampled ones. logprobs: one for each. starts: of runs, ascending. taken: how
+    many tokens were handed on.
+    """
 
     sampling: Sampling
     tokens: list[int] = []

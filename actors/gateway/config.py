@@ -42,10 +42,11 @@ class GatewayLimits(Section, frozen=True):
 class RedactRules(Section, frozen=True):
     """[gateway.redact]: what is taken out before anything is written. On by default.
 
-    kinds: built-in patterns. patterns: your own, name to regular expression. action: mask writes `[email]` in the
-    place of what was found, and the tokens of the masked text, which then have no ratio; drop writes nothing. images: pictures
-    are not searched for personal data, so answers to requests with pictures are not written, unless it is "keep". Those of
-    named users are never written: a picture is not sealed, so it could not be forgotten.
+    on: whether anything is looked for. kinds: built-in patterns. patterns: your own, name to regular expression.
+    action: mask writes `[email]` in the place of what was found, and the tokens of the masked text, which then have no
+    ratio; drop writes nothing. images: pictures are not searched for personal data, so answers to requests with
+    pictures are not written, unless it is "keep". Those of named users are never written: a picture is not sealed, so
+    it could not be forgotten.
 
     Example: RedactRules(patterns={"ticket": "T-[0-9]+"})
     """
@@ -106,17 +107,18 @@ class TracesConfig(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     """[gateway]: an OpenAI-compatible server in front of an engine.
 
-    listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`, or
-    all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while nothing was
-    ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every version. engine:
-    in the place of [engine]. models: names a request may use, any where empty. processor: custom redaction, run before the
-    first write. queue_records, queue_mb: answers that wait for the broker in memory. spool: folder of what waits on disk
-    while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a broker that takes longer is away.
-    sessions: conversations remembered, to go on with their very tokens; as many that clients go on with by the id of an
-    answer. sessions_mb: of memory, for all of either. cors_origins: pages that may send feedback. canary: who answers a
-    share of the sessions. traces: where spans of answers go. refusals: regular expressions of what an answer begins with
-    that refuses; such answers are counted for the gate. keys_reload_s: how soon a revoked key stops working. drain_s: at a
-    stop, for running requests.
+    listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`,
+    or all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while
+    nothing was ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every
+    version. engine: in the place of [engine]. models: names a request may use, any where empty. processor: custom
+    redaction, run before the first write. queue_records, queue_mb: answers that wait for the broker in memory. spool:
+    folder of what waits on disk while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a
+    broker that takes longer is away. sessions: conversations remembered, to go on with their very tokens; as many that
+    clients go on with by the id of an answer. sessions_mb: of memory, for all of either. cors_origins: pages that may
+    send feedback. canary: who answers a share of the sessions. traces: where spans of answers go. refusals: regular
+    expressions of what an answer begins with that refuses; such answers are counted for the gate. keys_reload_s: how
+    soon a revoked key stops working. report_s: seconds from one report to the log to the next. drain_s: at a stop, for
+    running requests.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
@@ -157,7 +159,8 @@ class GatewayConfig(Section, frozen=True):
 class Webhook(msgspec.Struct, frozen=True):
     """A path that takes feedback from outside. secret: of its signature. header: where that is.
 
-    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for those of all.
+    timestamp_header: part of what is signed, "" for none. tenant: whose answers alone it may speak of, "" for those of
+    all. path: where it is posted to.
 
     Example: Webhook(path="/zendesk", secret=b"…", header="x-signature")
     """

@@ -19,8 +19,11 @@ from schemas import Closure, Drawn, Issued
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """G, η and k of the pacing, and the version that the first optimizer step of groups runs at. in_flight: the most groups
-    outstanding, 0 for as many as the bound allows.
+    """G, η and k of the pacing, and what else bounds the groups outstanding.
+
+    groups_per_step: G, of one optimizer step. max_staleness: η, in versions. steps_per_version: k. first_version: that
+    the first optimizer step of groups runs at. in_flight: the most groups outstanding, 0 for as many as the bound
+    allows.
 
     Example: AdmissionLimits(groups_per_step=32, max_staleness=2, steps_per_version=1)
     """
@@ -43,8 +46,8 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutstandingGroup(msgspec.Struct):
-    """An outstanding group. attempt: the newest issued. held_at: when it was issued, or when an explorer last said that it
-    holds it, in the caller's units.
+    """An outstanding group. attempt: the newest issued. held_at: when it was issued, or when an explorer last said that
+    it holds it, in the caller's units. sequence: its place in the order of issue. buffered: whether the trainer has it.
     """
 
     sequence: int

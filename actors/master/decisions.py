@@ -11,6 +11,7 @@ class EvalRequest(msgspec.Struct, frozen=True):
     """A suite at a version, to be asked for now.
 
     missing: tasks to issue. num_tasks, digest: of the whole suite; 0 and "" while its tasks are still being loaded.
+    suite: by its name. version: of the policy.
     """
 
     suite: str

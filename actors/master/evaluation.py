@@ -49,9 +49,11 @@ def parse_eval_group(group: str) -> tuple[str, int, int] | None:
 
 
 class Request(msgspec.Struct):
-    """One suite at one version. attempts: index to newest attempt. answers: index to sample to score.
+    """One suite at one version.
 
-    tasks: a digest of which tasks.
+    suite: by its name. version: of the policy. attempts: index to newest attempt. answers: index to sample to score.
+    issued_at: in the caller's units. num_tasks: of the suite. tasks: a digest of which tasks. missed: whether it ended
+    without a result. result: whether it has one.
     """
 
     suite: str

@@ -41,7 +41,8 @@ Bounds = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]  # of each to
 
 
 class SnapshotHead(msgspec.Struct, frozen=True):
-    """What a snapshot is of. shaping: of the settings that the state rests on. log: how the log begins. clock_ms: its time.
+    """What a snapshot is of. shaping: of the settings that the state rests on. log: how the log begins. clock_ms: its
+    time. format: of the file. release: that wrote it. places: offsets read up to, by topic and partition.
 
     Example: SnapshotHead(format=1, shaping="9f…", log="3a…", release="0.1.0", places={"tasks": {0: 812}})
     """
@@ -164,8 +165,8 @@ def summed(data: bytes) -> bytes:
 
 def opened(stored: bytes, plan: Plan, policy: str, begun: str) -> SnapshotHead:
     """Put the state of a snapshot into a new plan. begun: how the log begins. Raises Unfit; the plan is of no use then."""
-    told, _, rest = stored.partition(b"\n")
-    if told != hashlib.sha256(rest).hexdigest().encode():
+    digest, _, rest = stored.partition(b"\n")
+    if digest != hashlib.sha256(rest).hexdigest().encode():
         raise Unfit(f"damaged: {len(stored)} bytes whose SHA-256 is not the one they begin with")
     head_, _, state = rest.partition(b"\n")
     try:

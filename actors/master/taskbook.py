@@ -16,7 +16,7 @@ _RESORT = 64  # success rates between two orders by what was measured, at least
 
 
 class TaskPool(msgspec.Struct, frozen=True):
-    """Tasks of a split from easy to hard, and their priorities as `curriculum.choose` draws from them."""
+    """Tasks of one split. tasks: from easy to hard. priorities: of each, as `curriculum.choose` draws from them."""
 
     tasks: list[Task]
     priorities: list[float]

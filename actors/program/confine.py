@@ -68,8 +68,8 @@ class Confined:
         """As `run_command`. port: where the policy is, on the loopback. Raises EpisodeFailed."""
         await self._door.open(port)
         inner = msgspec.structs.replace(access, base_url=ADDRESS)
-        told = {"command": command, "folder": os.getcwd(), "environment": {**environment, **variables(inner)}}
-        given = msgspec.json.encode(told) + b"\n" + msgspec.json.encode(access.task) + b"\n"
+        first = {"command": command, "folder": os.getcwd(), "environment": {**environment, **variables(inner)}}
+        given = msgspec.json.encode(first) + b"\n" + msgspec.json.encode(access.task) + b"\n"
         running: list[SandboxChild] = []
         stopping = asyncio.Event()
 

@@ -56,19 +56,19 @@ def main() -> None:
     first = bytearray()
     while not first.endswith(b"\n") and (byte := os.read(0, 1)):  # no further: the rest is not ours
         first += byte
-    told = json.loads(first)
+    start = json.loads(first)
     listening = socket.create_server(("127.0.0.1", PORT))
     if not os.fork():
         for descriptor in (0, 1, 2):
             os.close(descriptor)
         asyncio.run(forward(sys.argv[1], listening))
     listening.close()
-    if os.path.isdir(told["folder"]):
-        os.chdir(told["folder"])
+    if os.path.isdir(start["folder"]):
+        os.chdir(start["folder"])
     try:
-        os.execvpe(told["command"][0], told["command"], {**os.environ, **told["environment"]})
+        os.execvpe(start["command"][0], start["command"], {**os.environ, **start["environment"]})
     except OSError as error:
-        sys.exit(f"cannot be started: {told['command'][0]}: {error.strerror}")
+        sys.exit(f"cannot be started: {start['command'][0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 class ProgramInput(msgspec.Struct, frozen=True):
-    """What a program is given. base_url: without /v1. task: as JSON takes it."""
+    """What a program is given. base_url: without /v1. key: for it, of this episode alone. model: as requests call it.
+    task: as JSON takes it.
+    """
 
     base_url: str
     key: str
@@ -68,11 +70,11 @@ async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
 
     def run() -> None:
         try:
-            told: tuple[Any, Any] = (done.set_result, work())
+            outcome: tuple[Any, Any] = (done.set_result, work())
         except BaseException as error:
-            told = (done.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            outcome = (done.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, *told)
+            loop.call_soon_threadsafe(tell, *outcome)
 
     threading.Thread(target=run, name="program", daemon=True).start()
     return await done

@@ -14,7 +14,9 @@ Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TurnResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one turn. id: of the response that the program got. Example: {"id": "hr-…", "rewards": {"helpful": 1}}"""
+    """Of one turn, as {"id": "hr-…", "rewards": {"helpful": 1}}. id: of the response that the program got. rewards:
+    names to values.
+    """
 
     id: str
     rewards: Annotated[dict[Name, float], Meta(max_length=64)]

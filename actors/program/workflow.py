@@ -4,7 +4,7 @@
               └── rewards, by name, of the whole or of a turn ─> scores
 
 Ends: terminal with the last answer; truncated where it was cut off, or the context was full and the program gave up;
-failed with a cause: agent (it raised, crashed, or asked nothing), reward (its result is none), timeout.
+failed with a cause: agent (it raised, crashed, or asked nothing), reward (its result cannot be read), timeout.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class Program:
 def _function(options: ProgramOptions) -> Callable[..., Any]:
     found = load(options.use, options.options, "program") if options.use else print
     if not callable(found):
-        raise ConfigError(f"program.use: {options.use} is no function")
+        raise ConfigError(f"program.use: got {options.use}, expected a function")
     return cast(Callable[..., Any], found)
 
 

@@ -133,7 +133,7 @@ async def _committed(messages: Sequence[LogMessage], reader: Reader) -> list[Log
 
 
 async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
-    """Put a task on the scheduler; what is none goes to the dead letters."""
+    """Put a task on the scheduler; a record that cannot be read as one goes to the dead letters."""
     task = message.value
     if not isinstance(task, Task) or task.issued is None:
         reason = "bad frame" if message.error is not None else "not an issued task"
@@ -193,7 +193,7 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
     What it holds it tells often enough for one report to be lost before the master issues any of it again.
     """
     metrics, clock = runtime.role.metrics, asyncio.get_running_loop().time
-    tell_every_s, told_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
+    report_every_s, reported_s = runtime.role.floor.pacing.reissue_s / 3, -math.inf
     while True:
         if busy_s := scheduler.busy_s():
             metrics.gauge("tokens_per_s").set(metrics.counters().get("tokens", 0.0) / busy_s)
@@ -203,14 +203,14 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         for name, value in follower.times.gauges().items():
             metrics.gauge(name).set(value)
         metrics.gauge("policy_version").set(runtime.engine.version)
-        holds = scheduler.holds(MAX_HELD) if clock() - told_s >= tell_every_s else None
-        told_s = told_s if holds is None else clock()
-        told = msgspec.structs.replace(
+        holds = scheduler.holds(MAX_HELD) if clock() - reported_s >= report_every_s else None
+        reported_s = reported_s if holds is None else clock()
+        report = msgspec.structs.replace(
             _progress(runtime, "serving", "working"),
             holds=holds,
             partitions={TASKS.name: tuple(sorted(one.index for one in reader.positions()))},
         )
-        await runtime.role.log.publish(REPORTS, told)
+        await runtime.role.log.publish(REPORTS, report)
         await asyncio.sleep(runtime.config.report_s)
 
 

@@ -28,8 +28,11 @@ OTHER = "another conversation"
 class GrowingPart(msgspec.Struct):
     """One token sequence being grown.
 
-    rendered: the template's own tokens for the last turn's prompt. turn: what the last turn sampled, said: its text. reason:
-    why it does not go on in a part before. sampling: a turn of it is being sampled. cut: its text is shorter than its tokens.
+    tokens: prompt and answers so far. rendered: the template's own tokens for the last turn's prompt. turn: what the
+    last turn sampled. said: its text. logprobs: one for each sampled token. spans: of sampled tokens. conversation: of
+    the last turn, its answer included. stopped: whether a stop token ended the last turn. scores: of its turns. reason:
+    why it does not go on in a part before. routed: experts of its tokens. sampling: a turn of it is being sampled. cut:
+    its text is shorter than its tokens.
     """
 
     tokens: list[int] = []

@@ -41,7 +41,11 @@ _MAX_FAILURE_CHARS = 500
 
 
 class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rollout of an explorer uses. stop_tokens: ids that end a turn. images: reads what tasks show."""
+    """What every rollout of an explorer uses.
+
+    role: log, store and metrics. engine: samples. tokenizer: of the engine's model. workflows: by name. config: of
+    [explore]. stop_tokens: ids that end a turn. images: reads what tasks show, None for a model of text alone.
+    """
 
     role: Role
     engine: Engine

@@ -13,8 +13,9 @@ Rows = npt.NDArray[np.unsignedinteger]
 
 
 class RoutedTokens(msgspec.Struct):
-    """The experts of one growing token sequence, turn by turn. A token keeps those that it went to first: when its successor
-    was sampled, or, of what no engine sampled, when the next turn was. given: whether every turn's engine gave them.
+    """The experts of one growing token sequence, turn by turn. A token keeps those that it went to first: when its
+    successor was sampled, or, of what no engine sampled, when the next turn was. given: whether every turn's engine
+    gave them. rows: of each turn those that are new. num: tokens that they cover.
     """
 
     rows: list[Rows] = []

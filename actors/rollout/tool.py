@@ -29,7 +29,8 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs.
+    """One tool. parameters: JSON schema of the arguments, an object. trouble: what hangs. name: by which the policy
+    calls it. description: what the policy reads of it. function: what runs.
 
     Example: ToolSpec(name="lookup", description="Find an order.", parameters={"type": "object"}, function=lookup)
     """
@@ -42,7 +43,8 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy asked for. fault: why it cannot be read, "" where it can.
+    """What the policy asked for. fault: why it cannot be read, "" where it can. name: of the tool. arguments: as its
+    schema has them.
 
     Example: ParsedCall(name="lookup", arguments={"order": 17})
     """
@@ -53,8 +55,8 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What a call came to. failed: the text says what was wrong. broken: why the tool cannot be used any more. The
-    policy does not see it: its episode fails, with the cause `tool`.
+    """What a call came to. text: what the policy reads. failed: the text says what was wrong. broken: why the tool
+    cannot be used any more. The policy does not see it: its episode fails, with the cause `tool`.
     """
 
     text: str
@@ -125,7 +127,7 @@ def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
 
 
 def read_call(text: str) -> ParsedCall:
-    """A call as the policy wrote it, {"name": …, "arguments": {…}}; what is none says why."""
+    """A call as the policy wrote it, {"name": …, "arguments": {…}}; one that cannot be read says why."""
     if len(text) > MAX_ARGUMENT_CHARS:
         return ParsedCall(fault=f"got {len(text)} characters, expected at most {MAX_ARGUMENT_CHARS}")
     try:

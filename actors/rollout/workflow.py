@@ -42,6 +42,6 @@ class Workflows:
         """The workflow a task names; raises ConfigError for one that the settings do not name."""
         if name not in self._loaded:
             raise ConfigError(
-                f"task.workflow: got {name[:SHOWN_CHARS]!r}, which is no name in [explore.workflows]; a task imports nothing"
+                f"task.workflow: got {name[:SHOWN_CHARS]!r}, expected a name of [explore.workflows]; a task imports nothing"
             )
         return self._loaded[name]

@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 
 class Splits(msgspec.Struct, frozen=True):
-    """Ordered operand pairs of each split."""
+    """Ordered operand pairs. train, dev, held_out: of the split of that name."""
 
     train: tuple[Pair, ...]
     dev: tuple[Pair, ...]
@@ -41,7 +41,7 @@ def split_pairs(seed: int, *, num_dev: int = 250, num_held_out: int = 500) -> Sp
 
 
 def arithmetic(*, seed: int = 0, num_dev: int = 250, num_held_out: int = 500) -> Iterator[Task]:
-    """The tasks of all splits: "held-out", "dev" and "train"."""
+    """The tasks of all splits: "held-out", "dev" and "train". num_dev, num_held_out: pairs of operands in the first two."""
     splits = split_pairs(seed, num_dev=num_dev, num_held_out=num_held_out)
     for split, pairs in ((HELD_OUT, splits.held_out), (DEV, splits.dev), (TRAIN, splits.train)):
         for pair in pairs:

@@ -19,7 +19,7 @@ HIGH, TURNS = 16, 5
 
 
 def guess(*, high: int = HIGH) -> Iterator[Task]:
-    """One task for each number from 1 to `high` (at most 99), in both splits."""
+    """One task for each number of the range, in both splits. high: its end, at most 99."""
     for split in (TRAIN, ALL_NUMBERS):
         for number in range(1, high + 1):
             yield Task(

@@ -28,7 +28,7 @@ _BATCH = 512
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """What a load did: rows published, rows the source repeated, rows the log had already."""
+    """What a load did, in rows. loaded: published. repeated: by the source. known: to the log already."""
 
     loaded: int
     repeated: int

@@ -32,7 +32,7 @@ CELL = 8  # pixels a side of the grid they are in
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """A picture as PNG bytes, and what is right to say about it.
+    """A picture, and what is right to say about it. kind: of the question. picture: PNG. answer: exactly.
 
     Example: Drawing(kind="count", picture=b"...", answer="2")
     """

@@ -47,8 +47,10 @@ async def run_move(
 
 
 class ChannelDecision(msgspec.Struct, frozen=True):
-    """One decision about serving or learning. version: -1 where it is about none. numbers: what it was made on. channel:
-    that was moved.
+    """One decision about serving or learning.
+
+    time_ms: by the log's clock. event: its kind. version: -1 where it is about none. by: who decided. reason: in their
+    words. numbers: what it was made on. channel: that was moved.
 
     Example: ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
     """

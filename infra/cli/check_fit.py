@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 async def check_fit(settings: Settings) -> list[str]:
     """Compare them as a role does when it starts; nothing is started or made for it, and a broker that is away is reported.
 
-    Raises ConfigError, with what helps, where they do not belong together, or where one of them lets nobody in; StoreError.
+    Raises ConfigError, with what helps, where they do not belong together, or where one refuses the credentials; StoreError.
     """
     has_store, has_log = is_there(settings), bool(settings.kafka.bootstrap_servers) or embedded_is_there(settings)
     if not has_store and not has_log:
@@ -30,9 +30,9 @@ async def check_fit(settings: Settings) -> list[str]:
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
     except BrokerUnavailable as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
-    told = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.shown} (nothing is there)")
-    if told:
-        raise ConfigError(told)
+    why = fault(fit, settings.app, repr(store) if has_store else f"{settings.store.shown} (nothing is there)")
+    if why:
+        raise ConfigError(why)
     return []
 
 

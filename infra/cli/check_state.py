@@ -37,11 +37,13 @@ def check_state(settings: Settings) -> list[str]:
     newest, held = manifests[-1], set(manifests[-1].parts)
     what = f"checkpoint of step {newest.position.step}"
     check_shapes(settings, newest.shapes, what)
-    told = other_ranks(settings, newest.made_with, what)
+    faults = other_ranks(settings, newest.made_with, what)
     wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
     wanted |= {"critic"} if settings.trainer.critic is not None else set()
     lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]
-    return told + lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+    return (
+        faults + lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+    )
 
 
 def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> list[str]:

@@ -31,7 +31,10 @@ class Expect(Section, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A process and its last report. first_s, last_s: time of its first and last report, by the log's clock.
+    """A process and its last report.
+
+    role, instance: of the process. state: as it calls it. first_s, last_s: time of its first and last report, by the
+    log's clock. reason: why it stopped, "" if it did not.
 
     Example: Heard(role="explore", instance="explore/vm/11", state="running", first_s=1763715600.0, last_s=1763715660.0)
     """
@@ -56,7 +59,7 @@ def wanted_of(expect: Expect, *, serves: bool) -> dict[str, int]:
 
 
 def process_of(instance: str) -> str:
-    """Role, machine and process; of a gateway without what tells its starts apart.
+    """Role, machine and process; of a gateway without the part that differs from start to start.
 
     >>> process_of("serve/vm/417/9f00a1b2")
     'serve/vm/417'

@@ -35,7 +35,8 @@ FOREVER: Mapping[str, str] = {
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One thing that is kept. num: how much there is now, None where that is not known here. unit: of `num`.
+    """One thing that is kept. what: it is. bound: what holds it down, and the setting. num: how much there is now, None
+    where that is not known here. unit: of `num`.
 
     Example: Kept(what="topic tasks", num=1200, unit="records", bound="30d (keep.replay)")
     """

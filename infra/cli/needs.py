@@ -29,7 +29,9 @@ DELTA_SHARE = 1 / 120  # of all weights, measured as above
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One need. is_rough: an estimate that kernels and allocators move by tens of percent."""
+    """One need of memory. what: it is for. num_bytes: at most. is_rough: an estimate that kernels and allocators move
+    by tens of percent.
+    """
 
     what: str
     num_bytes: float
@@ -37,7 +39,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
-    """Of one process: what lies on its GPU, and in its host's memory."""
+    """What one process needs. gpu: on its GPU. host: in its host's memory."""
 
     gpu: tuple[Row, ...] = ()
     host: tuple[Row, ...] = ()
@@ -59,8 +61,11 @@ def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
 
 
 class LearnerPlan(msgspec.Struct, frozen=True):
-    """What decides a learner's memory. stage: of ZeRO, -1 for the learner of one process. reference: bytes a parameter of the
-    reference, 0 without one. tokens: of a microbatch, on one rank.
+    """What decides a learner's memory.
+
+    ranks: processes. stage: of ZeRO, -1 for the learner of one process. dtype: of the weights. tokens: of a microbatch,
+    on one rank. recomputes: activations in the backward. offload: masters and moments lie in the host's memory.
+    reference: bytes a parameter of the reference, 0 without one. critic: a second model learns values.
     """
 
     ranks: int
@@ -74,7 +79,11 @@ class LearnerPlan(msgspec.Struct, frozen=True):
 
 
 class VersionCost(msgspec.Struct, frozen=True):
-    """Computed from the unit costs above. Seconds of one thread; bytes a day at `versions` a day."""
+    """Computed from the unit costs above; seconds of one thread, bytes of a day.
+
+    publish_s: of a usual version. anchor_s: of one with whole weights. reload_s: in an engine. versions: a day.
+    anchor_bytes, delta_bytes, checkpoint_bytes: written to the store.
+    """
 
     publish_s: float
     anchor_s: float

@@ -1,4 +1,4 @@
-"""`headrace train --ranks N`: this process starts the ranks and keeps them together; it is none of them."""
+"""`headrace train --ranks N`: this process starts the ranks and keeps them together; it is not one of them."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop: asyncio.Event) -> int:
-    """Start the ranks and wait: this process is none of them."""
+    """Start the ranks and wait: this process is not one of them."""
     found = find(settings.trainer.learner.use, "trainer.learner.use")
     if not hasattr(found, "follow"):
         raise ConfigError(several_ranks(settings))

@@ -33,11 +33,16 @@ SHOWN_HASH = 16
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay found. bits_promised: nothing the bits depend on differs from the run. differs: name → (there, here).
+    """What a replay found.
 
-    forgotten: steps that trained on what was forgotten since; without_key: on what is sealed under keys that are not here,
-    as those of an archive are not. The replay ends before the first of all these.
-    faults: what is wrong with stored checkpoints. run_s: how long the run took for these steps, by log-append times.
+    run: its name. from_step, to_step: the first and the last one replayed. steps: how many. equal: every checkpoint
+    that was compared is. bits_promised: nothing the bits depend on differs from the run. checkpoints: that were
+    compared. not_compared: how many were not there. faults: what is wrong with stored checkpoints. differs: name →
+    (there, here). replay_s: how long the replay took. run_s: how long the run took for these steps, by log-append
+    times.
+
+    forgotten: steps that trained on what was forgotten since. without_key: on what is sealed under keys that are not
+    here, as those of an archive are not. The replay ends before the first of all these.
     """
 
     run: str
@@ -195,8 +200,8 @@ def line(one: Compared, *, verify: bool) -> str:
     """A checkpoint as a line."""
     words = [f"step {one.step:>6}  v{one.version:<5} {one.got.removeprefix(KIND)[:SHOWN_HASH]}"]
     if verify:
-        told = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
-        words.append("equal" if one.equal else f"DIFFERS: the run recorded {told}")
+        recorded = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
+        words.append("equal" if one.equal else f"DIFFERS: the run recorded {recorded}")
         if not one.equal and one.distance is not None:
             words.append(f"largest difference of a weight {one.distance:.3g}")
         if one.fault:

@@ -151,7 +151,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
         if tokenizer.writing.chosen:
             await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
         use = settings.engine
-        engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "engine")
+        engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
@@ -175,7 +175,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
-    engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "gateway.engine")
+    engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "gateway.engine")
 
     def listening(port: int) -> None:
         forget_loaded()
@@ -254,7 +254,7 @@ def gateway_of(settings: Settings) -> GatewayConfig:
     return config.as_canary() if config.channel == "canary" else config
 
 
-def told_engine(settings: Settings, use: Use) -> dict[str, object]:
+def implied_options(settings: Settings, use: Use) -> dict[str, object]:
     """What other tables say that an engine must know when it starts, where it takes it: what the trainer adapts of the model
     as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
     """

@@ -40,8 +40,8 @@ MOST_RANKS = 1024
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What there is, in bytes: memory of one GPU (0 for none), of the host, and free in /dev/shm. step_s: seconds from one
-    optimizer step to the next.
+    """What there is, in bytes. gpu: memory of one GPU, 0 for none. host: of one host. shm: free in /dev/shm. step_s:
+    seconds from one optimizer step to the next.
     """
 
     gpu: float
@@ -51,8 +51,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class SizeEstimate(msgspec.Struct, frozen=True):
-    """What the settings need. engines: those that this file names, by role; shm: bytes in /dev/shm, of the served version and
-    the next one of each role.
+    """What the settings need.
+
+    size: of the model. plan: of the learner. learner: memory of one rank. engines: those that this file names, by role.
+    shm: bytes in /dev/shm, of the served version and the next one of each role. version: what each one costs. stored:
+    bytes that the store holds in the long run. problems: what does not fit.
     """
 
     size: ModelSize

@@ -30,7 +30,8 @@ REASON = "deleted unread"
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Records of one partition that are no longer kept: `start` to `stop`, exclusive.
+    """Records of one partition that are no longer kept. topic, partition: where. start, stop: offsets, the second
+    exclusive.
 
     Example: Lost(topic=topics.VERIFIED, partition=2, start=1030, stop=4400)
     """

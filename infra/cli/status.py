@@ -119,7 +119,7 @@ async def read_status(
 def role_state(reports: Reports, now_s: float) -> State:
     """One process: its newest report, and what its counters did in the minute before it.
 
-    rates: of every counter, a second, by its whole name; none where it has told once. per_s: those without labels that grew.
+    rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
     """
     new, new_s = reports[-1]
     old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])

@@ -69,12 +69,12 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The object; printable as it is."""
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        told = {
+        fields = {
             "time": f"{second}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return printable_json(json.dumps(told, ensure_ascii=False))
+            fields["traceback"] = self.formatException(record.exc_info)
+        return printable_json(json.dumps(fields, ensure_ascii=False))

@@ -207,8 +207,8 @@ def failed_of(states: Iterable[ChildState]) -> list[str]:
 def words_of(event: ChildEvent) -> str:
     """What `up` says of an event, "" for nothing. Of a role that a signal ended, its new start alone."""
     if event.exit_code == STOPPED:
-        told = f"{event.name} was ended by a signal that headrace up did not send: it is started again"
-        return told if event.kind == "restarting" else f"{event.name} stopped" if event.kind == "stopped" else ""
+        restarted = f"{event.name} was ended by a signal that headrace up did not send: it is started again"
+        return restarted if event.kind == "restarting" else f"{event.name} stopped" if event.kind == "stopped" else ""
     code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
     return f"{event.name} {event.kind}{code}"
 

@@ -6,9 +6,10 @@ import msgspec
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """What the tensors of an adapter mean. One policy keeps it for life.
 
-    targets: names of the adapted modules, each the end of one or more module names; sorted. within: name of the module that
-    alone is adapted (the text model of one that takes pictures), "" for the whole. base: hash of the folder's tensors that it
-    is an adapter of, see `infra.model.adapter.base_hash`.
+    rank: of its two matrices. alpha: its output is scaled by alpha / rank. targets: names of the adapted modules, each
+    the end of one or more module names; sorted. base: hash of the folder's tensors that it is an adapter of, see
+    `infra.model.adapter.base_hash`. within: name of the module that alone is adapted (the text model of one that takes
+    pictures), "" for the whole.
 
     Example: Adapter(rank=16, alpha=32, targets=("q_proj", "v_proj"), base="9f…")
     """

@@ -14,7 +14,7 @@ model of 12 layers under varied batch shapes had 2.4/√n and 3.9/√n. Then an 
 be seen so: a learning rate of 1e-6 moves logprobs less than bfloat16 rounds them, and a matrix × 1.01 by about as much. An
 engine that can read its weights back does that too.
 
-float32 rounds so little that one bound on the largest difference tells every fault: LARGEST.
+float32 rounds so little that one bound on the largest difference finds every fault: LARGEST.
 """
 
 import math
@@ -32,7 +32,7 @@ SHARE = 0.95
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How far two readings of `tokens` tokens are apart. mean, p95: of e. largest: nats, not divided.
+    """How far two readings of the same tokens are apart. tokens: how many. mean, p95: of e. largest: nats, not divided.
 
     Example: Agreement(tokens=252, mean=0.005, p95=0.018, largest=0.16)
     """

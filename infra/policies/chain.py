@@ -26,7 +26,9 @@ MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """Where tensors are whole. num_steps: how many of the newest steps follow."""
+    """Where tensors are whole. version: that stored them. shards: they are in. num_steps: how many of the newest steps
+    follow.
+    """
 
     version: int
     shards: tuple[Shard, ...]

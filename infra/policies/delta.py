@@ -40,7 +40,9 @@ _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A tensor's new state relative to its old one. changed: how many values differ. finite: whether all that differ are."""
+    """A tensor's new state relative to its old one. encoder: by name, as in a DeltaPart. payload: in its form. changed:
+    how many values differ. finite: whether all that differ are.
+    """
 
     encoder: str
     payload: bytes | memoryview

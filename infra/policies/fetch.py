@@ -40,7 +40,9 @@ LOADED_AT_ONCE = 4  # objects of whole tensors, each of which is held until thes
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """The shadow copy: tensors in host memory, their hashes, and what they are an adapter of."""
+    """The shadow copy. version: that it is of. tensors: by name, in host memory. entries: their hashes. adapter: what
+    they are an adapter of, None for the whole model.
+    """
 
     version: int
     tensors: Mapping[str, Tensor]

@@ -28,7 +28,7 @@ SLICED_FORMAT = 3  # releases that look for an anchor, which may be gone, refuse
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One stored object."""
+    """One stored object. key: in the store. sha256: of its bytes. num_bytes: of the object."""
 
     key: str
     sha256: str
@@ -36,7 +36,9 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
-    """Where a changed tensor's encoded difference lies: bytes offset to offset + num_bytes of one shard."""
+    """Where a changed tensor's encoded difference lies. tensor: its name. encoder: that wrote it. shard: index among
+    those of the source. offset: of its first byte in the shard. num_bytes: from there on.
+    """
 
     tensor: str
     encoder: str
@@ -46,10 +48,11 @@ class DeltaPart(msgspec.Struct, frozen=True):
 
 
 class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to obtain the version: full tensors (anchor), or what changed since `base` (delta).
+    """One way to obtain the version.
 
-    base_manifest, base_sha256: of the version it applies to. parts: of a delta; a tensor without one is unchanged.
-    num_changed: values that differ from the base.
+    kind: full tensors (anchor), or what changed since `base` (delta). shards: to be read. base: the version it applies
+    to, -1 for an anchor. base_manifest, base_sha256: of that version. parts: of a delta; a tensor without one is
+    unchanged. num_changed: values that differ from the base.
     """
 
     kind: Literal["anchor", "delta"]
@@ -67,7 +70,9 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Some tensors of the version, whole. So many versions in a row (`count`) have all of them in their slices."""
+    """Some tensors of the version, whole. index: which slice, from 0. count: so many versions in a row have all tensors
+    in their slices. names: of the tensors. shards: they are in.
+    """
 
     index: int
     count: int
@@ -76,7 +81,9 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor of the version. xxh3: xxh3-128 of its data, hexadecimal."""
+    """A tensor of the version. name: as the model calls it. dtype: a safetensors name. shape: of the whole tensor.
+    xxh3: xxh3-128 of its data, hexadecimal.
+    """
 
     name: str
     dtype: str
@@ -85,9 +92,13 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A version. anchor: the newest one. chain_bytes: of the deltas since then, one by one. adapter: what the tensors are an
-    adapter of; None, and not written, where they are the whole model. slice: None, and not written, with an anchor. format: see
-    `format_of`.
+    """A version.
+
+    policy: its name. token: of the trainer's lease. version: from 1. parent: the version it was trained from, -1 for
+    none. step: the last one it contains. anchor: the newest version with one. chain_bytes: of the deltas since then,
+    one by one. tensors: all of them. sources: ways to obtain them. probe: what an engine checks itself by. format: see
+    `format_of`. adapter: what the tensors are an adapter of; None, and not written, where they are the whole model.
+    slice: None, and not written, with an anchor.
 
     Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
                       tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))

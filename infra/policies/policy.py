@@ -9,7 +9,8 @@ from infra.policies.tensors import Tensor
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Token sequences with the trainer's logprob (temperature 1, float32) of every token but the first.
+    """Token sequences with the trainer's logprobs (temperature 1, float32). sequences: of ids. logprobs: of every token
+    but the first.
 
     Example: Probe(sequences=((1, 22, 30),), logprobs=((-0.7, -2.1),))
     """

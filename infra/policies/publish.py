@@ -48,7 +48,9 @@ CHANGED_SHARE = 1 / 8  # of the values or the bytes: where a chain of such delta
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The parent as published: the delta's base."""
+    """The parent as published: the delta's base. manifest: of it. key: of the manifest in the store. sha256: likewise,
+    of its bytes.
+    """
 
     manifest: PolicyManifest
     key: str
@@ -56,8 +58,10 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be published. token: of the trainer's lease. parent: the version it was trained from, -1 for none. step: the
-    last one it contains. adapter: of which the tensors are, None for the whole model.
+    """What is to be published.
+
+    policy: its name. token: of the trainer's lease. version: higher than any before. parent: the version it was trained
+    from, -1 for none. step: the last one it contains. adapter: of which the tensors are, None for the whole model.
 
     Example: NewVersion(policy="main", token=17, version=8, parent=7, step=31)
     """

@@ -53,7 +53,9 @@ class ShareLook(msgspec.Struct, frozen=True):
 
 
 class DeltaSize(msgspec.Struct, frozen=True):
-    """Of a delta, in bytes, and how many values it changes. not_finite: name of a tensor that must not be published."""
+    """What a delta would be. num_bytes: encoded. num_changed: values. not_finite: name of a tensor that must not be
+    published.
+    """
 
     num_bytes: int = 0
     num_changed: int = 0
@@ -61,7 +63,9 @@ class DeltaSize(msgspec.Struct, frozen=True):
 
 
 class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be put. folder: see `infra.policies.manifest`. delta, anchor: whether. slice: names, of all tensors."""
+    """What is to be put. folder: see `infra.policies.manifest`. version: that is published. parent: the delta's base.
+    delta, anchor: whether. slice: names, of all tensors.
+    """
 
     folder: str
     version: int
@@ -72,7 +76,9 @@ class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What was put. parts: of the delta; their shards are counted from the first of `delta`."""
+    """What was put. delta: shards of differences. parts: of the delta; their shards are counted from the first of
+    `delta`. anchor: shards of whole tensors. slice: likewise, of some.
+    """
 
     delta: tuple[Shard, ...] = ()
     parts: tuple[DeltaPart, ...] = ()
@@ -81,7 +87,9 @@ class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewShard(msgspec.Struct, frozen=True):
-    """An object that is to be put, in pieces. folder: its key without its name, which its content gives."""
+    """An object that is to be put. folder: its key without its name, which its content gives. suffix: of the name.
+    pieces: of its bytes, in order.
+    """
 
     folder: str
     suffix: Literal["safetensors", "delta"]

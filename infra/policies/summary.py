@@ -33,6 +33,9 @@ class SummaryRefused(Exception):
 class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
     """What an engine and a trainer need of the event of a version.
 
+    event: its kind. version: that it is of. parent: trained from, -1 for none. token: of the trainer's lease. step: the
+    last one it contains. manifest: its key. sha256: of the manifest's bytes.
+
     Example: VersionEntry("published", 12, 11, 17, 12, "policies/main/17/manifests/12.json", "9f…")
     """
 
@@ -46,11 +49,12 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PolicySummary(msgspec.Struct, frozen=True):
-    """What was said of one policy. token: of the newest trainer's lease. newest: the highest version with weights.
+    """What was said of one policy.
 
-    announced: versions that an engine may load. otherwise: those that a trainer takes for something else, as an orphaned one
-    (see `infra.policies.history`). known_from: from this version on all are there; of older ones those that a channel
-    serves.
+    policy: its name. stable: what customers get. token: of the newest trainer's lease. newest: the highest version with
+    weights. known_from: from this version on all are there; of older ones those that a channel serves. announced:
+    versions that an engine may load. otherwise: those that a trainer takes for something else, as an orphaned one (see
+    `infra.policies.history`).
 
     Example: PolicySummary(policy="main", token=17, newest=144, known_from=81)
     """
@@ -74,8 +78,11 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Of all policies. below: the offset in `policies` up to which it tells. last: digest of the record before that. lease: of
-    the newest master, -1 before one. learning: an operator's newest word, "" before the first.
+    """Of all policies.
+
+    format: of the file. below: the offset in `policies` up to which it tells. last: digest of the record before that.
+    lease: of the newest master, -1 before one. learning: an operator's newest word, "" before the first. policies: one
+    for each.
 
     Example: Summary(format=1, below=812, last="3a…", lease=17, learning="", policies=(PolicySummary("main"),))
     """

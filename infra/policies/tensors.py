@@ -47,7 +47,8 @@ _FROM_TORCH: dict[str, str] = {f"torch.{name}": dtype for dtype, name in _TORCH_
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Values of one tensor. dtype: a safetensors name. data: little-endian, row-major, exactly as many bytes as needed.
+    """Values of one tensor. dtype: a safetensors name. shape: () for one value. data: little-endian, row-major, exactly
+    as many bytes as needed.
 
     Example: Tensor("F32", (2,), b"\\x00\\x00\\x80?\\x00\\x00\\x00@")
     """
@@ -104,7 +105,7 @@ def chunks(patterns: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def are_finite(patterns: np.ndarray, dtype: str, room: np.ndarray | None = None) -> bool:
-    """Whether no pattern of a dtype stands for infinity or NaN. room: as many values of that width, to be written over; without
+    """Whether no pattern of a dtype means infinity or NaN. room: as many values of that width, to be written over; without
     it each call takes memory of its own, which for large ones costs more than the work.
     """
     if dtype not in FLOATS or not patterns.size:

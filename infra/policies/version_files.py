@@ -3,11 +3,11 @@
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by whoever holds the version
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
 
-Guarantees: room for the whole file is there before its first byte, else the next place is asked. A file has its name once it is
-filled and was found to be what its manifest says; whoever finds one looks again, and one that is not goes. Nobody writes to it
-from then on. It goes with the last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from
-a killed one, and what that one left goes when the next version is placed. Whoever asks for a version that another process
-fills waits for it, at most `wait_s`. Where no place can be used, the tensors are the process's own.
+Guarantees: room for the whole file is there before its first byte, else the next place is asked. A file gets its name once it
+is filled and matches its manifest. A process that finds a file checks it again, and removes one that does not match. A named
+file is never written to. It goes with the last process that holds any of its tensors: each keeps a lock on it, which the
+kernel takes from a killed one, and what that one left goes when the next version is placed. A process that asks for a version
+which another one fills waits for it, at most `wait_s`. Where no place can be used, the tensors are the process's own.
 """
 
 import errno
@@ -161,7 +161,7 @@ class VersionFiles:
             self.metrics.counter("version_files_no_room").inc()
 
     def _remove_left(self) -> None:
-        """Remove what nobody holds any more."""
+        """Remove files that no process holds any more."""
         for folder in self._folders:
             for path in folder.glob("*.safetensors*"):
                 with suppress(OSError):  # held, or gone by now
@@ -277,4 +277,4 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(errno.EPERM, "expected a folder of this user that nobody else may enter", str(folder))
+        raise PermissionError(errno.EPERM, "expected a folder of this user that no other user may enter", str(folder))

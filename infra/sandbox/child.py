@@ -81,7 +81,7 @@ class SandboxChild:
     def finish(self) -> int | None:
         """Close its input once that is written, wait for its end, and return its exit code; None where it was stopped.
 
-        128 + n stands for signal n. Raises SandboxUnavailable where it was never started.
+        128 + n means that signal n ended it. Raises SandboxUnavailable where it was never started.
         """
         while self._step(close_input=True):
             pass

@@ -7,8 +7,9 @@ reaper the first there, bubblewrap would leave it behind as a zombie for the rea
 user that bubblewrap has, since only then may that one's death end it.
 
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
-any other user there is one, in which the program runs as user `nobody`. Either way it ends up without capabilities, unable
-to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and what it is given, read-only.
+any other user bubblewrap makes one, in which the program has the user id 65534. Either way it ends up without capabilities,
+unable to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and what it is given,
+read-only.
 """
 
 import os
@@ -27,7 +28,7 @@ RUNTIME = (
     "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
 )  # fmt: skip
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp"}
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534  # the id of the user that systems call nobody
 FIRST_USER = 0x4000_0000
 MEBIBYTE = 1024 * 1024
 
@@ -79,7 +80,7 @@ def confined(
     status: int,
 ) -> list[str]:
     """The whole command. files: name below PROGRAM to a descriptor with its content. seccomp, status: descriptors."""
-    user = FIRST_USER + secrets.randbelow(1 << 29) if as_root else NOBODY
+    user = FIRST_USER + secrets.randbelow(1 << 29) if as_root else UNPRIVILEGED_USER
     command = [bwrap, *_namespaces(as_root), *_mounts(limits, files, readable)]
     command += ["--clearenv", *(word for pair in ENVIRONMENT.items() for word in ("--setenv", *pair))]
     command += ["--chdir", "/tmp", "--seccomp", str(seccomp), "--json-status-fd", str(status), "--"]
@@ -97,7 +98,8 @@ def _namespaces(as_root: bool) -> list[str]:
     if as_root:  # setpriv gives up what it needs itself: to change the user and to empty the bounding set
         kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
         return [*shared, "--cap-drop", "ALL", *(word for one in kept for word in ("--cap-add", one))]
-    return [*shared, "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
+    user = str(UNPRIVILEGED_USER)
+    return [*shared, "--unshare-user", "--uid", user, "--gid", user, "--cap-drop", "ALL"]
 
 
 def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How much memory the processes of a run hold together, as /proc tells it."""
+"""How much memory the processes of a run hold together, read from /proc."""
 
 import os
 

@@ -167,7 +167,7 @@ class HostCache:
             return True
 
     def _remove_unfinished(self) -> None:
-        """Remove what nobody writes any more: whoever writes holds its lock."""
+        """Remove unfinished files that no process writes any more: a writer holds their lock."""
         for part in self._objects.glob("*.part"):
             with suppress(OSError), open(self._locks / part.name[:2], "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

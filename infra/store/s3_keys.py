@@ -33,7 +33,7 @@ _STATUS = re.compile(r"HTTP status code (\d+)")
 
 
 class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that stay. session_token: of temporary credentials."""
+    """Keys that stay. access_key: the public half. secret_key: the other one. session_token: of temporary credentials."""
 
     access_key: str
     secret_key: str

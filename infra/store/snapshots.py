@@ -4,7 +4,7 @@
     snapshots/<series>/manifests/<position>-<hash>   names every part with its hash, written last
 
 A state is a function of the log below its position, so every whole snapshot of a series is a true one, whoever wrote it and
-however late; the highest position is the newest. So nobody has to be kept from writing: objects are never overwritten, and a
+however late; the highest position is the newest. So writers need no lock: objects are never overwritten, and a
 writer that was overtaken adds an older snapshot, which is not taken.
 
 Guarantees: a snapshot is found whole or not at all; each part is checked against its hash when it is read; a part that
@@ -35,7 +35,7 @@ class SnapshotDamaged(HeadraceError):
 
 
 class SnapshotPart(msgspec.Struct, frozen=True):
-    """One object. stored_bytes: as it lies there; num_bytes, digest: of what was given to `save`.
+    """One object. key: in the store. stored_bytes: as it lies there. num_bytes, digest: of what was given to `save`.
 
     Example: SnapshotPart(key="snapshots/…/parts/0981-1f", stored_bytes=812, num_bytes=4096, digest="9a")
     """
@@ -47,8 +47,10 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True):
-    """What a manifest says. position: of the log, everything below is in it. parts: by name. about: whatever else its role
-    says of it, in msgpack's types. key: of the manifest itself.
+    """What a manifest says.
+
+    series: whose snapshots these are. position: of the log, everything below is in it. parts: by name. about: whatever
+    else its role says of it, in msgpack's types. format: of the manifest. key: of the manifest itself.
 
     Example: SnapshotManifest(series="app/collect-0", position=981, parts={"open/0": SnapshotPart(...)})
     """
@@ -115,7 +117,7 @@ def save(
 
 
 def candidates(store: Store, series: str, refused: Refused) -> Iterator[SnapshotManifest]:
-    """Whole snapshots, newest first; refused: told the reason and a line for each that is none. Raises StoreError."""
+    """Whole snapshots, newest first. refused: gets the reason and a line for each that is not whole. Raises StoreError."""
     for key in sorted(store.keys(_folder(series, "manifests")), reverse=True):
         try:
             data = store.get(key)

@@ -17,7 +17,7 @@ class Store(Protocol):
     """Objects by key (`policies/main/17/manifests/12.json`). Blocking calls: run them in a thread."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Store an object, replacing any other. data: nobody writes to it meanwhile. Raises StoreError."""
+        """Store an object, replacing any other. data: must not change meanwhile. Raises StoreError."""
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""

@@ -4,18 +4,17 @@ A fence says what it holds: `sh` (commands), `sh curl` and `python client` (run 
 (run), `text`, `js` (looked at by readers alone). A word behind the language is the file it is written to.
 """
 
+import ast
 import asyncio
 import importlib.util
-import inspect
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -29,6 +28,7 @@ from infra.cli.init import files_of
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.own_sources import name_of, sources, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "infra" / "docs").rglob("*.md")))
@@ -43,6 +43,7 @@ BESIDE = {
 DOCUMENTED = (
     "schemas", "infra.chain", "infra.ledger", "infra.local", "infra.log", "infra.model", "infra.observe", "infra.roles",
     "infra.sandbox", "infra.settings",
+    "actors", "infra.cli", "infra.policies", "infra.store",
 )  # fmt: skip
 SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
 
@@ -102,25 +103,51 @@ def test_every_setting_says_what_it_means() -> None:
     assert not list(silent(Settings, ""))
 
 
-def records() -> Iterator[type[msgspec.Struct]]:
-    """Those of the packages of DOCUMENTED, and those that `headrace` exports."""
-    held = []
-    for package in map(importlib.import_module, DOCUMENTED):
-        names = [one.name for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-        things = [thing for name in names for thing in vars(importlib.import_module(name)).values()]
-        held += [thing for thing in things if getattr(thing, "__module__", "").startswith(f"{package.__name__}.")]
-    for thing in (*held, *(getattr(headrace, name) for name in headrace.__all__)):
-        if isinstance(thing, type) and issubclass(thing, msgspec.Struct) and not thing.__name__.startswith("_"):
-            yield thing
+class RecordClass(NamedTuple):
+    """The source of one record. where: its module."""
+
+    where: str
+    node: ast.ClassDef
+
+    def silent(self, tables: set[str]) -> list[str]:
+        """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
+        fields = {ast.unparse(one.target): one for one in self.node.body if isinstance(one, ast.AnnAssign)}
+        meanings = labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
+        types = {name: ast.unparse(one.annotation) for name, one in fields.items()}
+        return [
+            name
+            for name, kind in types.items()
+            if not (meanings.get(name) or kind.startswith("ClassVar") or "help=" in kind)
+            and re.sub(r"^tuple\[(\w+), \.\.\.\]$| \| None$", r"\1", kind) not in tables
+        ]
+
+
+def classes_named_after(classes: list[RecordClass], *roots: str) -> set[str]:
+    """Names of the classes that have one of these among their bases, or a class that has."""
+    found, grown = set[str](), set(roots)
+    while grown - found:
+        found |= grown
+        bases = [(one.node.name, {ast.unparse(base).rpartition(".")[2] for base in one.node.bases}) for one in classes]
+        grown = {name for name, of in bases if of & found}
+    return found - set(roots)
 
 
 def test_every_field_of_a_record_of_the_log_of_its_packages_and_of_the_public_face_says_what_it_means() -> None:
-    found = list(records())
-    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {one.__name__ for one in found}
-    for record in found:
-        names = [one.name for one in msgspec.structs.fields(record) if docs.section_of(one.type) is None]
-        meanings = labelled(inspect.getdoc(record) or "", {name: name for name in names})[1]
-        assert [name for name in names if not meanings.get(name)] == [], record.__name__
+    classes = [
+        RecordClass(name_of(path).removesuffix(".py").replace("/", "."), node)
+        for path in sources("schemas", "infra", "streams", "actors", "trainer")
+        for node in ast.parse(text_of(path)).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    records, tables = classes_named_after(classes, "Struct"), classes_named_after(classes, "Section")
+    held = [
+        one
+        for one in classes
+        if one.node.name in records | tables and not one.node.name.startswith("_")
+        if one.node.name in headrace.__all__ or one.where.startswith(tuple(f"{name}." for name in DOCUMENTED))
+    ]
+    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {one.node.name for one in held}
+    assert {f"{one.where}:{one.node.name}": silent for one in held if (silent := one.silent(tables))} == {}
 
 
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
@@ -139,7 +166,7 @@ def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
 
 def test_every_part_that_ships_has_its_options_in_the_reference() -> None:
     """A score, an environment and the like in a file of their own are listed; helpers of those are not."""
-    listed = {use.partition(":")[0] for uses in docs_parts.PARTS.values() for use in uses}
+    listed = {use.partition(":")[0] for uses in docs_parts.shipped().values() for use in uses}
     for folder in ("streams/scores", "trainer/losses", "trainer/processors", "actors/rollout/environments"):
         for path in sorted((ROOT / folder).glob("*.py")):
             defines = re.search(

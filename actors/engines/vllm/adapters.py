@@ -23,7 +23,7 @@ READING_S = 0.005  # from one look whether an adapter is read to the next
 MIN_SLOTS = 2  # what serves, and what is being proved
 
 
-class Living:
+class LoadedAdapter:
     """One version in vLLM. label: of its load attempt. lora: what vLLM's requests name it by, None for the base."""
 
     def __init__(self, label: str, lora: Any = None) -> None:
@@ -42,18 +42,18 @@ class Adapters:
     def __init__(self, llm: Any, *, slots: int, base: str) -> None:
         self._llm = llm
         self._slots = slots
-        self._living = [Living(base)]
+        self._loaded = [LoadedAdapter(base)]
         self._removals: set[asyncio.Task[None]] = set()
         self._count = 0
-        self.serving = self._living[0]
+        self.serving = self._loaded[0]
 
     @property
-    def num_living(self) -> int:
+    def num_loaded(self) -> int:
         """Versions that take a slot."""
-        return len(self._living)
+        return len(self._loaded)
 
     @contextmanager
-    def used(self, one: Living | None = None) -> Iterator[Living]:
+    def used(self, one: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
         """An adapter stays while the `with` lasts: the one that serves, or `one`."""
         one = one or self.serving
         one.users += 1
@@ -63,7 +63,7 @@ class Adapters:
             one.users -= 1
             self._leave_if_unused(one)
 
-    async def began(self, one: Living, request_id: str) -> None:
+    async def began(self, one: LoadedAdapter, request_id: str) -> None:
         """A request runs under an adapter; if that is to leave, the request stops at once."""
         one.running.add(request_id)
         if one.is_leaving:
@@ -71,8 +71,8 @@ class Adapters:
 
     async def make_room(self) -> None:
         """Wait until one more may live."""
-        while len(self._living) >= self._slots:
-            oldest = next(one for one in self._living if one is not self.serving)
+        while len(self._loaded) >= self._slots:
+            oldest = next(one for one in self._loaded if one is not self.serving)
             _log.info("adapter_left version=%d requests=%d", Attempts.version_of(oldest.label), oldest.users)
             oldest.is_leaving = True
             if oldest.running:
@@ -84,7 +84,7 @@ class Adapters:
         """Wait for what is leaving."""
         await asyncio.gather(*self._removals)
 
-    async def add(self, label: str, path: str) -> tuple[Living, float]:
+    async def add(self, label: str, path: str) -> tuple[LoadedAdapter, float]:
         """Put an adapter folder into vLLM, where no request has it yet; with the milliseconds in which no step ran.
 
         Raises PolicyRefused where vLLM does not take it, or holds something else then.
@@ -92,7 +92,7 @@ class Adapters:
         from vllm.lora.request import LoRARequest
 
         self._count += 1
-        one = Living(label, LoRARequest(label, self._count, path))
+        one = LoadedAdapter(label, LoRARequest(label, self._count, path))
         try:
             await self._llm.collective_rpc("headrace_read_adapter", args=(self._count, label, path))
             while not all(await self._llm.collective_rpc("headrace_adapter_is_read")):  # noqa: ASYNC110  another process
@@ -101,36 +101,36 @@ class Adapters:
         except Exception as error:
             if self._llm.errored:
                 raise EngineStopped(f"vLLM's process is gone: {error}") from error
-            self._living.append(one)
+            self._loaded.append(one)
             self.retire(one)
             raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
-        self._living.append(one)
+        self._loaded.append(one)
         if reason := next((reason for _, reason in placed if reason), ""):
             self.retire(one)
             raise PolicyRefused(f"policy {label}: {reason}")
         return one, max(took_ms for took_ms, _ in placed)
 
-    def serve(self, one: Living) -> None:
+    def serve(self, one: LoadedAdapter) -> None:
         """New requests begin under it."""
         before, self.serving = self.serving, one
         self.retire(before)
 
-    def retire(self, one: Living) -> None:
+    def retire(self, one: LoadedAdapter) -> None:
         """No request begins under it any more: it leaves with the last that runs."""
         one.is_retired = True
         self._leave_if_unused(one)
 
-    def _leave_if_unused(self, one: Living) -> None:
+    def _leave_if_unused(self, one: LoadedAdapter) -> None:
         if not one.is_retired or one.users:
             return
-        self._living.remove(one)
+        self._loaded.remove(one)
         one.unused.set()
         if one.lora is not None:
             task = asyncio.get_running_loop().create_task(self._remove(one))
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
 
-    async def _remove(self, one: Living) -> None:
+    async def _remove(self, one: LoadedAdapter) -> None:
         try:
             await self._llm.remove_lora(one.lora.lora_int_id)
         except Exception:  # vLLM is going, or gone: whoever has a request there learns it from that

@@ -3,8 +3,8 @@ and what the engine began with. In this host's memory, and on disk where that is
 
     <place>/headrace-weights-<random>/owner     whose lock the engine's process holds as long as it lives
 
-Guarantees: no file is begun in a place that has no room for all of it, and none is left half written. What a killed engine
-left goes when the next one begins.
+Guarantees: no file is begun in a place that has no room for all of it, and no file is left half written. What a killed engine
+left, the next one removes when it begins.
 """
 
 import errno
@@ -51,11 +51,11 @@ class Exchange:
             if found[place] < num_bytes:
                 continue
             if place != self._places[0]:
-                _log.warning("exchange on disk folder=%s needed=%d free=%s", place, num_bytes, _told(found))
+                _log.warning("exchange on disk folder=%s needed=%d free=%s", place, num_bytes, _shown(found))
             if (path := self._written_to(place, tensors, adapter)) is not None:
                 return path
         raise PolicyRefused(
-            f"a reload needs {num_bytes:,} bytes to pass the weights to vLLM, free are {_told(found)}; give the container a "
+            f"a reload needs {num_bytes:,} bytes to pass the weights to vLLM, free are {_shown(found)}; give the container a "
             "larger /dev/shm, or set TMPDIR to a folder with room"
         )
 
@@ -106,7 +106,7 @@ class Exchange:
 
 
 def _made(place: Path) -> tuple[Path, int]:
-    """A folder, and the lock of its owner; the lock has its name once it is held, so that nobody takes the folder for left."""
+    """A folder, and the lock of its owner, which gets its name once it is held: no other engine takes the folder for left."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     lock = os.open(folder / "taking", os.O_WRONLY | os.O_CREAT)  # held until `close`
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -115,7 +115,7 @@ def _made(place: Path) -> tuple[Path, int]:
 
 
 def _remove_orphans(place: Path) -> None:
-    """Remove folders of this user whose engine is no more."""
+    """Remove folders of this user whose engine has ended."""
     for folder in place.glob(f"{PREFIX}*"):
         with suppress(OSError):  # of another user, held by its engine, or gone by now
             if folder.lstat().st_uid != os.getuid():
@@ -126,5 +126,5 @@ def _remove_orphans(place: Path) -> None:
             _log.warning("exchange removed folder=%s: its engine was killed", folder)
 
 
-def _told(found: Mapping[Path, int]) -> str:
+def _shown(found: Mapping[Path, int]) -> str:
     return ", ".join(f"{num_bytes:,} in {place}" for place, num_bytes in found.items())

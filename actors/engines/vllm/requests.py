@@ -16,7 +16,7 @@ import msgspec
 from actors.engines.engine import Completion, EngineStopped, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import Start, begin, spans
-from actors.engines.vllm.adapters import Adapters, Living
+from actors.engines.vllm.adapters import Adapters, LoadedAdapter
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.inputs import Input, probe_input, prompt_input
 from actors.engines.vllm.routing import RoutedRows
@@ -65,7 +65,7 @@ class Requests:
         self._params = lru_cache(64)(sampling_params or self._sampling_params)
         self._streamed_params = lru_cache(64)(streamed_params or _streamed_params)
         self.num_running = 0
-        self.special: frozenset[int] = frozenset()  # tokens that stand for no text
+        self.special: frozenset[int] = frozenset()  # tokens without text
 
     async def close(self) -> None:
         """Cancel what runs."""
@@ -96,7 +96,7 @@ class Requests:
     @asynccontextmanager
     async def opened(
         self, prompt: Sequence[int], sampling: Sampling, pictures: RequestImages
-    ) -> AsyncIterator[tuple[Any, Living | None, Any, str]]:
+    ) -> AsyncIterator[tuple[Any, LoadedAdapter | None, Any, str]]:
         """A request of its own inside the `with`: the queue of its outputs, the adapter it runs under, if any, vLLM's
         account of it, and the label it began under.
         """
@@ -120,7 +120,7 @@ class Requests:
         """What a caller gets: EngineStopped where vLLM's process is gone."""
         return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
-    async def submit_score(self, tokens: Sequence[int], one: Living | None = None) -> Callable[[], Any]:
+    async def submit_score(self, tokens: Sequence[int], one: LoadedAdapter | None = None) -> Callable[[], Any]:
         """Send tokens to be scored before every other request; the result's call awaits the logprobs. one: the adapter,
         which stays meanwhile, None for none.
         """
@@ -249,7 +249,7 @@ class Requests:
                 check_end(output, one)
             return [(output, labels_of(output, one), born) for output in answer.outputs]
 
-    def _weights(self) -> AbstractContextManager[Living | None]:
+    def _weights(self) -> AbstractContextManager[LoadedAdapter | None]:
         """What a request runs under: an adapter, which stays meanwhile, or what vLLM says with each token."""
         return nullcontext() if self._adapters is None else self._adapters.used()
 
@@ -262,7 +262,7 @@ class Requests:
     def _salt(self, born: str) -> str:
         return born if self.attempts.keeps else ""
 
-    async def _submit(self, prompt: Input, params: Any, one: Living | None, *, priority: int = 0) -> Any:
+    async def _submit(self, prompt: Input, params: Any, one: LoadedAdapter | None, *, priority: int = 0) -> Any:
         """Send a request. One that is cancelled meanwhile is aborted: vLLM must not have a request without its adapter."""
         sending = asyncio.ensure_future(self._send(prompt, params, one, priority))
         try:
@@ -275,7 +275,7 @@ class Requests:
                 one.running.discard(queue.request_id)
             raise
 
-    async def _send(self, prompt: Input, params: Any, one: Living | None, priority: int) -> Any:
+    async def _send(self, prompt: Input, params: Any, one: LoadedAdapter | None, priority: int) -> Any:
         self._num_requests += 1
         named = {} if one is None else {"lora_request": one.lora}
         queue = await self._llm.add_request(str(self._num_requests), prompt, params, priority=priority, **named)
@@ -283,7 +283,7 @@ class Requests:
             await self._adapters.began(one, queue.request_id)
         return queue
 
-    async def _answer(self, queue: Any, one: Living | None) -> Any:
+    async def _answer(self, queue: Any, one: LoadedAdapter | None) -> Any:
         """The one output of a request; cancelling aborts it."""
         try:
             return await queue.get()
@@ -296,7 +296,7 @@ class Requests:
                 one.running.discard(queue.request_id)
 
 
-def labels_of(output: Any, one: Living | None, state: Any = None) -> list[Label]:
+def labels_of(output: Any, one: LoadedAdapter | None, state: Any = None) -> list[Label]:
     """Where the tokens of each load attempt begin. one: the adapter it ran under, if any. state: vLLM's account of a request
     that runs.
     """
@@ -307,7 +307,7 @@ def labels_of(output: Any, one: Living | None, state: Any = None) -> list[Label]
     return list(state.weight_version_starts) if state is not None else []
 
 
-def check_end(output: Any, one: Living | None) -> None:
+def check_end(output: Any, one: LoadedAdapter | None) -> None:
     """Raise RuntimeError for a request that vLLM ended before its time, unless its adapter had to leave."""
     if output.finish_reason not in ("stop", "length") and not (one is not None and one.is_leaving):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")

@@ -41,7 +41,11 @@ def layers_that_route(names: Iterable[str]) -> tuple[int, ...]:
 
 
 class RoutedRows(msgspec.Struct):
-    """The experts of one completion, which may take several requests. layers: those that route; () where none are asked for."""
+    """The experts of one completion, which may take several requests.
+
+    layers: those that route; () where none are asked for. rows: [tokens, layers, k] of each request. num: tokens that
+    they cover. lost: whether vLLM did not give some.
+    """
 
     layers: tuple[int, ...] = ()
     rows: list[npt.NDArray[np.unsignedinteger[Any]]] = []

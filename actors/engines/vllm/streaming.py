@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import Trace
-from actors.engines.vllm.adapters import Living
+from actors.engines.vllm.adapters import LoadedAdapter
 from actors.engines.vllm.requests import Label, Requests, check_end, labels_of
 
 
@@ -49,7 +49,7 @@ async def whole(
 
 
 async def _follow(
-    requests: Requests, opened: tuple[Any, Living | None, Any, str], trace: Trace, on_chunk: OnChunk
+    requests: Requests, opened: tuple[Any, LoadedAdapter | None, Any, str], trace: Trace, on_chunk: OnChunk
 ) -> bool:
     """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
     queue, one, state, born = opened

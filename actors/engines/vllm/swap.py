@@ -4,7 +4,7 @@
              keep: new requests begin with another salt
              rebuild: running requests are preempted, and what was cached is forgotten
 
-Guarantee: no request has a salt before vLLM's last step under older weights. A pause stands in vLLM's queue before whatever is
+Guarantee: no request has a salt before vLLM's last step under older weights. A pause is in vLLM's queue before whatever is
 sent after it, and nothing is sent between its sending and the change of the salt.
 """
 

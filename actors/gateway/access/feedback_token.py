@@ -16,7 +16,8 @@ MAX_LIFE_S = 30 * 24 * 3600
 
 
 class FeedbackToken(msgspec.Struct, frozen=True, array_like=True):
-    """What a token says. answer: the only one it is for. key: the key that asked for it; it dies with it.
+    """What a token says. answer: the only one it is for. key: the key that asked for it; it dies with it. expires_s:
+    seconds of the epoch.
 
     Example: FeedbackToken("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "abcdefghijklmnop", 1763715600.0)
     """

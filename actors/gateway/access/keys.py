@@ -31,10 +31,13 @@ _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """One key. scopes: serve, feedback and admin (its metrics) are the gateway's; look, operate (promote, pause, redeliver) and
-    unseal (texts of named users) the console's, where a key sees all tenants. sha256: of its secret. train: whether what it
-    serves may be trained on. rpm, tpm: requests and tokens a minute at each gateway, 0 for no limit. expires_s: seconds of the
-    epoch, 0 for never.
+    """One key.
+
+    id: 16 letters, which logs may show. tenant: whose answers alone it may speak of. scopes: serve, feedback and admin
+    (its metrics) are the gateway's; look, operate (promote, pause, redeliver) and unseal (texts of named users) the
+    console's, where a key sees all tenants. sha256: of its secret. train: whether what it serves may be trained on.
+    rpm, tpm: requests and tokens a minute at each gateway, 0 for no limit. created_s: when it was made, seconds of the
+    epoch. expires_s: likewise, 0 for never.
 
     Example: ApiKey(id="abcdefghijklmnop", tenant="acme", scopes=("serve",), sha256="9f…", train="yes")
     """

@@ -14,7 +14,10 @@ MAX_BUCKETS = 65_536
 
 
 class Bucket(msgspec.Struct):
-    """What is left of a quota of `per_minute`, as of `at_s`."""
+    """What is left of a quota.
+
+    per_minute: what a full one holds. left: as of at_s, below 0 after a debt. at_s: by the caller's clock.
+    """
 
     per_minute: float
     left: float

@@ -31,7 +31,11 @@ class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content: text, or a picture."""
+    """One part of a message's content: text, or a picture.
+
+    type: text or image_url, which names the field that is set. text: as the client wrote it. image_url: the picture
+    itself, as a data URL.
+    """
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
@@ -39,14 +43,17 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class Called(msgspec.Struct, frozen=True):
-    """Function of a tool call. arguments: JSON, as text."""
+    """The function of a tool call. name: of a tool of the request. arguments: JSON, as text."""
 
     name: Name
     arguments: str = "{}"
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call in an assistant's message."""
+    """A tool call in an assistant's message.
+
+    function: with its arguments. id: that the tool's message answers. type: the only one there is.
+    """
 
     function: Called
     id: Short = ""
@@ -54,8 +61,12 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a request; what a client got from us, it may send back as it is. reasoning: what an assistant thought;
-    reasoning_content is an older name of it.
+    """One message of a request; what a client got from us, it may send back as it is.
+
+    role: who speaks. content: text, or parts of it with pictures. name: of the speaker, as the template takes it.
+    tool_calls: what an assistant asked for. tool_call_id: which of these calls a tool's message answers. reasoning:
+    what an assistant thought; reasoning_content is an older name of it. reasoning_content: see reasoning. refusal,
+    audio, function_call: null, as an answer of ours has them. annotations: taken and not used.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -72,7 +83,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function the model may call. parameters: a JSON schema."""
+    """A function the model may call. name: by which it is called. description: what the model reads of it. parameters:
+    a JSON schema. strict: changes nothing.
+    """
 
     name: Name
     description: str | None = None
@@ -81,7 +94,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool of a request."""
+    """A tool of a request. function: what may be called. type: the only one there is."""
 
     function: Function
     type: Literal["function"] = "function"
@@ -89,7 +102,9 @@ class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """What is answered. chat: as the template takes it, None for a bare text. plain: the same as text, to compare and
-    to keep. tokens: a prompt that came as token ids. pictures: the bytes of all images, in their order."""
+    to keep. tokens: a prompt that came as token ids. pictures: the bytes of all images, in their order. tools: that may
+    be called, as the template takes them.
+    """
 
     plain: tuple[Message, ...]
     chat: tuple[Mapping[str, Any], ...] | None = None

@@ -14,7 +14,9 @@ _OBJECTS_BYTES = 512  # of the objects that hold a message, about
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """What was said up to an answer. tenant: of the key that asked. session: as the client, or the gateway, calls it."""
+    """What was said up to an answer. tenant: of the key that asked. session: as the client, or the gateway, calls it.
+    messages: the answer last.
+    """
 
     tenant: str
     session: str

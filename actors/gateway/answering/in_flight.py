@@ -21,10 +21,17 @@ Watch = Callable[[int], OnText]  # gives the listener of a choice
 
 
 class InFlight(msgspec.Struct, kw_only=True):
-    """One request while it is served. place: for its answers. session: "" where the client
-    named none. trial: the version on trial, -1 where none is or the request was not drawn for it. subject: the user
-    whose key it is sealed under, "" for none. reason: why it does not go on from earlier turns. failed: by the engine. read:
-    what choices say, once it was asked for. began_ns: by this machine's clock.
+    """One request while it is served.
+
+    place: for its answers. request: as the client asked. key: that asked. group: of its answers, in the log. session:
+    "" where the client named none. answer_ids: one for each choice. rendered: the prompt as the template writes it.
+    tokens: of the prompt as sampled from, prefix included. prefix: tokens that every answer is made to begin with.
+    turn: earlier turns that these tokens go on from exactly. sampling: the same for all choices. trial: the version on
+    trial, -1 where none is or the request was not drawn for it. subject: the user whose key it is sealed under, "" for
+    none. parser: reads calls and thoughts. images: of the prompt, ready for the engine. reason: why it does not go on
+    from earlier turns. growing: one for each choice, None for one that is sampled whole. answers: of choices that
+    ended, by index. failed: by the engine. read: what choices say, once it was asked for. began_ns: by this machine's
+    clock.
     """
 
     place: TakenPlaces

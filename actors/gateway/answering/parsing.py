@@ -20,8 +20,9 @@ _TAIL = 16  # tokens of a prompt that are looked at
 
 
 class SampledText(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the tokens, up to
-    a stop string, with what the answer was made to begin with. tools: it may call.
+    """An answer as it was sampled. prompt: what the template wrote. tokens: without the stop token. text: of the
+    tokens, up to a stop string, with what the answer was made to begin with. tools: it may call. stops: strings that
+    end it. force: text that it was made to begin with.
     """
 
     prompt: Sequence[int]
@@ -33,7 +34,9 @@ class SampledText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """What an answer says. unread: it holds the beginning of a call that could not be read, and stayed text."""
+    """What an answer says. unread: it holds the beginning of a call that could not be read, and stayed text. thought:
+    before it spoke. said: to the user. calls: of tools, in their order.
+    """
 
     thought: str = ""
     said: str = ""

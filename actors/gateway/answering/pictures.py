@@ -20,7 +20,7 @@ _DATA = re.compile(r"data:([a-z0-9.+-]{1,32}/[a-z0-9.+-]{1,32});base64,", re.IGN
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """One picture: how records name it, and its bytes."""
+    """One picture. image: its name in records. data: the bytes of its file."""
 
     image: Image
     data: bytes

@@ -23,7 +23,8 @@ OnText = Callable[[str, Sequence[int], Sequence[float]], None]
 class SampledAnswer(msgspec.Struct):
     """What was sampled so far. text: without stop token and stop string. finish: "" while it runs.
 
-    stopped: a stop token ended it. cut: a stop string did, so the text is shorter than the tokens.
+    stopped: a stop token ended it. cut: a stop string did, so the text is shorter than the tokens. tokens: sampled
+    ones. logprobs: one for each. starts: of runs of one version.
     """
 
     tokens: list[int] = []

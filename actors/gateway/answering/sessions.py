@@ -41,8 +41,8 @@ class SessionTokenizer(Decoder, Protocol):
 
 
 class HeldSession(msgspec.Struct, frozen=True):
-    """The end of a conversation after its last turn. tokens: all of it. past: what its messages said up to each number of them,
-    the answer last. number: of turns in a row whose tokens go on exactly.
+    """The end of a conversation after its last turn. tokens: all of it. past: what its messages said up to each number
+    of them, the answer last. number: of turns in a row whose tokens go on exactly. turn: the last one.
     """
 
     tokens: "array[int]"

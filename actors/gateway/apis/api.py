@@ -17,7 +17,9 @@ Recall = Callable[[str], Conversation | None]  # the conversation that ends with
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began."""
+    """What an answer is spelled from. created: seconds of the epoch. version: of the policy when the request began.
+    in_flight: the request with its answers. decode: token ids to text.
+    """
 
     in_flight: InFlight
     decode: Decode
@@ -75,6 +77,7 @@ class Api(msgspec.Struct, frozen=True, kw_only=True):
 
     read: given the body, what a request may ask for, and the conversations known here. error: the body of a refusal.
     error_event: of a stream that breaks off. openings: events of a stream before its first word, for so many choices.
+    whole: the body of a reply that is no stream. events: what writes the events of a stream.
     """
 
     read: Callable[[bytes, GatewayLimits, Recall], ParsedRequest]

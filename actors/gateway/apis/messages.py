@@ -28,14 +28,14 @@ _KINDS: Mapping[int, str] = {
 
 
 class MessagesErrorFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused."""
+    """Why a request was refused. type: Anthropic's name for it. message: what to change."""
 
     type: str
     message: str
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """The error object of Anthropic's API."""
+    """The error object of Anthropic's API. type: always the same. error: what went wrong."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorFields

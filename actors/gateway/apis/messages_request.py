@@ -26,27 +26,32 @@ from actors.gateway.http.requests import ChatRequest, Temperature, TopP
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """cache_control of any block. It changes nothing: prefixes are always shared."""
+    """cache_control of any block. It changes nothing: prefixes are always shared.
+
+    type: the only one there is. ttl: how long a prefix is to be kept.
+    """
 
     type: Literal["ephemeral"]
     ttl: Annotated[str, Meta(max_length=16)] | None = None
 
 
 class ContentBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """One block of a message's content."""
+    """One block of a message's content. cache_control: changes nothing."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(ContentBlock, frozen=True, kw_only=True, tag="text"):
-    """Text."""
+    """Text. text: as it was written. citations: null, as an answer of ours has it."""
 
     text: str
     citations: None = None
 
 
 class ToolUseBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_use"):
-    """A call of the assistant. caller: whose it is; only the model itself calls."""
+    """A call of the assistant. caller: whose it is; only the model itself calls. id: that its result names. name: of
+    the tool. input: its arguments.
+    """
 
     id: Short
     name: Name
@@ -55,7 +60,9 @@ class ToolUseBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ToolResultBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_result"):
-    """What a tool gave. is_error: no template has a word for it; the text should say so."""
+    """What a tool gave. is_error: no template has a word for it; the text should say so. tool_use_id: of the call.
+    content: what the model reads of it.
+    """
 
     tool_use_id: Short
     content: str | list[TextBlock] = ""
@@ -63,21 +70,24 @@ class ToolResultBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_result"
 
 
 class ThinkingBlock(ContentBlock, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. signature: as it was given, "" here."""
+    """What the model thought. signature: as it was given, "" here. thinking: its text."""
 
     thinking: str
     signature: str = ""
 
 
 class Base64Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
-    """A picture, here and now. Those of an address elsewhere have another type and are refused: nothing is fetched."""
+    """A picture, here and now. Those of an address elsewhere have another type and are refused: nothing is fetched.
+
+    media_type: of the file, as image/png. data: the file in base64.
+    """
 
     media_type: Short
     data: str
 
 
 class ImageBlock(ContentBlock, frozen=True, kw_only=True, tag="image"):
-    """A picture of the user's."""
+    """A picture of the user's. source: the picture itself."""
 
     source: Base64Source
 
@@ -86,14 +96,18 @@ Content = str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | T
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message."""
+    """One message. role: who speaks. content: text, or blocks of it."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """tool_choice of the Messages API."""
+    """tool_choice of the Messages API.
+
+    type: whether tools may be called (auto), must be (any), one must be (tool), or none may. name: of that one.
+    disable_parallel_tool_use: changes nothing.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -101,7 +115,11 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. Tools that a server runs have another type and are refused."""
+    """A tool that the client runs. Tools that a server runs have another type and are refused.
+
+    name: by which it is called. input_schema: JSON schema of its arguments. description: what the model reads of it.
+    type: the only one there is. strict, cache_control: change nothing.
+    """
 
     name: Name
     input_schema: dict[str, Any]
@@ -112,8 +130,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ThinkingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """thinking of the Messages API. Whether a model thinks is its own matter: what it thinks is a block of its own, which
-    "disabled" leaves out. budget_tokens is not kept to; max_tokens is.
+    """thinking of the Messages API. Whether a model thinks is its own matter: what it thinks is a block of its own.
+
+    type: "disabled" leaves that block out. budget_tokens: is not kept to; max_tokens is. display: changes nothing.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -128,7 +147,13 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens."""
+    """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
+
+    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: what stands before it
+    all. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
+    sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
+    metadata: who the user is. service_tier, cache_control: change nothing.
+    """
 
     model: Short
     messages: list[Said]

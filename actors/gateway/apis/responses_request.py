@@ -34,7 +34,7 @@ from actors.gateway.http.requests import (
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    """Text of a user, system or developer message."""
+    """Text of a user, system or developer message. text: as it was written."""
 
     text: str
 
@@ -42,7 +42,9 @@ class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 class InputImage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_image"
 ):
-    """A picture of a message. image_url: with the picture in it; nothing is fetched, and no files are kept."""
+    """A picture of a message. image_url: with the picture in it; nothing is fetched, and no files are kept. detail:
+    changes nothing. file_id: null.
+    """
 
     image_url: str
     detail: Text | None = None
@@ -50,7 +52,7 @@ class InputImage(
 
 
 class OutputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
-    """Text of the model, as it was given."""
+    """Text of the model, as it was given. text: of one answer. annotations, logprobs: taken and not used."""
 
     text: str
     annotations: list[Any] | None = None
@@ -58,27 +60,27 @@ class OutputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
-    """What the model thought, as it was given."""
+    """What the model thought, as it was given. text: of one thought."""
 
     text: str
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """One item of the input."""
+    """One item of the input. id, status: as an answer of ours had them; not used."""
 
     id: Short | None = None
     status: Text | None = None
 
 
 class MessageItem(Item, frozen=True, kw_only=True, tag="message"):
-    """Something said."""
+    """Something said. role: who speaks. content: text, or parts with pictures."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | InputImage | OutputText]
 
 
 class CallItem(Item, frozen=True, kw_only=True, tag="function_call"):
-    """A call of the assistant. arguments: JSON, as text."""
+    """A call of the assistant. arguments: JSON, as text. call_id: that its result names. name: of the tool."""
 
     call_id: Short
     name: Name
@@ -86,14 +88,14 @@ class CallItem(Item, frozen=True, kw_only=True, tag="function_call"):
 
 
 class ResultItem(Item, frozen=True, kw_only=True, tag="function_call_output"):
-    """What a tool gave."""
+    """What a tool gave. call_id: of the call. output: what the model reads of it."""
 
     call_id: Short
     output: str | list[InputText]
 
 
 class ReasoningItem(Item, frozen=True, kw_only=True, tag="reasoning"):
-    """What the assistant thought."""
+    """What the assistant thought. summary: taken and not used. content: the thought itself. encrypted_content: null."""
 
     summary: list[Any] = []
     content: list[ReasoningText] | None = None
@@ -104,7 +106,11 @@ Items = MessageItem | CallItem | ResultItem | ReasoningItem
 
 
 class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the client runs. Tools that a server runs have another type and are refused."""
+    """A function that the client runs. Tools that a server runs have another type and are refused.
+
+    type: the only one there is. name: by which it is called. parameters: JSON schema of its arguments. description:
+    what the model reads of it. strict: changes nothing.
+    """
 
     type: Literal["function"]
     name: Name
@@ -114,14 +120,18 @@ class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that must be called."""
+    """A tool that must be called. type: the only one there is. name: of the tool."""
 
     type: Literal["function"]
     name: Name
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """text.format: as response_format of a chat completion."""
+    """text.format: as response_format of a chat completion.
+
+    type: text, any JSON object, or JSON of a schema. name: of the schema. schema: what the answer is held to.
+    description, strict: change nothing.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
@@ -131,15 +141,17 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TextSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """text of the Responses API. verbosity: changes nothing."""
+    """text of the Responses API. verbosity: changes nothing. format: of the answer."""
 
     format: TextFormat | None = None
     verbosity: Text | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """reasoning of the Responses API. What the model thinks is an item of its own, whether this is given or not; how much it
-    thinks is its own matter, so effort changes nothing, and there are no summaries.
+    """reasoning of the Responses API. What the model thinks is an item of its own, whether this is given or not.
+
+    effort: changes nothing, how much it thinks is its own matter. summary, generate_summary: change nothing, there are
+    no summaries.
     """
 
     effort: Text | None = None
@@ -148,7 +160,17 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/responses."""
+    """Body of /v1/responses.
+
+    model: a served one. input: a text of the user, or items. instructions: what stands before it all; not kept for the
+    next request. previous_response_id: the answer whose conversation goes on. max_output_tokens: of the answer.
+    temperature, top_p: of the sampling. stream: whether it comes piece by piece. stream_options: what a stream says
+    beside it. store: false keeps and records nothing. tools: that may be called. tool_choice: whether one must be.
+    parallel_tool_calls, metadata: are said again in the response, and change nothing. text: the format of the answer.
+    reasoning: see `Reasoning`. include: logprobs where it names them. user, safety_identifier: who is behind it.
+    prompt_cache_key, service_tier: change nothing. truncation: the only one there is, nothing is cut. background: the
+    only one there is.
+    """
 
     model: Short
     input: str | list[dict[str, Any]]

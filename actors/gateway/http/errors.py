@@ -6,7 +6,9 @@ import msgspec
 
 
 class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused. param: the field at fault."""
+    """Why a request was refused. message: what to change. type: OpenAI's name for it. param: the field at fault. code:
+    a word for programs, null where OpenAI has none.
+    """
 
     message: str
     type: str
@@ -15,7 +17,7 @@ class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The error object of the OpenAI API."""
+    """The error object of the OpenAI API. error: what went wrong."""
 
     error: ErrorFields
 

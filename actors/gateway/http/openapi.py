@@ -37,7 +37,8 @@ _SIGNATURE = "HMAC-SHA256 of the body, in hexadecimal or base64; `sha256=` may s
 class ApiRoute(msgspec.Struct, frozen=True, kw_only=True):
     """One route. request: type of its body. reply: type of what it replies, None for one that is text. status: of a reply.
 
-    headers: what each means. answers: it gives answers, whole or as a stream.
+    headers: what each means. answers: it gives answers, whole or as a stream. method: in lower case. summary: one
+    sentence. media: of what it replies. error: type of a refusal's body.
     """
 
     method: str

@@ -39,14 +39,24 @@ Text = Annotated[str, Meta(max_length=64)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """stream_options of the OpenAI API."""
+    """stream_options of the OpenAI API.
+
+    include_usage: whether the last piece counts tokens. include_obfuscation: changes nothing.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share. store: false is taken at its word: nothing of the answer is written."""
+    """What both kinds of request share.
+
+    model: a served one. n: choices, 1 by default. stream: whether the answer comes piece by piece. stream_options: what
+    a stream says beside it. stop: texts that end it. seed: of the sampling. temperature, top_p: of the sampling, 1 by
+    default. max_tokens: of the answer. frequency_penalty, presence_penalty, logit_bias: refused unless 0 or empty.
+    user, safety_identifier: who is behind it; the second counts where both are there. store: false is taken at its
+    word: nothing of the answer is written. metadata, service_tier, prompt_cache_key: change nothing.
+    """
 
     model: Annotated[str, Meta(max_length=512)]
     n: Annotated[int, Meta(ge=1)] | None = None
@@ -69,7 +79,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """json_schema of a response_format. strict changes nothing: every schema that is taken is kept."""
+    """json_schema of a response_format. name: of the schema, for people. schema: what the answer is held to.
+    description: for people. strict: changes nothing, every schema that is taken is kept.
+    """
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema: dict[str, Any]
@@ -78,14 +90,20 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """response_format of the OpenAI API."""
+    """response_format of the OpenAI API. type: text, any JSON object, or JSON of a schema. json_schema: that schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    messages: the conversation so far. max_completion_tokens: a newer name of max_tokens, which it goes before.
+    logprobs: whether the answer has them. top_logprobs: how many other tokens it shows at each place. response_format:
+    what the answer is held to. tools: that may be called. tool_choice: whether one must be. parallel_tool_calls:
+    changes nothing.
+    """
 
     messages: list[ChatMessage]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -98,7 +116,9 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are."""
+    """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are.
+    logprobs: of how many tokens at each place. echo, suffix: refused unless false or empty.
+    """
 
     prompt: str | list[int]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -107,14 +127,18 @@ class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as the gateway serves it. max_tokens: None where the client named none. logprobs: wanted in the answer.
+    """A request as the gateway serves it.
 
-    num_chars: of the prompt, tools included.
-    must_call: the tool that the answer must call, "" for any, None for no must; force: the text it then begins with. user: who
-    is behind it, as the client calls them. json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the
-    model thinks is sent, apart from what it says.
-    said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of what it goes on
-    from. ends_session: no turn of its session follows. echo: what the response says again.
+    prompt: what is answered. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
+    whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p: of the
+    sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
+    at each place. store: whether it may be recorded. user: who is behind it, as the client calls them. num_chars: of
+    the prompt, tools included.
+
+    must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
+    json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the model thinks is sent, apart from
+    what it says. said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the
+    session of what it goes on from. ends_session: no turn of its session follows. echo: what the response says again.
     """
 
     prompt: Prompt

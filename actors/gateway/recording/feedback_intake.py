@@ -44,9 +44,12 @@ Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
 
 
 class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/feedback. choice: which answer of a response with several. value: 0 to 1, or thumbs as true, false.
+    """Body of /v1/feedback.
 
-    correction: the answer as it should have been. retract: takes back what this rater said.
+    answer_id: as the response named it. id: of the feedback; the same one is recorded once. choice: which answer of a
+    response with several. value: 0 to 1, or thumbs as true, false. label: a word of your own. text: what the person
+    wrote. correction: the answer as it should have been. retract: takes back what this rater said. kind: which of these
+    it is; found by itself where it is not given. rater: who says it, in your own words.
     """
 
     answer_id: Short
@@ -62,7 +65,7 @@ class FeedbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of /v1/feedback/tokens. choice: as in feedback. expires_in: seconds."""
+    """Body of /v1/feedback/tokens. answer_id: the only one it is for. choice: as in feedback. expires_in: seconds."""
 
     answer_id: Short
     choice: Annotated[int, Meta(ge=0, le=1024)] = 0

@@ -62,7 +62,7 @@ class HeldRecords(Protocol):
 class Outgoing(msgspec.Struct):
     """Something to write. prepare: makes the record, None where nothing is to be written. num_bytes: about its size.
 
-    kept: set to True once the log or the disk has it, to False where it was shed.
+    kept: set to True once the log or the disk has it, to False where it was shed. topic: it goes to.
     """
 
     topic: Topic
@@ -72,7 +72,7 @@ class Outgoing(msgspec.Struct):
 
 
 class Spooled(msgspec.Struct, array_like=True, frozen=True):
-    """An entry of the spool: the topic's name and the record's frame."""
+    """An entry of the spool. topic: by its name. frame: of the record."""
 
     topic: str
     frame: bytes

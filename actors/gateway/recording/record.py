@@ -36,9 +36,11 @@ THREAD_CHARS = 4096
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was answered. tokens: of the prompt, as sampled from. prefix: text the answers begin with.
+    """A request that was answered.
 
-    group: of this request. turn, carried, trial, part_reason, ends_session: as in an experience.
+    group: of its answers. tenant: of the key that asked. subject: the user whose key it is sealed under, "" for none.
+    prompt: what was asked. tokens: of the prompt, as sampled from. answers: one for each choice. sampling: the same for
+    all. prefix: text the answers begin with. turn, carried, trial, part_reason, ends_session: as in an experience.
     """
 
     group: str

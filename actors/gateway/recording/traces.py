@@ -29,7 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer as a trace shows it. finish: "" for one that was broken off. failed: by the engine. model: that was asked for.
+    """One answer as a trace shows it.
+
+    answer: its id. trace: of the request. began_ns, ended_ns: since the epoch. model: that was asked for. finish: ""
+    for one that was broken off. failed: by the engine. chat: whether it was a conversation. input_tokens,
+    output_tokens: of the prompt and the answer. versions: that sampled it. session: "" for none. max_tokens: as asked
+    for, 0 for none. temperature, top_p: of the sampling.
 
     Example: AnswerSpan(answer="hr-a1b2.0-3-0", trace="a1b2.0-3", began_ns=1, ended_ns=2, model="main", finish="stop",
                         failed=False, chat=True, input_tokens=9, output_tokens=3, versions=(7, 8))

@@ -28,8 +28,11 @@ REMEMBERED = 1000  # decided versions whose results are kept: an operator may go
 
 
 class GateDecision(msgspec.Struct, frozen=True):
-    """passed, and why (or why not); numbers: suite to accuracy, "stable/<suite>" to the stable version's; of a trial what
-    it was decided on. channel: where a version that passed is served. owner: who decided.
+    """What the gate says of a version.
+
+    version: of the policy. passed: whether it may be served. reason: why, or why not. numbers: suite to accuracy,
+    "stable/<suite>" to the stable version's; of a trial what it was decided on. channel: where a version that passed is
+    served. owner: who decided.
 
     Example: GateDecision(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
     """

@@ -28,7 +28,9 @@ RESTLESS = 2.5  # standard deviations of unrest above which the days before do n
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """Customers go back from `version` to `before`. numbers: what it was decided on.
+    """Customers go back from a version that is served.
+
+    version: that is taken back. before: that they get instead. reason: for people. numbers: what it was decided on.
 
     Example: Breach(version=44, before=40, reason="rated down by 31 of 80 people, 52 of 600 before", numbers={...})
     """
@@ -40,7 +42,9 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class Hour(msgspec.Struct, frozen=True):
-    """People of one tenant in one hour, and how many of them complained. hour: since the epoch.
+    """People of one tenant in one hour.
+
+    tenant: of the keys. hour: since the epoch. people: who rated an answer. bad: how many of them complained.
 
     Example: Hour(tenant="mddrffqv", hour=489922, people=48, bad=5)
     """
@@ -53,7 +57,8 @@ class Hour(msgspec.Struct, frozen=True):
 
 class Before(msgspec.Struct, frozen=True):
     """What was said on the days before. unrest: by how many standard deviations they differ from each other more than
-    chance explains. of_hour: people, and complaints, of each tenant and hour of the day.
+    chance explains. of_hour: people, and complaints, of each tenant and hour of the day. people, bad: raters of those
+    days, and how many complained. days: with a rating.
     """
 
     people: int
@@ -64,9 +69,10 @@ class Before(msgspec.Struct, frozen=True):
 
 
 class GuardEvidence(msgspec.Struct, frozen=True):
-    """What people say of a stable version, against what they said before. same_hour, whatever_hour: log ratios.
+    """What people say of a stable version, against what they said before.
 
-    unrest: as in Before.
+    people, bad: raters, and how many complained. people_before, bad_before: the same of the days before. same_hour,
+    whatever_hour: log ratios. unrest: as in Before.
     """
 
     people: int = 0
@@ -79,7 +85,7 @@ class GuardEvidence(msgspec.Struct, frozen=True):
 
 
 class GuardedRate(msgspec.Struct, frozen=True):
-    """One thing that may happen to an answer, and by how much more often is too much.
+    """One thing that may happen to an answer. name: as in Answered. more: by how much more often is too much.
 
     Example: GuardedRate(name="failed", more=0.05)
     """
@@ -89,7 +95,7 @@ class GuardedRate(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that happens too often. reason: how often; before: and how often before.
+    """Something that happens too often. reason: how often; before: and how often before. numbers: what it was found by.
 
     Example: Fault(reason="failed 25 of 100 times", before="0 of 900", numbers={...})
     """

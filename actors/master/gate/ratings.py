@@ -38,7 +38,7 @@ Arm = tuple[int, int]  # the version that answered, and the version on trial whe
 class Tally(msgspec.Struct):
     """What was served to one client: answers, one of each session where gateways say so.
 
-    failed: the engine did not bring them to an end. refused: they began as a refusal.
+    failed: the engine did not bring them to an end. refused: they began as a refusal. answers: how many.
 
     Example: Tally(answers=9200, failed=2, refused=40)
     """
@@ -49,7 +49,9 @@ class Tally(msgspec.Struct):
 
 
 class Voice(msgspec.Struct):
-    """One person's word. group: the answer's. bad: whether it is a complaint, None where it was taken back."""
+    """One person's word. answered_ms: when the answer was given. group: the answer's. tenant: of the key. arm: what was
+    served. bad: whether it is a complaint, None where it was taken back.
+    """
 
     answered_ms: int
     group: str
@@ -59,7 +61,9 @@ class Voice(msgspec.Struct):
 
 
 class RatedAnswer(msgspec.Struct):
-    """One answer. people: who spoke of it in time. counts: bad and good ratings in time, bad and good ones that came late."""
+    """One answer. arm: what was served. answered_ms: when. revision: of the newest closure counted, -1 for none.
+    people: who spoke of it in time. counts: bad and good ratings in time, bad and good ones that came late.
+    """
 
     arm: Arm
     answered_ms: int
@@ -71,7 +75,7 @@ class RatedAnswer(msgspec.Struct):
 class Voices(msgspec.Struct):
     """People of one trial or one day, by a hash the same ones in whatever order they come.
 
-    _bits: who lies below 2 ** _bits is kept.
+    _known: the word of each. _bits: who lies below 2 ** _bits is kept. counts: as in RatedAnswer, of all answers.
     """
 
     _known: dict[str, Voice] = {}

@@ -1,6 +1,6 @@
 """Recorded production prompts, answered again by a candidate and by the stable version, compared. Pure.
 
-Answers to prompts without a right one can still be told apart: twice as long, cut off, refused or out of form.
+Answers to prompts without a right one can still differ: twice as long, cut off, refused or out of form.
 
 Guarantee: where each prompt's two answers could as well have been each other's, and where the distance of none is expected
 above what may be, a candidate is held with probability alpha at most (Bonferroni's bound over four questions). It assumes
@@ -25,8 +25,8 @@ Prompt = bytes  # a hash: nothing that a customer wrote is kept
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
-    """One answer. failed: "" for one that is fine, else cut off, refused or out of form. words: hashes of neighbouring words,
-    for the distance.
+    """One answer. num_tokens: sampled ones. failed: "" for one that is fine, else cut off, refused or out of form.
+    words: hashes of neighbouring words, for the distance.
 
     Example: ReplyFacts(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
     """

@@ -30,7 +30,7 @@ LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next blo
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The state of a trial. ended: "" while it goes on. numbers: what it was decided on.
+    """The state of a trial. ended: "" while it goes on. numbers: what it was decided on. reason: for people.
 
     Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
     """
@@ -41,7 +41,10 @@ class TrialResult(msgspec.Struct, frozen=True):
 
 
 class PeopleBlock(msgspec.Struct, frozen=True):
-    """People of one tenant and one time on both sides, and how many of them complained.
+    """People of one tenant and one time on both sides.
+
+    tenant: of the keys. at_ms: when the time begins. new, old: how many people met the version on trial, and the stable
+    one. new_bad, old_bad: how many of them complained.
 
     Example: PeopleBlock(tenant="mddrffqv", at_ms=1763715600000, new=2, new_bad=1, old=17, old_bad=2)
     """
@@ -61,7 +64,11 @@ class PeopleBlock(msgspec.Struct, frozen=True):
 
 
 class TrialEvidence(msgspec.Struct, frozen=True):
-    """What people say of both sides. against, favour: log ratios; see `decided`."""
+    """What people say of both sides.
+
+    people, bad: raters of the version on trial, and how many complained. people_stable, bad_stable: the same of the
+    stable one. against, favour: log ratios; see `decided`.
+    """
 
     people: int = 0
     bad: int = 0

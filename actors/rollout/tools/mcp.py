@@ -127,7 +127,7 @@ class McpServer:
             result = await opened.client.call_tool(name, arguments, self._timeout_s)
         except mcp.MCPError as error:
             return self._failed(opened, error)
-        except Exception as error:  # pydantic's, for an answer that is none; a stream's, where it closes
+        except Exception as error:  # pydantic's, for an answer that it cannot read; a stream's, where it closes
             return ToolResult("", failed=True, broken=f"{self._name}: {name}: {describe(error)}")
         self._silent = 0
         return ToolResult(text_of(result), failed=result.is_error)

@@ -28,7 +28,7 @@ MAX_TOKENS = 16384
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One addition as token ids; the answer ends with the end token."""
+    """One addition as token ids. name: of its task. prompt: up to the equals sign. answer: with the end token."""
 
     name: str
     prompt: tuple[int, ...]

@@ -23,8 +23,10 @@ SHARED, ALONE = 1.3, 1.0  # what a step of the learner aims at beside the plain 
 
 
 class BenchRow(msgspec.Struct, frozen=True):
-    """One line of the table. ours, peer: what they took, None where the benchmark has only a ratio or a figure. value: the
-    ratio, or the figure itself. low, high: what it is to lie between.
+    """One line of the table.
+
+    bench: that measured it. what: was measured. value: the ratio, or the figure itself. ours, peer: what they took,
+    None where the benchmark has only a ratio or a figure. low, high: what it is to lie between.
     """
 
     bench: str
@@ -42,7 +44,7 @@ class BenchRow(msgspec.Struct, frozen=True):
 
 
 class BenchFailure(msgspec.Struct, frozen=True):
-    """A benchmark without figures, and the last line that it wrote."""
+    """A benchmark without figures. bench: its name. why: the last line that it wrote."""
 
     bench: str
     why: str

@@ -1,4 +1,4 @@
-"""Measures `audit`, and `trace` with its index built from nothing, over a log of any length that nobody holds.
+"""Measures `audit`, and `trace` with its index built from nothing, over a log of any length that is not held in memory.
 
 Each is a process of its own: the most memory that it held, all libraries included, and seconds of its CPU without those that
 making the records took. A broker adds 20 to 25 µs to each record that is read from it.

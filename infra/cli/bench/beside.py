@@ -14,16 +14,18 @@ OURS = "headrace"
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What one round took, in seconds."""
+    """What one round took, in seconds. cpu_s: of the process that is measured. wall_s: of the round."""
 
     cpu_s: float
     wall_s: float
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """One contestant in one case. cpu_us, wall_us: of one experience, (best round, median round). times: by how much ours is
-    cheaper in processor time, likewise; below 1 the peer is. sooner: the same of wall time. None for ours. target,
-    sooner_target: of them, None for none.
+    """One contestant in one case.
+
+    case: what is carried. name: of the contestant. cpu_us, wall_us: of one experience, (best round, median round).
+    times: by how much ours is cheaper in processor time, likewise; below 1 the peer is. target: of it, None for none.
+    sooner: the same of wall time. sooner_target: likewise. All None for ours.
     """
 
     case: str

@@ -28,7 +28,11 @@ class Rival(Protocol):
 
 
 class PackedBulk(msgspec.Struct, frozen=True, array_like=True):
-    """Bulk as the bytes of arrays, the prompt in each."""
+    """Bulk as the bytes of arrays.
+
+    id, group, episode, group_size, messages, spans, scores, reward, advantage, priority, stamps, answer: as in an
+    experience. tokens, logprobs: of prompt and answer, as uint32 and float32.
+    """
 
     id: str
     group: str
@@ -47,7 +51,11 @@ class PackedBulk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ListedBulk(msgspec.Struct, frozen=True, array_like=True):
-    """Bulk as plain lists, the prompt in each."""
+    """Bulk as plain lists.
+
+    id, group, episode, group_size, messages, spans, scores, reward, advantage, priority, stamps, answer: as in an
+    experience. tokens, logprobs: of prompt and answer.
+    """
 
     id: str
     group: str

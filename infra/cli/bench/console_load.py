@@ -45,7 +45,7 @@ ENDLESS = ("trainer.learning_rate=1e-6", 'master.stop.suite=""')
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """pairs: of pieces. piece_s: of each. settle_s: before each, uncounted.
+    """What is measured. pairs: of pieces. piece_s: of each. settle_s: before each, uncounted. people: who look at once.
 
     Example: LoadPlan(pairs=6, piece_s=60.0)
     """
@@ -57,7 +57,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
 
 
 class RunInterval(msgspec.Struct, frozen=True):
-    """A stretch of the run, in ms. is_watched: whether people looked."""
+    """A stretch of the run. is_watched: whether people looked. begin_ms, end_ms: by this machine's clock."""
 
     is_watched: bool
     begin_ms: int
@@ -65,8 +65,10 @@ class RunInterval(msgspec.Struct, frozen=True):
 
 
 class Watching(msgspec.Struct):
-    """What consoles spent and people saw. calm_s, busy_s: seconds without people, with people; *_cpu_s: of the console.
-    behind: the most records that were not in the index when a piece ended.
+    """What consoles spent and people saw.
+
+    calm_s, busy_s: seconds without people, with people. calm_cpu_s, busy_cpu_s: what the console spent in them. behind:
+    the most records that were not in the index when a piece ended. seen: pages, and how long they took.
     """
 
     calm_s: float = 0.0

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 RELOADS = 3
 GRADIENT, LOGPROB = 1e-5, 1e-4  # relative, and nats: what a family may differ by in float32
-TOKENS = range(24, 94)  # of the vocabulary: none stands for a picture
+TOKENS = range(24, 94)  # of the vocabulary: none is the token of a picture
 SHARED, LENGTH, EPISODES = 12, 30, 3
 
 
 class Family(msgspec.Struct, frozen=True):
-    """What was found of one. reading: how the learner reads rows. gradient: largest relative difference from plain forwards.
-    engine: largest difference of a probe's logprob over three reloads, nats. refused: why it goes no further, "" if it does.
+    """What was found of one family of models.
+
+    name: as transformers has it. reading: how the learner reads rows. gradient: largest relative difference from plain
+    forwards. engine: largest difference of a probe's logprob over three reloads, nats. refused: why it goes no further,
+    "" if it does.
     """
 
     name: str

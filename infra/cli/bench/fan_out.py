@@ -39,7 +39,9 @@ CHANGED = 0.014  # of the values, from one version to the next
 
 
 class FanOutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured. mb: of weights, 10⁶ bytes. mb_per_s: of one connection. followers: processes of each host.
+    """What is measured.
+
+    mb: of weights, 10⁶ bytes. mb_per_s: of one connection. hosts: that fetch. followers: processes of each host.
     object_bytes: of the object that is read and written over one connection and over many.
     """
 
@@ -51,7 +53,9 @@ class FanOutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a follower fetches from. cache: a folder, "" for none."""
+    """Where a follower fetches from. endpoint: host:port. access_key, secret_key: of the store. cache: a folder, "" for
+    none.
+    """
 
     endpoint: str
     access_key: str

@@ -12,7 +12,7 @@ Run = TypeVar("Run")
 
 
 class FinishedRuns(msgspec.Struct, frozen=True):
-    """The file. settings: what its runs have in common, as JSON has it."""
+    """The file. settings: what its runs have in common, as JSON has it. runs: in the order they finished in."""
 
     settings: dict[str, object]
     runs: list[object]

@@ -29,8 +29,10 @@ Simulated = Callable[[int], tuple[str, int]]
 
 
 class GateRow(msgspec.Struct, frozen=True):
-    """One line. path: how it ends with a seed, and after how many ratings. worse: the new version is. promised: whether a
-    promise covers it. part: one path of so many is simulated, where paths are long.
+    """One line.
+
+    test: of the gate. name: what is simulated. path: how it ends with a seed, and after how many ratings. worse: the
+    new version is. promised: whether a promise covers it. part: one path of so many is simulated, where paths are long.
     """
 
     test: str
@@ -42,9 +44,12 @@ class GateRow(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What came of a row. failed: share of paths in which the version was turned away, taken back or held. error: its
-    standard error. passed: share let through. restless: share of alarms that the rate changes by itself. ratings: median
-    until a decision, of those that came to one. kept: whether a promise was, None where there is none.
+    """What came of a row.
+
+    test, name, worse: as in the row. paths: simulated. failed: share of paths in which the version was turned away,
+    taken back or held. error: its standard error. passed: share let through. restless: share of alarms that the rate
+    changes by itself. ratings: median until a decision, of those that came to one. kept: whether the promise was, None
+    where it has none.
     """
 
     test: str

@@ -56,7 +56,7 @@ def run() -> dict[str, float]:
         gateway_child([sys.executable, "-m", "infra.cli.bench.gateway", folder, str(cores[-1])]) as child,
         asyncio.Runner(loop_factory=new_loop) as clients,
     ):
-        key, ports = child.told["key"], child.told["ports"]
+        key, ports = child.address["key"], child.address["ports"]
         alone: list[TimedRound] = []
         through: list[TimedRound] = []
         free: list[TimedRound] = []
@@ -83,10 +83,10 @@ def run() -> dict[str, float]:
 
 
 class BenchChild(msgspec.Struct):
-    """The gateway's process. told: its ports and key."""
+    """The gateway's process. process: to end it. address: its ports and key."""
 
     process: Any
-    told: dict[str, Any]
+    address: dict[str, Any]
 
     def ask(self, what: str) -> TimedRound:
         """What it answers to `alone` (a round of the engine) and to `cpu` (processor time so far)."""
@@ -100,8 +100,8 @@ def gateway_child(command: list[str]) -> Iterator[BenchChild]:
     """A process that says where its gateway is, as JSON, and then answers what it is asked."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
-        told = next(line for line in process.stdout if line.startswith("{"))  # libraries may speak before it
-        yield BenchChild(process, json.loads(told))
+        first = next(line for line in process.stdout if line.startswith("{"))  # libraries may speak before it
+        yield BenchChild(process, json.loads(first))
         process.stdin.close()
 
 

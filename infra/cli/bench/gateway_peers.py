@@ -41,8 +41,11 @@ RECORDED_S = 60.0
 
 
 class PeersPlan(msgspec.Struct, frozen=True):
-    """What is measured. echoed, sampled: answers of a round, of the engine that echoes and of vLLM; a tenth at one client.
-    streamed: of each client. model: whether vLLM is measured at all.
+    """What is measured.
+
+    clients: numbers of them, one case each. rounds: of each case. echoed, sampled: answers of a round, of the engine
+    that echoes and of vLLM; a tenth at one client. streamed: of each client. idle_s: for how long idle servers are
+    watched. model: whether vLLM is measured at all.
 
     Example: PeersPlan(rounds=2, model=False)
     """
@@ -57,7 +60,11 @@ class PeersPlan(msgspec.Struct, frozen=True):
 
 
 class Server(msgspec.Struct):
-    """One contestant. is_ours: it records, and counts what it has recorded."""
+    """One contestant.
+
+    name: in the table. child: its process. log: what that prints. site: where to ask. is_ours: it records, and counts
+    what it has recorded. idle: share of a core that it takes unasked. asked: requests so far.
+    """
 
     name: str
     child: "Watched"

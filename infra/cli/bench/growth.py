@@ -37,8 +37,10 @@ Figures = dict[str, float]  # CPU seconds by what took them
 
 
 class GrowthPoint(msgspec.Struct, frozen=True):
-    """One measurement. size: of what it grows with. mb: at most, above the start. work: of WORKS. why: it was left out, if it
-    was.
+    """One measurement.
+
+    what: grows. size: of what it grows with. cpu_s: of the work. mb: at most, above the start. work: of WORKS. why: it
+    was left out, if it was.
     """
 
     what: str
@@ -50,7 +52,9 @@ class GrowthPoint(msgspec.Struct, frozen=True):
 
 
 class GrowthLine(msgspec.Struct, frozen=True):
-    """One thing over its sizes. exponent: None where fewer than two points are above the noise."""
+    """One thing over its sizes. what: it is. points: by size. exponent: None where fewer than two points are above the
+    noise.
+    """
 
     what: str
     points: tuple[GrowthPoint, ...]

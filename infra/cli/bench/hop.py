@@ -57,8 +57,10 @@ LINGER_MS = 5
 
 
 class HopPlan(msgspec.Struct, frozen=True):
-    """What is measured. groups: of ANSWERS answers, in each round; of other shapes as many answers. idle_s: for how long idle
-    workers are watched.
+    """What is measured.
+
+    shapes: name to answers of a group, prompt and answer in tokens. groups: of ANSWERS answers, in each round; of other
+    shapes as many answers. rounds: of each shape. idle_s: for how long idle workers are watched.
     """
 
     shapes: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=lambda: dict(SHAPES))
@@ -68,7 +70,12 @@ class HopPlan(msgspec.Struct, frozen=True):
 
 
 class Contestant(msgspec.Struct):
-    """One worker, and how it is spoken to. inputs: records of a round. read: what an output says."""
+    """One worker, and how it is spoken to.
+
+    name: in the table. child: its process. log: what that prints. source, sinks: topics it reads and writes. inputs:
+    records of a round. read: what an output says. reader: of the sinks. idle: share of a core that it takes with
+    nothing to do.
+    """
 
     name: str
     child: "Watched"
@@ -174,7 +181,7 @@ async def _measured(
     num_rounds = 0
     for shape, sizes in plan.shapes.items():
         if sizes[0] == 1 and stage == "collect":
-            continue  # a group of one is better than nobody: collect drops it
+            continue  # collect drops a group of one: there is no other to compare with
         given = groups(max(1, plan.groups * ANSWERS // sizes[0]), sizes)
         await _check(bus, contestants, given, num_rounds)
         say(f"hop: {stage}, {shape}: all of {len(contestants)} send the same answers")

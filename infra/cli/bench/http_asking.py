@@ -13,7 +13,7 @@ ECHO = tuple("Eighty-two, of course")[:TOKENS]  # what an engine that only echoe
 
 
 class Site(msgspec.Struct, frozen=True):
-    """Where to ask. key: "" for a server that knows none."""
+    """Where to ask. port: on this machine. key: "" for a server that knows none. model: as the request calls it."""
 
     port: int
     key: str = ""
@@ -21,7 +21,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class HttpAnswer(msgspec.Struct, frozen=True):
-    """What a server said. events: pieces of a stream with text in them, 1 where it is whole."""
+    """What a server said. text: all of it. events: pieces of a stream with text in them, 1 where it is whole."""
 
     text: str
     events: int = 1

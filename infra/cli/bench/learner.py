@@ -34,7 +34,10 @@ NOISE = 0.05  # nats between the policy that sampled and the one that is trained
 
 
 class BatchShape(msgspec.Struct, frozen=True):
-    """A batch: answers of so many tokens, all to one prompt or each to its own.
+    """A batch.
+
+    name: in the table. answers: how many. prompt, sampled: tokens of each. shared: all answer one prompt, else each its
+    own.
 
     Example: BatchShape("16 answers of 256 to one prompt of 512", answers=16, prompt=512, sampled=256, shared=True)
     """
@@ -54,8 +57,11 @@ SHAPES = (
 
 
 class LearnerBenchPlan(msgspec.Struct, frozen=True):
-    """What is measured. model: a folder, "" for a random Qwen3 of this width and so many layers. dtype, peak: "" and 0 for what
-    the device suggests; peak in TFLOP/s. max_tokens: of a microbatch. repeat: steps timed of each.
+    """What is measured.
+
+    model: a folder, "" for a random Qwen3. hidden, layers: of that one. dtype, peak: "" and 0 for what the device
+    suggests; peak in TFLOP/s. max_tokens: of a microbatch. checkpointing: activations are computed again in the
+    backward. repeat: steps timed of each.
 
     Example: LearnerBenchPlan(hidden=2048, layers=16, dtype="bfloat16")
     """
@@ -71,9 +77,10 @@ class LearnerBenchPlan(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """Of the steps of one peer on one shape. cpu, wall: seconds of a step, the least and the median. tokens_per_s, tflops: by
-    the median of wall time; tokens are sampled ones. mfu: None where the device's peak is not known. peak_mib: above weights
-    and optimizer.
+    """Of the steps of one peer on one shape.
+
+    cpu_s_min, cpu_s_median, wall_s_min, wall_s_median: of a step. tokens_per_s, tflops: by the median of wall time;
+    tokens are sampled ones. mfu: None where the device's peak is not known. peak_mib: above weights and optimizer.
     """
 
     cpu_s_min: float
@@ -87,8 +94,11 @@ class Timed(msgspec.Struct, frozen=True):
 
 
 class ShapeComparison(msgspec.Struct, frozen=True):
-    """One shape. faster: how many times headrace's step is as fast as the plain one: the median of each turn's ratio of CPU
-    seconds on a CPU, of wall seconds on a GPU. loss_apart, gradient_apart: of the first step.
+    """One shape.
+
+    shape: its name. positions: of the batch as packed. loss_apart, gradient_apart: of the first step. headrace, plain:
+    how long each took. faster: how many times headrace's step is as fast as the plain one: the median of each turn's
+    ratio of CPU seconds on a CPU, of wall seconds on a GPU.
     """
 
     shape: str
@@ -101,7 +111,9 @@ class ShapeComparison(msgspec.Struct, frozen=True):
 
 
 class BenchMachine(msgspec.Struct, frozen=True):
-    """Where it ran. parameters_m: millions of the model."""
+    """Where it ran. device: its name. parameters_m: millions of the model. dtype: of its weights. peak_tflops: of the
+    device, 0 where not known.
+    """
 
     device: str
     parameters_m: float

@@ -64,8 +64,11 @@ GIB = 2**30
 
 
 class LifePlan(msgspec.Struct, frozen=True):
-    """What is run. hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. engine: what loads the
-    last version. bootstrap: of a broker that runs, "" for one of its own.
+    """What is run.
+
+    hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. dtype: of its weights. engine:
+    what loads the last version. steps: of the optimizer. app: name of the run. bootstrap: of a broker that runs, "" for
+    one of its own.
 
     Example: LifePlan(hidden=2048, layers=9)
     """
@@ -81,7 +84,9 @@ class LifePlan(msgspec.Struct, frozen=True):
 
 
 class Life(msgspec.Struct):
-    """What was seen while it ran. killed_after: steps journaled at the kill. Seconds since the trainer was started."""
+    """What was seen while it ran, in seconds since the trainer was started. killed_after: steps journaled at the kill.
+    killed_s, ended_s: when.
+    """
 
     killed_after: int = 0
     killed_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A log of any length that nobody holds: records are made when they are read, the same ones each time.
+"""A log of any length that is not held in memory: records are made when they are read, the same ones each time.
 
 Every experience lies in `experiences`, `verified` and `buffer`, has a closure and was trained once: one step to 64 of them, one
 version to 16 steps. Four turns are one session. Only reading is there.

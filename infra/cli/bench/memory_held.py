@@ -18,8 +18,10 @@ MODEL, LEAST = "model", "least"  # folders: the model that is measured, and the 
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """What is measured: a random Qwen3 of 13·hidden² parameters a layer, on one row of `TOKENS` a rank. ranks: of DeepSpeed at
-    this stage, 1 for the learner of one process.
+    """What is measured, on one row of `TOKENS` a rank.
+
+    hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). dtype: of its weights. checkpointing: activations
+    are computed again in the backward. ranks: of DeepSpeed, 1 for the learner of one process. stage: of ZeRO.
     """
 
     hidden: int = 1024

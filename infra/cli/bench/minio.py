@@ -29,7 +29,7 @@ REGION = "us-east-1"
 
 
 class MinioServer(msgspec.Struct, frozen=True):
-    """A running server and the credentials it was started with."""
+    """A running server. endpoint: host:port. access_key, secret_key: it was started with."""
 
     endpoint: str
     access_key: str

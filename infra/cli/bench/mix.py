@@ -43,7 +43,12 @@ Say = Callable[[str], None]
 
 
 class MixPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. m: supervised weight of MIX. shown: demonstrations of a step."""
+    """What to run.
+
+    kinds: of loss. seeds: one run each. demonstrations: there are. steps: of reinforcement. warm_steps: supervised ones
+    before. learning_rate: of both. m: supervised weight of MIX. groups, size: of one step. shown: demonstrations of a
+    step. keep_successes: groups that all succeed are trained. model: how large.
+    """
 
     kinds: tuple[str, ...] = KINDS
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -60,7 +65,9 @@ class MixPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MixResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. accuracy: (step, held-out share), supervised steps of MIX included. known: problems with a demonstration."""
+    """One run. kind: of loss. seed: of the run. accuracy: (step, held-out share), supervised steps of MIX included.
+    known: problems with a demonstration.
+    """
 
     kind: str
     seed: int

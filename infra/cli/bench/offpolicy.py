@@ -45,7 +45,12 @@ Say = Callable[[str], None]
 
 
 class OffPolicyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. groups, size: of one step. settled: how many of the last looks make the final accuracy."""
+    """What to run.
+
+    losses: by name. lags: versions between sampling and training. seeds: one run each. steps: after the warm-up.
+    groups, size: of one step. learning_rate: after the warm-up. warm_steps: supervised ones. settled: how many of the
+    last looks make the final accuracy. model: how large.
+    """
 
     losses: tuple[str, ...] = LOSSES
     lags: tuple[int, ...] = (0, 2, 4, 8, 16)
@@ -60,7 +65,9 @@ class OffPolicyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OffPolicyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. accuracy: (step, held-out share) from the warm-up on. final: mean of the last looks."""
+    """One run. loss, lag, seed: of the plan. accuracy: (step, held-out share) from the warm-up on. final: mean of the
+    last looks.
+    """
 
     loss: str
     lag: int
@@ -97,7 +104,9 @@ def run(plan: OffPolicyPlan | None = None, *, out: Path | None = None, say: Say 
 
 
 class WarmStart(msgspec.Struct, frozen=True):
-    """Where all runs of a seed begin: the model's folder, the tasks, the state after the warm-up and its accuracy."""
+    """Where all runs of a seed begin. folder: of the model. problems: the tasks. state: after the warm-up. accuracy:
+    likewise, held-out share.
+    """
 
     folder: Path
     problems: Problems

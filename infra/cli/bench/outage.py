@@ -48,8 +48,9 @@ Phase = Literal["warming", "before", "away", "back"]
 
 
 class OutageRequest(msgspec.Struct, frozen=True):
-    """One request. took_s: from the moment it was due, late_s of it until its client got to ask. answer: the id that
-    the client holds, "" where it failed."""
+    """One request. phase: of the outage. took_s: from the moment it was due. late_s: of that until its client got to
+    ask. answer: the id that the client holds, "" where it failed.
+    """
 
     phase: Phase
     took_s: float
@@ -58,7 +59,9 @@ class OutageRequest(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct):
-    """What clients and disk showed so far."""
+    """What clients and disk showed so far. phase: of the outage now. asked: requests that ended. spool_bytes: the most
+    on disk. over: whether clients are to stop.
+    """
 
     phase: Phase = "warming"
     asked: list[OutageRequest] = []

@@ -33,7 +33,7 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
 
 
 def held_bytes() -> int:
-    """What this process holds once the allocator has given back what nobody uses."""
+    """What this process holds once the allocator has given back what is not used."""
     gc.collect()
     give_back_freed()  # else later work would take it again unseen
     return _status_bytes("VmRSS")

@@ -24,11 +24,14 @@ Floats = NDArray[np.float64]
 
 
 class SimulatedPeople(msgspec.Struct, frozen=True, kw_only=True):
-    """base: share of complaints. per_hour: ratings of all people. swing: of the base over the day. rise: to so much over
-    `rise_h` hours from `rise_from_h` on. each: ratings of one person, within an hour; alike: their correlation. heavy: share
-    of the ratings that one person gives, complaints all of them, who meets the new version alone. odds: how many times the
-    odds of a complaint are with the new version. bad_h, good_h: mean hours until a complaint and until praise is said.
-    mature_h: what comes later counts for nothing. share: of people that meet the new version in a trial.
+    """What people are like.
+
+    base: share of complaints. per_hour: ratings of all people. swing: of the base over the day. rise: to so much over
+    `rise_h` hours from `rise_from_h` on, None for none. rise_from_h, rise_h: see rise. each: ratings of one person,
+    within an hour. alike: their correlation. heavy: share of the ratings that one person gives, complaints all of them,
+    who meets the new version alone. odds: how many times the odds of a complaint are with the new version. bad_h,
+    good_h: mean hours until a complaint and until praise is said. mature_h: what comes later counts for nothing. share:
+    of people that meet the new version in a trial.
     """
 
     base: float = 0.1
@@ -48,7 +51,9 @@ class SimulatedPeople(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatingsByTime(msgspec.Struct, frozen=True):
-    """Ratings by the time of their answers. person: -1 for the heavy one. late_h: after the answer."""
+    """Ratings by the time of their answers, one array each. at_h: of the answer. person: -1 for the heavy one. new: the
+    answer is of the new version. bad: it is a complaint. late_h: after the answer.
+    """
 
     at_h: Floats
     person: NDArray[np.int64]

@@ -38,8 +38,10 @@ BLOBS = "blobs"
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What comes in. groups: usual ones a second, of `size` answers. requests: of people a second, each one answer, of which a
-    share `rated` gets a word of feedback and is trained. prompt, answer: tokens.
+    """What comes in.
+
+    groups: usual ones a second. requests: of people a second, each one answer. size: answers of a group. prompt,
+    answer: tokens. rated: share of requests that get a word of feedback and are trained.
 
     Example: Rates(groups=2.0, requests=50.0, size=16, prompt=1000, answer=500, rated=0.2)
     """
@@ -53,8 +55,10 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Installed(msgspec.Struct, frozen=True):
-    """What the settings name. copies: of each record. process, serve, explore: processes, 0 for as many as are needed. engine,
-    learner: tokens a second of one engine and of the trainer, 0 where not known.
+    """What the settings name.
+
+    partitions: of a topic. copies: of each record. keep_days: of records. process, serve, explore: processes, 0 for as
+    many as are needed. engine, learner: tokens a second of one engine and of the trainer, 0 where not known.
 
     Example: Installed(partitions=12, copies=3, keep_days=30.0, process=4, serve=2, explore=8, engine=4000.0)
     """
@@ -70,7 +74,9 @@ class Installed(msgspec.Struct, frozen=True):
 
 
 class TopicNeed(msgspec.Struct, frozen=True):
-    """Of one topic, in bytes. per_s: written by clients. per_day, kept: on the disks of all brokers, with all copies."""
+    """Of one topic, in bytes. topic: its name. per_s: written by clients. per_day, kept: on the disks of all brokers,
+    with all copies.
+    """
 
     topic: str
     per_s: float
@@ -79,8 +85,11 @@ class TopicNeed(msgspec.Struct, frozen=True):
 
 
 class PartNeed(msgspec.Struct, frozen=True):
-    """Of one part. needs: how many; None where a cost is not known, and `unknown` says which. has: how many `setting` names, 0
-    where it leaves that open. share: how much of what they are planned with those do, 1 is all.
+    """Of one part.
+
+    part: its name. setting: that says how many there are. has: how many that names, 0 where it leaves that open. needs:
+    how many; None where a cost is not known. share: how much of what they are planned with those do, 1 is all. unknown:
+    the cost that is not known.
     """
 
     part: str
@@ -101,8 +110,11 @@ class PartNeed(msgspec.Struct, frozen=True):
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
-    """All of it, computed. first: the part that is full first. times: with how many times these rates it is as busy as is
-    planned. Both None where nothing is known.
+    """All of it, computed.
+
+    rates: what comes in. there: what the settings name. topics, parts: what each needs. first: the part that is full
+    first. times: with how many times these rates it is as busy as is planned. Both None where nothing is known. costs:
+    that it was computed from.
     """
 
     rates: Rates

@@ -57,8 +57,8 @@ Bytes = dict[str, float]
 
 class RecordBytes(msgspec.Struct, frozen=True):
     """By topic. group: a usual group, from its task to the step that trained it. answer: a lone one of traffic that waits for
-    feedback. word: of feedback, with what becomes of an answer that it closes. silence: what becomes of one that nobody speaks
-    of. report: of a role.
+    feedback. word: of feedback, with what becomes of an answer that it closes. silence: what becomes of one without
+    feedback. report: of a role.
 
     Example: RecordBytes(group={"tasks": 900.0}, answer={}, word={}, silence={}, report={"reports": 900.0})
     """
@@ -184,7 +184,7 @@ async def _rate(log: Log, ref: str) -> None:
 
 
 async def _train(log: Log, groups: Sequence[str], size: int) -> None:
-    """The journal of one step with all of them, and what the master is told."""
+    """The journal of one step with all of them, and the record that the master reads."""
     items = tuple(
         BatchItem(id=experience_id(name, 0, at), partition=0, offset=100_000, index=at, lane="usual", min_version=1000)
         for name in groups

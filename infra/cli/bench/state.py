@@ -39,9 +39,10 @@ GIB = 2**30
 
 
 class StatePlan(msgspec.Struct, frozen=True):
-    """What is measured. hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. silence_s: how long
-    the second group hears nothing, timeout_s: ranks_timeout meanwhile; 0 for none. restore_on: numbers of ranks. bucket:
-    parameters that ZeRO reduces, and updates, at once: its buffers are not what is measured.
+    """What is measured. hidden, layers: of a random Qwen3 (13·hidden² parameters a layer). stage: of ZeRO. silence_s:
+    how long the second group hears nothing; timeout_s: ranks_timeout meanwhile; 0 for none. restore_on: numbers of
+    ranks. bucket: parameters that ZeRO reduces, and updates, at once: its buffers are not what is measured. dtype: of
+    its weights.
 
     Example: StatePlan(hidden=2048, layers=9)
     """

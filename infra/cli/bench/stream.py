@@ -1,4 +1,4 @@
-"""Events that the gateway streams a second, and how long a stream stands still.
+"""Events that the gateway streams a second, and how long a stream pauses.
 
 240 clients ask for answers of 100 tokens a second, each token an event. The gateway runs in a process of its own, on one core,
 over an engine that gives every request a token at each step and costs next to nothing; the clients read on another core.
@@ -76,9 +76,9 @@ class Stream(asyncio.Protocol):
 
 async def _streamed(child: BenchChild) -> dict[str, float]:
     body = json.dumps(BODY).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {child.told['key']}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {child.address['key']}\r\n"
     request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    loop, port = asyncio.get_running_loop(), child.told["port"]
+    loop, port = asyncio.get_running_loop(), child.address["port"]
     begin_s, cpu_s = time.perf_counter(), child.ask("cpu").cpu_s
     streams = [(await loop.create_connection(lambda: Stream(request), "127.0.0.1", port))[1] for _ in range(STREAMS)]
     await asyncio.gather(*(stream.ended for stream in streams))

@@ -68,7 +68,7 @@ async def _first(log: Log, folder: Path) -> dict[str, float]:
     await collector.recover(0, lambda: False)
     for name, part in (("snapshot_s", records[:-1]), ("snapshot_again_s", records[-1:])):
         await take(collector, part)
-        gc.collect()  # a search that falls into the measurement is none of its work
+        gc.collect()  # a search that falls into the measurement is not part of its work
         begin = time.process_time()
         await collector.snapshot()
         figures[name] = time.process_time() - begin

@@ -21,7 +21,9 @@ CODE_CHARS = 1_000_000
 
 
 class RawAnswer(msgspec.Struct, frozen=True):
-    """One answer as an engine hands it over: lists and text."""
+    """One answer as an engine hands it over. id: of the experience. prompt, response: token ids. logprobs: of the
+    response. messages: the conversation, in text.
+    """
 
     id: str
     prompt: list[int]

@@ -15,7 +15,9 @@ LATE_S = 0.05  # that a connection may catch up, where the machine was busy
 
 
 class ThrottledPort(msgspec.Struct):
-    """One port of the proxy, and the bytes that came back through it from the server (HTTP's headers are among them)."""
+    """One port of the proxy. port: number. bytes_read: that came back through it from the server (HTTP's headers are
+    among them). bytes_written: that went there. connections: opened so far.
+    """
 
     port: int = 0
     bytes_read: int = 0

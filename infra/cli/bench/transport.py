@@ -1,7 +1,7 @@
 """From lists of an engine to arrays in the trainer's process: headrace's log beside Redis streams and Ray's Queue.
 
 Each contestant is a reader's process that starts its sender, with a server behind them: a real broker, a redis-server, Ray's
-own processes. All stand at once and are given their rounds in turn. The first shows that every reader holds the very arrays
+own processes. All run at once and are given their rounds in turn. The first shows that every reader holds the very arrays
 that were sent, and is not timed. Processor time is of sender, reader and server together, of a round from the word to begin
 until the last array is there; the share that they take while they have nothing to do is taken off. Ours makes blocks of 16
 answers; its peers pickle arrays, one answer a call or many.
@@ -41,7 +41,9 @@ Say = Callable[[str], None]
 
 
 class TransportPlan(msgspec.Struct, frozen=True):
-    """What is measured. answers: of each round. groups: of real text that they are made of, again and again."""
+    """What is measured. answers: of each round. groups: of real text that they are made of, again and again. rounds: of
+    each way. idle_s: for how long idle readers are watched.
+    """
 
     answers: int = 1024
     groups: int = 16
@@ -50,7 +52,9 @@ class TransportPlan(msgspec.Struct, frozen=True):
 
 
 class ReaderProcess(msgspec.Struct):
-    """A reader's process. servers: pids of what it shares with its sender."""
+    """A reader's process. name: in the table. process: itself. log: what it prints. servers: pids of what it shares
+    with its sender. idle: share of a core that all of them take with nothing to do.
+    """
 
     name: str
     process: Any

@@ -1,7 +1,7 @@
 """What one unit of work costs, read from what `headrace bench … --json` printed.
 
-One file a benchmark, `<its name>.json`. A folder with files of one's own goes first; `measured/` beside this file has what is
-shipped: two cores of 2.5 GHz, shared with other work. Of rounds the median counts, since machines that serve are busy too.
+One file a benchmark, `<its name>.json`. Files of a folder that the user names go first; `measured/` beside this file has what
+is shipped: two cores of 2.5 GHz, shared with other work. Of rounds the median counts, since machines that serve are busy too.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ TRAINED = "16 answers of 256 to one prompt of 512"  # a shape of `bench learner`
 
 
 class UnitCost(msgspec.Struct, frozen=True):
-    """One cost. value: in `unit`. source: the benchmark and its figure, and whether it is shipped.
+    """One cost. what: costs it. value: in `unit`. unit: of one. source: the benchmark and its figure, and whether it is
+    shipped.
 
     Example: UnitCost("verify, 16 x (6 + 5)", 78.0, "µs of CPU", "bench hop: shipped")
     """
@@ -35,7 +36,7 @@ class UnitCost(msgspec.Struct, frozen=True):
 class UnitCosts(msgspec.Struct, frozen=True):
     """All of them, of one answer where nothing else is said. verify, collect: in a group of 16, short and long. alone: verify
     of a lone one. waits: collect of one that waits for feedback. word: of feedback, joined. request: at the gateway. event: a
-    streamed token. learner: sampled tokens that one trainer takes a second, None where nobody measured it.
+    streamed token. learner: sampled tokens that one trainer takes a second, None where it was not measured.
     """
 
     verify: tuple[UnitCost, UnitCost]
@@ -103,7 +104,7 @@ def record_cost_us(costs: UnitCosts) -> float:
 
 
 def _cost(own: Path | None, name: str, figure: str, read: Callable[[Any], float], unit: str = "µs of CPU") -> UnitCost:
-    """Raises FileNotFoundError where nobody measured it."""
+    """Raises FileNotFoundError where it was not measured."""
     mine = None if own is None else own / f"{name}.json"
     path = mine if mine is not None and mine.is_file() else SHIPPED / f"{name}.json"
     try:

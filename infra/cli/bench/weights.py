@@ -63,7 +63,7 @@ class WeightsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct):
-    """Of one piece of work. stall_s: see the module."""
+    """Of one piece of work. cpu_s, wall_s: of all its threads. stall_s: see the module."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0

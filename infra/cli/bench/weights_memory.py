@@ -42,10 +42,10 @@ def engine_memory(first: Mapping[str, Tensor], second: Mapping[str, Tensor], fol
 
 
 class FollowerProcess:
-    """A process that follows. Begins once it is told to."""
+    """A process that follows. Begins at a message."""
 
-    def __init__(self, process: multiprocessing.context.SpawnProcess, told: Connection) -> None:
-        self.told = told
+    def __init__(self, process: multiprocessing.context.SpawnProcess, pipe: Connection) -> None:
+        self.pipe = pipe
         self._status = Path(f"/proc/{process.pid}/status")
 
     def own_bytes(self) -> int:
@@ -78,7 +78,7 @@ def _peak_bytes(folder: Path, engines: list[FollowerProcess]) -> int:
         return files + sum(engine.own_bytes() for engine in engines)
 
     before = most = held()
-    working = engines[-1].told
+    working = engines[-1].pipe
     working.send("begin")
     while not working.poll(POLL_S):
         most = max(most, held())
@@ -86,31 +86,31 @@ def _peak_bytes(folder: Path, engines: list[FollowerProcess]) -> int:
     return max(most, held()) - before
 
 
-def _follow(folder: Path, events: list[PolicyEvent], told: Connection) -> None:
-    """Fetch both versions, say so, and hold them until nobody listens."""
+def _follow(folder: Path, events: list[PolicyEvent], pipe: Connection) -> None:
+    """Fetch both versions, say so, and hold them until the other end is closed."""
     from actors.engines.checks import changed_names, check_tensors
 
     cache = HostCache(folder / "cache", max_bytes=2**40, metrics=Metrics("bench"), left_free=0.0)
     _place(folder).mkdir(exist_ok=True)
     files = VersionFiles([_place(folder)])
     fetcher = PolicyFetcher(CachedStore(DirectoryStore(folder / "store"), cache), "main", files)
-    told.send("ready")
-    told.recv()
+    pipe.send("ready")
+    pipe.recv()
     held: list[Mapping[str, Tensor]] = [{}]
     for event in events:
         policy = fetcher.fetch(event)
         check_tensors(policy, {name: tensor.shape for name, tensor in policy.tensors.items()})
         changed_names(held[-1], policy.tensors)
         held.append(policy.tensors)
-    told.send("done")
+    pipe.send("done")
     try:
-        told.recv()
+        pipe.recv()
     except EOFError:
         held.clear()
 
 
 def _place(folder: Path) -> Path:
-    """Where the versions' files are; it stands for /dev/shm, so that no other engine of this machine is counted."""
+    """Where the versions' files are; it takes the place of /dev/shm, so that no other engine of this machine is counted."""
     return folder / "memory"
 
 

@@ -28,7 +28,7 @@ PLAIN = {
     "sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
     "days": "What roles read at their start after one day and after thirty: records and CPU. A minute.",
     "starts": "What roles read at their start, over logs of up to 1,000,000 reports and groups. Minutes.",
-    "stream": "Events that the gateway streams a second to 240 clients, and how long a stream stands still.",
+    "stream": "Events that the gateway streams a second to 240 clients, and how long a stream pauses.",
     "turn": "How long a turn of a conversation of 38,000 tokens holds the event loop of an explorer and of the gateway.",
     "trace": "Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes.",
 }

@@ -103,7 +103,8 @@ def init(
             "--from",
             metavar="EXAMPLE",
             help="agent (learns from traffic), sorting (tasks with answers), guess (turns with an environment), program (an "
-            "agent that knows a base URL) or verifiers (environments of that package).",
+            "agent that knows a base URL), openai_agents (one of that SDK), verifiers (environments of that package) or "
+            "machines (one trainer on several).",
         ),
     ] = "agent",
     tiny: Annotated[

@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of. until_s: when its
-    cookie expires, seconds of the epoch.
+    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of. until_s: when
+    its cookie expires, seconds of the epoch. scopes: what their key may do.
 
     Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…", until_s=1.8e9)
     """

@@ -1,6 +1,6 @@
 """One answer as its page shows it: conversation, tokens by log-probability and version, verdicts, feedback, its steps.
 
-Guarantee: what is sealed is text of nobody here, until a viewer whose key may opens it for one page and the log has said so.
+Guarantee: a sealed text is shown only to a viewer whose key may open it, for one page, once the log has a record of that.
 """
 
 import math
@@ -26,7 +26,9 @@ Spell = Callable[[Sequence[int]], list[str]]
 
 
 class ShownMessage(msgspec.Struct, frozen=True):
-    """One message. cut: characters that are not shown. images: how many are with it."""
+    """One message. role: who speaks. text: as far as it is shown. cut: characters that are not shown. images: how many
+    are with it.
+    """
 
     role: str
     text: str
@@ -35,19 +37,23 @@ class ShownMessage(msgspec.Struct, frozen=True):
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """Sampled tokens that spell text together. level: 0 (certain) to 5. version: that sampled them; odd: of another version
-    than the tokens before the last reload. told: its numbers.
+    """Sampled tokens that spell text together. text: what they spell. level: 0 (certain) to 5. version: that sampled
+    them. odd: of another version than the tokens before the last reload. title: its numbers.
     """
 
     text: str
     level: int
     version: int
     odd: bool
-    told: str
+    title: str
 
 
 class ShownAnswer(msgspec.Struct, frozen=True):
-    """What a page says of an answer. shut: why its texts are not shown, "" if they are. left_out: tokens not shown."""
+    """What a page says of an answer.
+
+    id: as a client has it. one: the experience. shut: why its texts are not shown, "" if they are. messages: of the
+    prompt. tokens: of the answer. left_out: tokens not shown. versions: that sampled it.
+    """
 
     id: str
     one: Experience
@@ -91,17 +97,17 @@ def _tokens(one: Experience, spell: Spell | None) -> tuple[list[ShownToken], int
         count = min(span.stop - span.start, MAX_TOKENS - at)
         wanted = [int(token) for token in ids[span.start : span.start + count]]
         texts = spell(wanted) if spell is not None else [f"{token} " for token in wanted]
-        told: list[str] = []
+        numbers: list[str] = []
         worst = 0.0
         for index, (token, text) in enumerate(zip(wanted, texts, strict=True)):
             value = float(logprobs[at + index])
             worst = min(worst, value)
-            told.append(f"{token}: {math.exp(value):.1%}")
+            numbers.append(f"{token}: {math.exp(value):.1%}")
             if text or index == len(wanted) - 1:
-                words = f"{', '.join(told)}, v{span.version}" if span.version >= 0 else ", ".join(told)
+                words = f"{', '.join(numbers)}, v{span.version}" if span.version >= 0 else ", ".join(numbers)
                 words += f", keys and values from v{span.kv} on" if span.kv >= 0 else ""
                 found.append(ShownToken(text or "�", level_of(worst), span.version, odd, words))
-                told, worst = [], 0.0
+                numbers, worst = [], 0.0
         at += count
         if at >= MAX_TOKENS:
             break

@@ -70,11 +70,11 @@ def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], por
     )
     return Headed(
         app
-    )  # around all of it: what answers for a page that broke stands outside an application's middleware
+    )  # around all of it: Starlette answers for a page that broke outside of an application's middleware
 
 
 class Doors:
-    """What stands before every page and every action."""
+    """What checks a request before every page and every action."""
 
     def __init__(self, pages: Pages, access: ConsoleAccess, port: str, own: str) -> None:
         self._pages = pages
@@ -93,7 +93,7 @@ class Doors:
                 return self._pages.sign_in(request, WHY[error.reason], 401)
             if not viewer.may("look"):
                 return self._pages.sign_in(request, "That key may not look.", 403)
-            return await self._told(request, viewer, lambda: look(self._pages, request, viewer))
+            return await self._answered(request, viewer, lambda: look(self._pages, request, viewer))
 
         return endpoint
 
@@ -164,9 +164,9 @@ class Doors:
             return self._pages.sign_in(request, WHY[error.reason], 401)
         except Forbidden as error:
             return self._pages.error(request, None, 403, str(error))
-        return await self._told(request, viewer, lambda: done(viewer, form))
+        return await self._answered(request, viewer, lambda: done(viewer, form))
 
-    async def _told(self, request: Request, viewer: Viewer, answer: Callable[[], Awaitable[Response]]) -> Response:
+    async def _answered(self, request: Request, viewer: Viewer, answer: Callable[[], Awaitable[Response]]) -> Response:
         try:
             return await answer()
         except NotInLog as error:

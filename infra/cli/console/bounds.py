@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 # What goes with the log, by the time of its record.
 TIMED = ("answers", "scores", "uses", "texts", "words", "fates", "letters", "marks", "tasks")
-# By which number the newest rows are told, and how many numbers stay.
+# The column that numbers the rows of a table, and how many of the newest numbers stay.
 NEWEST: Mapping[str, tuple[str, int]] = {
     "letters": ("n", 50_000),
     "marks": ("n", 50_000),

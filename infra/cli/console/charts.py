@@ -19,7 +19,9 @@ MAX_POINTS = 240
 
 
 class ChartPoint(msgspec.Struct, frozen=True):
-    """A point of a line. low, high: of its interval. title: shown where the pointer rests. version: that it is of."""
+    """A point of a line. x, y: in the chart's units. title: shown where the pointer rests. low, high: of its interval.
+    version: that it is of.
+    """
 
     x: float
     y: float
@@ -30,7 +32,7 @@ class ChartPoint(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line with its name and colour, 0 to 7; `dashed` for another run."""
+    """A line. name: beside its end. points: from left to right. colour: 0 to 7. dashed: for another run."""
 
     name: str
     points: Sequence[ChartPoint]
@@ -39,7 +41,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """From values to pixels."""
+    """From values to pixels. low, high: values. start, stop: the pixels that these lie at."""
 
     low: float
     high: float
@@ -158,11 +160,11 @@ def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
     found = []
     for at, left, wide in _rooms(sorted(places), xs):
         mine = places[at]
-        told = "\n".join(f"{line.name} {one.title}" if len(lines) > 1 else one.title for line, one in mine)
+        shown = "\n".join(f"{line.name} {one.title}" if len(lines) > 1 else one.title for line, one in mine)
         marks = "".join(
             f'<circle class="mark s{line.colour % 8}" cx="{at}" cy="{ys(one.y)}" r="3"/>' for line, one in mine
         )
-        found.append(f"<g>{_hit(left, wide)}{marks}<title>{safe(told)}</title></g>")
+        found.append(f"<g>{_hit(left, wide)}{marks}<title>{safe(shown)}</title></g>")
     return found
 
 
@@ -177,7 +179,7 @@ def _hit(left: float, wide: float) -> str:
 
 
 class Bins(msgspec.Struct, frozen=True):
-    """Whole numbers in `count` bins of `width`, from `first` on.
+    """Whole numbers, put together. first: where the first bin begins. width: of each. count: of bins.
 
     Example: Bins(first=40, width=2, count=100)
     """
@@ -219,17 +221,17 @@ def area_chart(
     for colour, (name, values) in enumerate(layers.items()):
         roof = [below + value for below, value in zip(floor, values, strict=True)]
         upper, lower = _stairs(edges, roof, xs, ys), _stairs(edges, floor, xs, ys)[::-1]
-        told = f"{name}: {sum(values):,.0f}"
+        total = f"{name}: {sum(values):,.0f}"
         parts.append(
-            f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{safe(told)}</title></polygon>'
+            f'<polygon class="area s{colour % 8}" points="{" ".join([*upper, *lower])}"><title>{safe(total)}</title></polygon>'
         )
         floor = roof
     # Over the areas, so that the pointer names every layer at once.
     for index, (left, right) in enumerate(pairwise(edges)):
         counts = [f"{name} {values[index]:,.0f}" for name, values in layers.items() if values[index]] or ["nothing"]
         where = _x_label(left, x_name) + (f" to {_x_label(right - 1, x_name)}" if bins.width > 1 else "")
-        told = "\n".join([where, *counts])
-        parts.append(f"<g>{_hit(xs(left), xs(right) - xs(left))}<title>{safe(told)}</title></g>")
+        shown = "\n".join([where, *counts])
+        parts.append(f"<g>{_hit(xs(left), xs(right) - xs(left))}<title>{safe(shown)}</title></g>")
     return _svg(title, parts)
 
 

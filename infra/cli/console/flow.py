@@ -36,7 +36,7 @@ def sentence(state: State, now_s: float) -> str:
         return f"The explorers waited {min(explorer, 1.0):.0%} of their time: the trainer is the bottleneck."
     if behind[0] > BEHIND:
         return f"{behind[0]:,} records of {behind[1]} wait: processing is the bottleneck."
-    return "Nobody waits long: the parts keep pace."
+    return "No part waits long: they keep pace."
 
 
 def since(seconds: float) -> str:

@@ -187,7 +187,7 @@ class Folder:
             (highest,) = database.execute("SELECT max(token) FROM fence").fetchone()
             if highest is not None and one.token < highest:
                 continue
-            # Of a journal whose beginning was trimmed the first record stands for the fence: see `schemas.journal.Effective`.
+            # Of a journal whose beginning was trimmed the first record is taken for the fence: see `schemas.journal.Effective`.
             if highest is None or isinstance(one, Fence):
                 database.execute("DELETE FROM fence")
                 database.execute("INSERT INTO fence VALUES (?)", (one.token,))

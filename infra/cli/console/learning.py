@@ -48,8 +48,8 @@ def _evals(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
                 share = row["right"] / row["asked"]
                 within = "" if row["low"] is None else f" ({row['low']:.1%} to {row['high']:.1%})"
                 x = (row["time_ms"] - start) / 60_000 if by_time else row["version"]
-                told = f"v{row['version']}: {share:.1%}{within}, {row['right']} of {row['asked']}"
-                points.append(ChartPoint(x, share, told, row["low"], row["high"], row["version"]))
+                title = f"v{row['version']}: {share:.1%}{within}, {row['right']} of {row['asked']}"
+                points.append(ChartPoint(x, share, title, row["low"], row["high"], row["version"]))
             suites.setdefault(suite, []).append(Line(run, points, number, dashed=number > 0))
     return [(f"Suite {suite}", lines) for suite, lines in suites.items()]
 

@@ -18,8 +18,8 @@ SHUT = "(sealed)"
 
 
 class ShownLetter(msgspec.Struct, frozen=True):
-    """text: the JSON of the record, "" where `why` says why there is none. cut: characters that are not shown. is_sealed: as a
-    whole, so that a key may open it.
+    """What is shown of a dead letter. text: the JSON of the record, "" where none can be shown. why: there is none.
+    cut: characters that are not shown. is_sealed: as a whole, so that a key may open it.
     """
 
     text: str = ""

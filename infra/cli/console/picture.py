@@ -21,7 +21,10 @@ Point = tuple[float, float]
 
 
 class Box(msgspec.Struct, frozen=True):
-    """One box: where its corner lies in the picture, up to three lines about it, and how it does. count: of its processes.
+    """One box of the picture.
+
+    name: as its title. x, y: of its corner. lines: up to three about it. version: that it has or serves. link: the page
+    behind it. state: "", "quiet" (not there) or "alarm". count: of its processes.
 
     Example: Box(name="Trainer", x=276, y=426, lines=("0.29 steps/s",), version="v7", link="/learning")
     """
@@ -42,7 +45,9 @@ class Box(msgspec.Struct, frozen=True):
 
 
 class Arrow(msgspec.Struct, frozen=True):
-    """What runs from one box to another, by the points of the line. at: where the label begins.
+    """What runs from one box to another.
+
+    source, target: names of boxes. label: what runs. points: of the line. at: where the label begins.
 
     Example: Arrow("Tasks", "Master", "tasks", points=((110, 98), (110, 142)), at=(118, 124))
     """

@@ -50,7 +50,9 @@ Found = TypeVar("Found")
 
 
 class History(msgspec.Struct, frozen=True):
-    """What was said of versions, what is served, and who decided it."""
+    """What was said of versions, and of serving and learning. events: with their offsets. stable: what customers get.
+    decisions: who moved it, and why.
+    """
 
     events: list[tuple[int, PolicyEvent]]
     stable: Stable
@@ -146,7 +148,7 @@ class Reading:
         """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
         message = (await self.log.messages_at(topics.DEAD_LETTERS, partition, [offset])).get(offset)
         if message is None or not isinstance(message.value, DeadLetter) or message.value.stage == MARK:
-            raise NotInLog(f"there is no letter at {partition}@{offset}: the log keeps none for ever")
+            raise NotInLog(f"there is no letter at {partition}@{offset}: the log removes old ones")
         return message.timestamp_ms, message.value
 
     async def learned(self, version: int) -> PolicyTrace:

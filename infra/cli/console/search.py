@@ -27,10 +27,13 @@ _UNSPACED = re.compile(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What is looked for; "" and None ask nothing. version: sampled any of it. learned: the version whose steps trained it.
-    low, high: of the score of that name, of the reward where none is named. said: "yes" or "no". rated_from, rated_to: of the
-    newest rating. fate: "pending", "trained" or a reason. text: words that all occur in what the index holds of the texts.
-    made: "yes" for what a processor made. before: only answers older than this number of the index.
+    """What is looked for; "" and None ask nothing.
+
+    text: words that all occur in what the index holds of the texts. version: sampled any of it. learned: the version
+    whose steps trained it. lane, tenant, session, suite, task: exactly. score: by its name. low, high: of that score,
+    of the reward where none is named. said: whether there is feedback, "yes" or "no". rated_from, rated_to: of the
+    newest rating. fate: "pending", "trained" or a reason. made: "yes" for what a processor made. before: only answers
+    older than this number of the index.
 
     Example: Query(lane="live", low=0.5, text="refund")
     """
@@ -55,8 +58,8 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One page of answers. further: where to look on, None where nothing is left. looked_at: the oldest answer looked at,
-    ms; 0 where the page is full. faults: fields that were not understood, with what was expected.
+    """One page of answers. rows: as the index holds them, newest first. further: where to look on, None where nothing
+    is left. looked_at_ms: time of the oldest answer looked at, 0 where the page is full.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -190,12 +193,12 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
             f"SELECT * FROM answers{index} WHERE {where} ORDER BY n DESC LIMIT {PAGE - len(rows)}", values
         ).fetchall()
         if len(rows) >= PAGE:
-            return Page(_told(database, rows), further=rows[-1]["n"])
+            return Page(_with_texts(database, rows), further=rows[-1]["n"])
         high = low - 1
         if time.monotonic() - began_s > longest_s:
             at = database.execute("SELECT time_ms FROM answers WHERE n >= ? ORDER BY n LIMIT 1", (low,)).fetchone()
-            return Page(_told(database, rows), further=low, looked_at_ms=at[0] if at else 0)
-    return Page(_told(database, rows), further=None)
+            return Page(_with_texts(database, rows), further=low, looked_at_ms=at[0] if at else 0)
+    return Page(_with_texts(database, rows), further=None)
 
 
 def steps_of(database: sqlite3.Connection, version: int) -> tuple[int, int]:
@@ -207,7 +210,7 @@ def steps_of(database: sqlite3.Connection, version: int) -> tuple[int, int]:
     return (0 if before is None else before + 1), row[0]
 
 
-def _told(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows with their texts and scores."""
     found = []
     for row in rows:

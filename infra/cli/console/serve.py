@@ -44,7 +44,7 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
     async with source_of(config, sets) as (settings, log, store, state):
         sock = bound(listen or settings.console.listen)
         sock.listen()  # a link that is opened at once waits for its page
-        given = os.environ.get(LINK_VARIABLE, "")  # then who gave it has told it, and a log is no place for it
+        given = os.environ.get(LINK_VARIABLE, "")  # whoever set it knows it, and it must not be in a log
         link = given or secrets.token_urlsafe(24)
         command = command_of(config, sets)
         address = f"{shown_host(sock)}:{sock.getsockname()[1]}"

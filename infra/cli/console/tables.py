@@ -10,7 +10,7 @@ from infra.cli.console.charts import Bins, Line, safe, thin
 
 
 class Table(msgspec.Struct, frozen=True):
-    """A table below a figure, a cell for each column in each row; the first column names the row.
+    """A table below a figure. columns: the first one names the row. rows: a cell for each column.
 
     Example: Table(("version", "value"), [("v3", "0.25")])
     """

@@ -27,7 +27,12 @@ WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolle
 
 
 class VersionRow(msgspec.Struct, frozen=True):
-    """One line of the timeline. said: the newest decision about it, "" for none."""
+    """One line of the timeline.
+
+    version: of the policy. time_ms: when it was published. step: the last one it contains. parent: trained from. said:
+    the newest decision about it, "" for none. by: who made that. why: their reason. is_stable: customers get it.
+    on_trial: some of them do. evals: suite, score and the score as it is shown.
+    """
 
     version: int
     time_ms: int
@@ -131,21 +136,21 @@ def timeline(history: History) -> Markup:
     for index, (x, version) in enumerate(stable):
         end = stable[index + 1][0] if index + 1 < len(stable) else 948.0
         parts.append(_bar(x, end, version, "good" if index % 2 else "s0"))
-    told = f"{len(published)} versions published; {len(history.decisions)} decisions"
+    label = f"{len(published)} versions published; {len(history.decisions)} decisions"
     return Markup(
-        f'<svg class="timeline" viewBox="0 0 960 150" role="group" aria-label="{told}">{"".join(parts)}</svg>'
+        f'<svg class="timeline" viewBox="0 0 960 150" role="group" aria-label="{label}">{"".join(parts)}</svg>'
     )
 
 
-def _tick(x: float, told: str) -> str:
-    return f'<line class="stroke s0" x1="{x}" x2="{x}" y1="15" y2="29"><title>{told}</title></line>'
+def _tick(x: float, title: str) -> str:
+    return f'<line class="stroke s0" x1="{x}" x2="{x}" y1="15" y2="29"><title>{title}</title></line>'
 
 
 def _dot(one: ChannelDecision, x: float, y: int) -> str:
     kind = {"held": "bad", "rolled_back": "bad", "promoted": "good"}.get(one.event, "s0")
-    told = safe(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
-    circle = f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="5"><title>{told}</title></circle>'
-    return f'<a href="/versions/{one.version}" aria-label="{told}">{circle}</a>'
+    title = safe(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
+    circle = f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="5"><title>{title}</title></circle>'
+    return f'<a href="/versions/{one.version}" aria-label="{title}">{circle}</a>'
 
 
 def _bar(x: float, end: float, version: int, shade: str) -> str:
@@ -157,8 +162,11 @@ def _bar(x: float, end: float, version: int, shade: str) -> str:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One recorded prompt and what two versions said, as far as the index holds it. left, right: with the differences marked.
-    Scores: None for none. behind: characters of the longer one behind what is held. differs_behind: they differ there alone.
+    """One recorded prompt and what two versions said, as far as the index holds it.
+
+    task: its id. asked: the prompt. left, right: with the differences marked. left_id, right_id: of the answers.
+    left_score, right_score: None for none. behind: characters of the longer one behind what is held. differs_behind:
+    they differ there alone.
     """
 
     task: str

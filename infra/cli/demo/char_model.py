@@ -29,8 +29,8 @@ MIN_HEAD_DIM = 32  # of vLLM's attention on CPUs
 
 
 class Size(msgspec.Struct, frozen=True):
-    """How large the model is: width, a multiple of 4 heads, and layers. image: pixels a side of the pictures it takes, 0 for
-    text alone. head_dim: width of a head, 0 for the usual.
+    """How large the model is. hidden: width, a multiple of 4 heads. layers: of the decoder. image: pixels a side of the
+    pictures it takes, 0 for text alone. head_dim: width of a head, 0 for the usual.
 
     Example: Size(hidden=128, layers=4)
     """
@@ -43,6 +43,7 @@ class Size(msgspec.Struct, frozen=True):
 
 class Vocabulary(msgspec.Struct, frozen=True):
     """What text is made of. words: their ids follow the special tokens. pattern: how a text falls into words.
+    chat_template: in Jinja.
 
     Example: Vocabulary(words=("00", "01", ">"), pattern=r"[0-9][0-9]|.", chat_template=TURNS_TEMPLATE)
     """

@@ -48,7 +48,12 @@ model = "model"
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headrace demo` was asked for. sets: `--set` arguments of every role, for a demo that is measured."""
+    """What `headrace demo` was asked for.
+
+    directory: of the run. task: by its name. minutes: of issuing tasks. seed: of the model, the tasks and the draws.
+    engine: vllm or torch. control: see `DemoTask.lanes`. quiet: no picture on the terminal. agent: URL of a service
+    that plays, "" for the built-in workflow. sets: `--set` arguments of every role, for a demo that is measured.
+    """
 
     directory: Path
     task: str = "arithmetic"

@@ -45,5 +45,5 @@ SHAPES = DemoTask(
     measure="pictures counted right, greedy",
     stop_at=0.97,
     lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
-    engines=("torch",),  # heads of 16, as it was measured, are none that vLLM takes on a CPU
+    engines=("torch",),  # vLLM refuses heads of 16, which is what was measured, on a CPU
 )

@@ -1,4 +1,4 @@
-"""What the traffic demo tells beside the usual report: what users saw, and where the stable channel was meanwhile."""
+"""What the traffic demo reports beside the usual figures: what users saw, and where the stable channel was meanwhile."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

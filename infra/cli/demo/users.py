@@ -37,9 +37,10 @@ START_S = 900.0
 
 
 class Opinion(msgspec.Struct, frozen=True):
-    """What a user makes of one answer. delay_s: before the first word. value: of the rating, None for none.
+    """What a user makes of one answer.
 
-    correction: the answer as it should have been. withdrawn: the rating is taken back later.
+    habit: the kind of user. delay_s: before the first word. value: of the rating, None for none. correction: the answer
+    as it should have been. withdrawn: the rating is taken back later.
 
     Example: Opinion(habit="corrects", delay_s=0.1, value=0.0, correction="280")
     """
@@ -52,9 +53,11 @@ class Opinion(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One line of the file: an answer as its user saw it. at_s: seconds of the epoch. version: that the gateway names.
+    """One line of the file: an answer as its user saw it.
 
-    failed: requests about it that failed, the question included; then nothing else may be known.
+    at_s: seconds of the epoch. version: that the gateway names. right: the answer is. habit: of the user. failed:
+    requests about it that failed, the question included; then nothing else may be known. error: of the last one that
+    failed.
 
     Example: Seen(at_s=1763715600.0, version=12, right=True, habit="rates")
     """

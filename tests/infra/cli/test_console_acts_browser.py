@@ -116,7 +116,7 @@ def test_what_is_read_out_of_the_flow_changes_when_its_words_do_and_at_no_other_
         assert len(page.evaluate("window.changes")) == 1 and page.locator("[aria-live]").count() == 1
     finally:
         here.publish(Directive(order="continue", owner="ann"))
-    page.locator("[aria-live]", has_text="Nobody waits long").wait_for(timeout=20_000)
+    page.locator("[aria-live]", has_text="No part waits long").wait_for(timeout=20_000)
 
 
 def test_on_a_phone_the_picture_moves_in_its_place_and_the_page_does_not(operator: WatchedPage, tmp_path: Path) -> None:

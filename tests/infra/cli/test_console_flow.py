@@ -69,7 +69,7 @@ def state(*roles: State, learning: State | None = None, **lags: int) -> State:
             state(role("train"), role("explore", idle_share=0.8), role("master", issued_groups=5.0)),
             "The explorers waited 80% of their time: the trainer is the bottleneck.",
         ),
-        (state(role("train"), role("explore")), "Nobody waits long: the parts keep pace."),
+        (state(role("train"), role("explore")), "No part waits long: they keep pace."),
         (
             state(role("train"), learning={"state": "paused", "by": "ann", "reason": "odd", "since_s": 940.0}),
             "Learning is paused by ann since 1 minute: odd.",

@@ -112,7 +112,7 @@ def test_an_opened_answer_is_listed_however_many_users_were_forgotten_after_it(t
                     }
                     database.execute(f"INSERT INTO orders VALUES ({', '.join('?' * len(columns))})", [*values.values()])
             page = (await client.get("/privacy")).text
-            assert "the-opened-one" in page and "150 times somebody was forgotten; 1 times" in page
+            assert "the-opened-one" in page and "150 times a user was forgotten; 1 times" in page
 
     asyncio.run(main())
 

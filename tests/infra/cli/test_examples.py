@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from actors.engines.scripted import ScriptedEngine
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
+from infra.chain.processor import Memory
 from infra.cli.init import EXAMPLES, files_of
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Feedback, Message, Task
+from streams.stages.chain_builder import build_tasks
 from tests.actors.rig import EOS
 from tests.actors.turns import SAMPLING, TurnTokenizer
 from tests.infra.test_docs import parse
@@ -71,9 +73,26 @@ def test_the_commands_of_an_example_s_readme_are_there(name: str) -> None:
 
 def test_an_example_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["init", str(tmp_path / "x"), "--from", "gess"])
-    assert done.exit_code == 2 and "expected one of agent, guess, program, sorting, verifiers" in done.stderr.replace(
-        "\n", ""
-    )
+    assert done.exit_code == 2 and f"expected one of {', '.join(NAMES)}" in done.stderr.replace("\n", "")
+
+
+def test_every_folder_is_an_example_and_the_help_of_init_says_what_it_is() -> None:
+    assert [folder.name for folder in sorted(EXAMPLES.iterdir())] == NAMES
+    shown = CliRunner().invoke(app, ["init", "--help"], env={"COLUMNS": "200"}).output
+    assert [name for name in NAMES if name not in shown] == []
+
+
+def test_every_game_of_the_agents_sdk_is_a_task_of_its_own(tmp_path: Path) -> None:
+    """None of them is taken for the repetition of another, though all ask the same; the service reads the number."""
+    settings = load_settings(copied("openai_agents", tmp_path / "games"))
+    read: Any = load("actors.tasksets.files:tasks", {"path": str(tmp_path / "games" / "tasks.jsonl")}, "test")
+    rows: list[Task] = list(read())
+    assert [(one.split, one.meta["number"]) for one in rows] == [
+        (split, str(number)) for split in ("train", "all-numbers") for number in range(1, 17)
+    ]
+    (dedupe,) = [one for one in build_tasks(settings.streams()) if one.name == "dedupe"]
+    memory = Memory(dedupe.memory)
+    assert [dedupe.function(one, memory=memory) for one in rows] == rows
 
 
 def plugin(use: str, name: str, tmp_path: Path) -> Any:

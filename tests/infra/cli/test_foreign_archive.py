@@ -18,7 +18,7 @@ from infra.store.memory import MemoryStore
 from schemas import topics
 from schemas.errors import ConfigError
 from tests.infra.cli.test_replay_command import call, exported
-from trainer.config import BUILT_IN, TrainerConfig
+from trainer.config import TrainerConfig, built_in_losses
 from trainer.learners.learner import LEARNERS
 from trainer.replay.shipped import foreign_names
 
@@ -76,7 +76,7 @@ def test_a_settings_file_beside_the_data_runs_nothing_either(tmp_path: Path) -> 
     assert not mark.exists() and sys.path == before
 
 
-@pytest.mark.parametrize("loss", BUILT_IN)
+@pytest.mark.parametrize("loss", built_in_losses())
 def test_every_shipped_loss_is_known_by_its_name_and_by_its_module(loss: str) -> None:
     for name in (loss, f"trainer.losses.{loss}:{loss}"):
         assert foreign_names(msgspec.convert({"lanes": {"usual": {"loss": name}}}, TrainerConfig)) == ()

@@ -157,7 +157,7 @@ def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, caplog: pyte
     made.chmod(0o777)
     with caplog.at_level(logging.WARNING):
         assert files.place(SHA256, ENTRIES, never, check) is None
-    assert "nobody else may enter" in caplog.text
+    assert "no other user may enter" in caplog.text
 
 
 def hold(folder: Path, told: Connection, kind: str) -> None:

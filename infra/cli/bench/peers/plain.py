@@ -21,8 +21,11 @@ StageName = Literal["verify", "collect"]
 
 
 class PlainAnswer(msgspec.Struct):
-    """One answer as msgspec has it. tokens, logprobs: lists, or the bytes of arrays of uint32 and float32. reason: why it was
-    dropped, "" for kept.
+    """One answer as msgspec has it.
+
+    id, group, episode, group_size, num_prompt, messages, answer, reward, advantage, priority: as in an experience.
+    tokens, logprobs: lists, or the bytes of arrays of uint32 and float32. version: of the policy. score: the only one.
+    reason: why it was dropped, "" for kept.
     """
 
     id: str
@@ -50,14 +53,14 @@ class WireForm(NamedTuple):
 
 
 class ListedAnswer(PlainAnswer):
-    """Tokens and logprobs as plain lists."""
+    """As plain lists. tokens, logprobs: of prompt and answer."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
 class PackedAnswer(PlainAnswer):
-    """Tokens and logprobs as the bytes of arrays."""
+    """As the bytes of arrays. tokens, logprobs: of prompt and answer."""
 
     tokens: bytes
     logprobs: bytes

@@ -13,7 +13,11 @@ from infra.cli.bench.peers.plain import FORMS, StageName, stage_of
 
 
 class FaustAnswer(faust.Record, serializer="json"):  # type: ignore[misc, call-arg]
-    """The same answer as a record of Faust."""
+    """The same answer as a record of Faust.
+
+    id, group, episode, group_size, num_prompt, tokens, logprobs, messages, answer, version, score, reward, advantage,
+    priority, reason: as in PlainAnswer.
+    """
 
     id: str
     group: str

@@ -1,7 +1,7 @@
 """How the processes of the benchmark of transports speak to each other; nothing of headrace and nothing that has to be
 installed, for it runs in the environment of the peers too.
 
-A reader's process is told `check N` or `go N` on stdin, line by line. It has its sender send the N answers, makes arrays of
+A reader's process reads `check N` or `go N` from stdin, line by line. It has its sender send the N answers, makes arrays of
 all of them, and says so in a line of JSON: `digest` of what it holds (of `check` alone) and the seconds it took.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def told_rounds() -> Iterable[tuple[str, int]]:
-    """What this process is told to do, until stdin ends."""
+    """Commands and numbers from stdin, until it ends."""
     for line in sys.stdin:
         what, _, number = line.partition(" ")
         yield what, int(number)
@@ -46,7 +46,7 @@ def say(what: dict[str, Any]) -> None:
 
 
 class Sender:
-    """A process that sends when it is told a number on stdin."""
+    """A process that sends as many as a number on its stdin says."""
 
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,5 +1,5 @@
 // Parts of a page that say so are asked for again, while somebody looks; what has the focus keeps it, and what was moved aside
-// stays there. What is read out stands outside of such a part, and is changed where the words differ: put in anew it would be
+// stays there. What is read out lies outside of such a part, and is changed where the words differ: put in anew it would be
 // read out anew.
 "use strict";
 const REACHED = "a, [tabindex]"; // by the keyboard

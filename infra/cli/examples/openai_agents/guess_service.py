@@ -1,8 +1,7 @@
-"""The demo's task guess, played by a program of the OpenAI Agents SDK: a service that is sent one game per request.
+"""Guess a number, played by a program of the OpenAI Agents SDK: a service that is sent one game per request.
 
-    make agents
-    .venv/agents/bin/python infra/cli/examples/openai_agents/guess_service.py 9000
-    headrace demo --task guess --agent http://127.0.0.1:9000
+    python guess_service.py 9000                                         beside the settings of this folder
+    headrace demo --task guess --agent http://127.0.0.1:9000             or with the demo, which plays the same game
 
 It knows nothing of headrace but what it is sent: the task, a base URL, a key and a model's name.
 """
@@ -50,11 +49,11 @@ class Game:
 
 async def play(request: Request) -> JSONResponse:
     """One game: a run of the player per guess, each with all that was said before."""
-    told: dict[str, Any] = await request.json()
-    client = AsyncOpenAI(base_url=told["base_url"], api_key=told["api_key"], http_client=HTTP, max_retries=0)
-    player = Agent(name="player", model=OpenAIChatCompletionsModel(told["model"], client))
-    game = Game(int(told["task"]["meta"]["number"]))
-    said = told["task"]["messages"]
+    episode: dict[str, Any] = await request.json()
+    client = AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"], http_client=HTTP, max_retries=0)
+    player = Agent(name="player", model=OpenAIChatCompletionsModel(episode["model"], client))
+    game = Game(int(episode["task"]["meta"]["number"]))
+    said = episode["task"]["messages"]
     turns: list[dict[str, Any]] = []
     for _ in range(TURNS):
         try:
