@@ -191,7 +191,7 @@ def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
     one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the first piece.
     """
     base, moves = _last_moves(parts, old)
-    for piece in _moved(base, moves) if moves else (base,):
+    for piece in _moved(base, moves) if moves else chunks(base):
         if piece.size:
             yield piece.view(np.uint8).data
 
