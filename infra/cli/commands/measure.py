@@ -13,6 +13,7 @@ import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
 from infra.cli.commands.plan import plan
+from infra.cli.commands.weights_bench import weights
 
 DTYPES = ("float32", "bfloat16")
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
@@ -113,33 +114,6 @@ def gateway_peers(
     from infra.cli.bench.gateway_peers import PeersPlan, run
 
     return beside("gateway-peers", run(PeersPlan(rounds=repeat, model=model), tell))
-
-
-def weights(
-    gb: Annotated[
-        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about nine times as much memory.")
-    ] = 0.5,
-    share: Annotated[float, typer.Option(help="Of the values that a version moves.", min=0, max=1)] = 0.014,
-    sizes: Annotated[
-        str,
-        typer.Option("--sweep", help="GB by commas, as in 0.1,0.5,2: one version at each size, and a picture of them."),
-    ] = "",
-    out: Annotated[Path, typer.Option(help="Folder for weights.json and weights.png of a sweep.")] = Path("bench"),
-) -> list[Found]:
-    """The way of weights over 50 versions, from the trainer's copy to the file for an engine's workers, beside safetensors and
-    xor. Minutes.
-    """
-    from infra.cli.bench.weights import WeightsPlan, run
-    from infra.cli.bench.weights_sweep import sweep
-    from schemas.errors import ConfigError
-
-    if not sizes:
-        return [Found(run(WeightsPlan(gb=gb, share=share), tell))]
-    try:
-        wanted = [float(size) for size in sizes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--sweep: got {sizes!r}, expected numbers of GB by commas, as in 0.1,0.5,2") from error
-    return [Found(figures) for figures in sweep(wanted, share, out, tell).values()]
 
 
 def growth(
