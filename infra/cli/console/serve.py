@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ async def made(
         kept, looked = IndexState(), asyncio.Event()
         reading = Reading(settings, log, folder, kept, looked)
         pages = Pages(reading, access, command, beside_of(settings))
-        pages.spell = speller_of(settings)
+        pages.load_spell = partial(speller_of, settings)
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
         app = make_app(pages, access, hosts=hosts, port=port, own=settings.console.origin)
         if is_apart:
