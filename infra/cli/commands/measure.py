@@ -53,20 +53,34 @@ def plain(name: str) -> Callable[[], Found]:
 
 
 def every(
-    only: Annotated[str, typer.Option(help="Benchmarks of the table, by commas; all of them where left out.")] = "",
+    only: Annotated[str, typer.Option(help="Benchmarks by commas; every one where left out.")] = "",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="A first look: the smallest sizes, five minutes each, and what takes longer left out."
+        ),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for all.json, written anew as each ends.")] = Path("bench"),
 ) -> Found:
-    """Every stage beside its peers, and the console, one after the other, and one table at the end.
+    """Every benchmark there is, one after the other, those that take least first, and one table of all targets at the end.
 
-    Each needs the machine for itself.
+    Each needs the machine for itself, and has a time of its own; one that fails is one line, and the rest goes on. Exit code 1:
+    one failed. Targets are shown, and change no exit code. Hours, of which off-policy and mix take most.
     """
-    from infra.cli.bench.all import BENCHES, run
+    from infra.cli.bench.all import BenchEnd, as_figures, in_order, run
     from infra.cli.bench.tables import all_table
 
-    rows, failures = run(some_of("--only", only, BENCHES) or list(BENCHES), tell)
-    for one in failures:
-        tell(f"bench {one.bench} has no figures: {one.why}")
-    figures = {"rows": msgspec.to_builtins(rows), "failures": msgspec.to_builtins(failures)}
-    return Found(figures, lambda: [all_table(rows)], width=150, code=1 if failures else 0)
+    known = [name for name in commands() if name != "all"]
+    found: list[BenchEnd] = []
+
+    def ended(one: BenchEnd) -> None:
+        found.append(one)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "all.json").write_bytes(msgspec.json.format(msgspec.json.encode(as_figures(found)), indent=1))
+
+    run(in_order(some_of("--only", only, known) or known), tell, quick=quick, ended=ended)
+    failed = any(one.is_run and one.why for one in found)
+    return Found(as_figures(found), lambda: [all_table(found)], width=170, code=1 if failed else 0)
 
 
 def codec(repeat: RepeatOption = 7) -> Found:
@@ -146,11 +160,14 @@ def growth(
     sizes: Annotated[str, typer.Option(help="Of what it grows with, by commas.")] = "10000,100000,1000000",
     minutes: Annotated[
         float, typer.Option(min=0.1, help="A point that would take longer is named and left out.")
-    ] = 4.0,
+    ] = 10.0,
+    only: Annotated[
+        str, typer.Option(help="What grows, by commas, as in master,collect; all of it where left out.")
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder for growth.json and growth.png.")] = Path("bench"),
 ) -> Found:
     """All that starts, answers or holds, over logs of 10,000 to 1,000,000: CPU, memory, and how they grow. Minutes."""
-    from infra.cli.bench.growth import run
+    from infra.cli.bench.growth import WORKS, run
     from infra.cli.bench.tables import growth_table
     from schemas.errors import ConfigError
 
@@ -160,7 +177,7 @@ def growth(
         raise ConfigError(f"--sizes: got {sizes!r}, expected whole numbers by commas, as in 10000,100000") from error
     if wanted[0] < 1:
         raise ConfigError(f"--sizes: got {wanted[0]}, expected 1 or more")
-    found = run(wanted, out, tell, limit_s=60 * minutes)
+    found = run(wanted, out, tell, limit_s=60 * minutes, only=some_of("--only", only, WORKS))
     return Found(msgspec.to_builtins(found), lambda: [growth_table(found)], width=150)
 
 
