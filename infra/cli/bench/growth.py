@@ -84,7 +84,8 @@ def run(
     lines = lines_of(points)
     out.mkdir(parents=True, exist_ok=True)
     (out / "growth.json").write_bytes(msgspec.json.format(msgspec.json.encode(lines), indent=1))
-    draw(lines, out / "growth.png")
+    if any(one.exponent is not None for one in lines):
+        draw(lines, out / "growth.png")
     return lines
 
 
