@@ -54,5 +54,5 @@ class Gone:
 
 def gone_of(scope: Mapping[str, Any]) -> Gone | None:
     """That of the connection on which a request came, None of a server that tells by messages alone."""
-    found = scope.get("extensions", {}).get(GONE)
+    found = scope.get("extensions", {}).get(GONE, {}).get("gone")
     return found if isinstance(found, Gone) else None

@@ -67,7 +67,7 @@ class BoundedHeads(HttpToolsProtocol):
         """Of the parser: a head begins."""
         self._at, self._head_bytes = "head", 0
         super().on_message_begin()
-        self.scope["extensions"] = {GONE: self._gone}  # type: ignore[typeddict-unknown-key]
+        self.scope["extensions"] = {GONE: {"gone": self._gone}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Of the parser: a field, of the head or behind the body."""

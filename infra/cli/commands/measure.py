@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
+from infra.cli.commands.every import every_of
 from infra.cli.commands.plan import plan
 
 DTYPES = ("float32", "bfloat16")
@@ -38,7 +39,7 @@ RepeatOption = Annotated[int, typer.Option(min=1, help="Rounds timed of each.")]
 def commands() -> dict[str, Callable[..., None]]:
     """Every benchmark's command by its name."""
     own = {one.__name__.replace("_", "-"): one for one in BENCHES}
-    benches = {name: plain(name) for name in PLAIN} | {"all": every} | own
+    benches = {name: plain(name) for name in PLAIN} | {"all": every_of([*PLAIN, *own])} | own
     return {name: command(name, bench) for name, bench in benches.items()}
 
 
@@ -50,37 +51,6 @@ def plain(name: str) -> Callable[[], Found]:
 
     bench.__doc__ = PLAIN[name]
     return bench
-
-
-def every(
-    only: Annotated[str, typer.Option(help="Benchmarks by commas; every one where left out.")] = "",
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="A first look: the smallest sizes, five minutes each, and what takes longer left out."
-        ),
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for all.json, written anew as each ends.")] = Path("bench"),
-) -> Found:
-    """Every benchmark there is, one after the other, those that take least first, and one table of all targets at the end.
-
-    Each needs the machine for itself, and has a time of its own; one that fails is one line, and the rest goes on. Exit code 1:
-    one failed. Targets are shown, and change no exit code. Hours, of which off-policy and mix take most.
-    """
-    from infra.cli.bench.all import BenchEnd, as_figures, in_order, run
-    from infra.cli.bench.tables import all_table
-
-    known = [name for name in commands() if name != "all"]
-    found: list[BenchEnd] = []
-
-    def ended(one: BenchEnd) -> None:
-        found.append(one)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "all.json").write_bytes(msgspec.json.format(msgspec.json.encode(as_figures(found)), indent=1))
-
-    run(in_order(some_of("--only", only, known) or known), tell, quick=quick, ended=ended)
-    failed = any(one.is_run and one.why for one in found)
-    return Found(as_figures(found), lambda: [all_table(found)], width=170, code=1 if failed else 0)
 
 
 def codec(repeat: RepeatOption = 7) -> Found:
