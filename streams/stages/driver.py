@@ -169,11 +169,12 @@ class WindowDriver:
         recalling = self._recalls[delivery.record.partition]
         try:
             message = await read(self._log, delivery.record, self._give_up_s)
-            await asyncio.wait((recalling,))
+            if not recalling.done():  # to wait for what is done takes a turn of the loop
+                await asyncio.wait((recalling,))
             if recalling.cancelled() or delivery.generation < self._generation:
                 return  # given up with everything in flight: it is delivered again
             handled = await decided(self._stage, message, turn, self._timeout_s)
-            if before is not None:
+            if before is not None and not before.done():
                 await asyncio.wait((before,))
             await self._published(message, handled)
         except asyncio.CancelledError:
