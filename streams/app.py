@@ -21,8 +21,7 @@ from infra.observe.release import full_release
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import ends_within
 from infra.roles.role import Role
-from schemas import Progress
-from schemas.reports import together
+from schemas import FeedbackWait, Progress
 from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
 from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
@@ -152,14 +151,17 @@ def _progress(
     hosts: Sequence[HostedStage], metrics: Metrics, instance: str, now_ms: Callable[[], int], state: str
 ) -> Progress:
     """How this worker is doing; sets the gauges that are read, not counted."""
-    waits = together(driver.waits() for host in hosts for driver in host.drivers.values())
+    waits = FeedbackWait()
     for host in hosts:
         if host.stage == "collect":
-            metrics.gauge("groups_pending").set(sum(driver.num_open() for driver in host.drivers.values()))
-            came = [came_ms for driver in host.drivers.values() if (came_ms := driver.oldest_ms())]
-            metrics.gauge("oldest_waiting_s").set(max(0.0, now_ms() - min(came)) / 1000 if came else 0.0)
+            (driver,) = host.drivers.values()
+            waiting = driver.waiting()
+            waits = waiting.feedback
+            metrics.gauge("groups_pending").set(waiting.groups)
+            oldest_s = max(0.0, now_ms() - waiting.oldest_ms) / 1000 if waiting.oldest_ms else 0.0
+            metrics.gauge("oldest_waiting_s").set(oldest_s)
             metrics.gauge("answers_waiting").set(waits.answers)
-            metrics.gauge("turns_held").set(sum(driver.num_held() for driver in host.drivers.values()))
+            metrics.gauge("turns_held").set(waiting.turns)
         in_flight = sum(driver.num_in_flight() for driver in host.drivers.values())
         metrics.gauge("records_in_flight", stage=host.stage).set(in_flight)
     return Progress(

@@ -98,7 +98,7 @@ class FeedbackConfig(Section, frozen=True):
     loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how
     much better than usual the turn after it was rated; that is for learning alone, and no rating. 0 credits the named
     answer alone. per_rater: how many words of one rater count `within` a time; what a key says without naming a rater is
-    one rater's, and so is what a browser's token says. alike: how many that say nearly the same, whoever says them. The
+    one rater's, and so is what a browser's token says. alike: how many that say nearly the same, of all raters together. The
     rest is held back and counted. 0 is no limit; both are counted on each partition. See also [collect.limits]. within:
     the time of per_rater and alike.
 
@@ -277,7 +277,7 @@ class LimitsConfig(Section, frozen=True):
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, whoever is missing: longer than an episode may take
+    deadline_s: a group is closed so long after its first record, even without all its episodes: longer than an episode may take
     (`explore.episode_timeout_s`), or slow episodes are left out. revisions: how often late words may
     close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
     how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often

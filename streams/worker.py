@@ -101,7 +101,9 @@ async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> No
 
 
 class HeldTopic(msgspec.Struct, frozen=True):
-    """What a worker holds of one topic. marks: per partition, a number that changes while it is worked on.
+    """What a worker holds of one topic.
+
+    topic, group: full names. partitions: indexes. marks: per partition, a number that changes while it is worked on.
 
     Example: HeldTopic(topic="app.verified", group="app.collect", partitions={0, 2}, marks={0: 981, 2: 12})
     """

@@ -1,5 +1,7 @@
 """What a soak says of growth: lines that bursts do not move, lives that begin anew, processes with all they started."""
 
+import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, size_mb, slope, tables
+from tests.held import parts, types
 from tests.soak import APP, on_disk
 
 
@@ -105,3 +108,28 @@ def test_tables_and_picture_of_a_whole_run_are_made(tmp_path: Path) -> None:
     assert "train" in text and "topic tasks MB" in text and "versions" in text
     plot(lives, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_process_holds_is_told_apart() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    before = parts()
+    block = libc.malloc(40 * 2**20)
+    ctypes.memset(block, 1, 40 * 2**20)
+    kept = [[] for _ in range(50_000)]
+    now, names = parts(), types()
+    libc.free(block)
+    assert now["heap used"] - before["heap used"] == pytest.approx(40, abs=2)
+    assert now["objects"] - before["objects"] == pytest.approx(50, abs=5)
+    assert now["resident"] - before["resident"] > 40 and names["builtins.list"] >= len(kept)
+    assert parts()["heap used"] - before["heap used"] < 5
+
+
+def test_a_command_is_looked_at_from_beside_its_main_thread(tmp_path: Path) -> None:
+    path = tmp_path / "held.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.held", str(path), "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("headrace ")
+    assert json.loads(path.read_text().splitlines()[0])["resident"] > 1

@@ -48,7 +48,7 @@ def check_tensors(policy: Policy, shapes: Mapping[str, tuple[int, ...]]) -> None
     for name, tensor in policy.tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise PolicyRefused(f"{who}: tensor {name}: got shape {list(tensor.shape)}, expected {list(shapes[name])}")
-    if wrong := first_not_finite(policy.tensors):
+    if not policy.finite and (wrong := first_not_finite(policy.tensors)):
         raise PolicyRefused(f"{who}: tensor {wrong} holds NaN or infinity")
 
 

@@ -2,7 +2,10 @@
 
 import inspect
 import json
+import os
+import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from infra.cli.bench.beside import Beside
+
+STDOUT, STDERR = 1, 2  # descriptors
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -30,7 +35,7 @@ def command(name: str, bench: Callable[..., Found | list[Found]]) -> Callable[..
     """What prints the finds of a benchmark, and has its options and `--json`."""
 
     def run(as_json: bool, **asked: Any) -> None:
-        exit_with(lambda: show(name, bench(**asked), as_json))
+        exit_with(lambda: show(name, measured(lambda: bench(**asked), as_json), as_json))
 
     json_flag = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
     taken = (*inspect.signature(bench).parameters.values(), json_flag)
@@ -38,6 +43,21 @@ def command(name: str, bench: Callable[..., Found | list[Found]]) -> Callable[..
     run.__annotations__ = {one.name: one.annotation for one in taken}
     run.__doc__ = bench.__doc__
     return run
+
+
+def measured(bench: Callable[[], Found | list[Found]], as_json: bool) -> Found | list[Found]:
+    """What it finds. as_json: what libraries and processes print meanwhile goes to stderr, so that JSON stands alone."""
+    if not as_json:
+        return bench()
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    try:
+        os.dup2(STDERR, STDOUT)
+        with redirect_stdout(sys.stderr):
+            return bench()
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 def show(name: str, found: Found | list[Found], as_json: bool) -> int:
@@ -56,10 +76,10 @@ def show(name: str, found: Found | list[Found], as_json: bool) -> int:
 
 
 def tell(line: str) -> None:
-    """Progress goes to stderr."""
+    """Progress goes to stderr, a line each whatever reads it."""
     from infra.cli.terminal import Screen
 
-    Screen(stderr=True).print(line)
+    Screen(stderr=True, soft_wrap=True).print(line)
 
 
 def some_of(option: str, asked: str, known: Collection[str]) -> list[str]:

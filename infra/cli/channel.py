@@ -2,7 +2,7 @@
 
 import getpass
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from infra.cli.terminal import Screen
 from infra.cli.times import clock
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
+from infra.policies.beginning import folded
 from infra.policies.channel import Stable, fenced, moved
 from infra.policies.history import LeaseFence
 from schemas import Directive, PolicyEvent, topics
@@ -30,8 +31,8 @@ async def run_move(
     """Append one move of a channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
     settings = load_settings(config, sets)
     async with connected(settings) as log:
-        history, before = await policy_history(log, settings.policy.name)
-        check_move(history, before, kind, version)
+        versions, before = await versions_and_stable(log, settings.policy.name, version)
+        check_move(versions, before, kind, version)
         event = PolicyEvent(
             event=kind,
             policy=settings.policy.name,
@@ -109,14 +110,31 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     return rows
 
 
-def check_move(history: Sequence[tuple[int, PolicyEvent]], stable: Stable, kind: PolicyEventKind, version: int) -> None:
-    """Raises ConfigError for a version that is not there or that every role refused, and for a rollback to a newer one."""
+async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Collection[int], Stable]:
+    """Versions of a policy that may be served, and where its channel is. Read from the newest summary of `policies` on, where
+    `version` is not older than what that tells of: then older ones are missing.
+    """
+    known = (await folded(log)).of(policy)
+    if version < 0 or version >= known.known_from:
+        return [one for one, event in known.published().items() if event.event == "published"], known.stable
+    history, stable = await policy_history(log, policy)
+    return servable(history), stable
+
+
+def servable(history: Sequence[tuple[int, PolicyEvent]]) -> set[int]:
+    """Versions that were published and not orphaned."""
+    published = {event.version for _, event in history if event.event == "published"}
+    return published - {event.version for _, event in history if event.event == "orphaned"}
+
+
+def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind, version: int) -> None:
+    """Raises ConfigError for a version that is not there or that every role refused, and for a rollback to a newer one.
+    versions: that may be served.
+    """
     if version < 0:
         return
-    published = {event.version for _, event in history if event.event == "published"}
-    orphaned = {event.version for _, event in history if event.event == "orphaned"}
-    if version not in published - orphaned:
-        newest = max(published - orphaned, default=-1)
+    if version not in versions:
+        newest = max(versions, default=-1)
         raise ConfigError(
             f"version {version}: never published; " + (f"the newest is {newest}" if newest >= 0 else "none is")
         )

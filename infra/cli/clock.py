@@ -35,6 +35,7 @@ class LogClock:
         self._silent_s = silent_s
         self._wall_s = wall_s
         self._glance: tuple[float, float] | None = None  # when it was, and the newest report then
+        self._seen: tuple[dict[int, int], float | None] = {}, None  # up to where reports were read, and the newest there
 
     async def now_s(self) -> float:
         """Seconds since 1970 by the log's clock. Waits for the next report where the newest is not of now."""
@@ -77,14 +78,18 @@ class LogClock:
     async def _newest_s(self) -> float | None:
         """When the newest report was stored; None where there is none."""
         begins, ends = await self._log.bounds(REPORTS)
-        starts = {index: max(begins[index], end - 1) for index, end in ends.items()}
-        found = []
+        seen, newest_s = self._seen
+        if any(end < seen.get(index, 0) for index, end in ends.items()):  # the log began anew
+            seen, newest_s = {}, None
+        starts = {index: max(begins[index], seen.get(index, end - 1)) for index, end in ends.items()}
+        found = [] if newest_s is None else [newest_s]
         try:
             async for records in self._follower.chunks(REPORTS, starts, ends):
                 found += [one.timestamp_ms / 1000 for one in records]
         except OffsetOutOfRange:  # retention went on meanwhile
             return None
-        return max(found, default=None)
+        self._seen = ends, max(found, default=None)
+        return self._seen[1]
 
 
 def clock_line(off_s: float) -> str:

@@ -13,12 +13,12 @@ import msgspec
 
 from actors.config import EvalSuite
 from infra.cli.audit import operator
-from infra.cli.channel import policy_history
 from infra.cli.connect import connected
 from infra.cli.settings import load_settings
 from infra.cli.status_screen import accuracy_text
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import Log
+from infra.policies.beginning import folded
 from infra.settings.config import duration_s
 from schemas import Directive, EvalResult
 from schemas.errors import ConfigError
@@ -70,8 +70,7 @@ async def request(log: Log, policy: str, suite: str, version: int | None) -> int
     An engine cannot go back, so what explorers left behind could only be missed. What is in the log already is not asked
     for again.
     """
-    history, _ = await policy_history(log, policy)
-    newest = max((event.version for _, event in history if event.event == "published"), default=0)
+    newest = max((await folded(log)).of(policy).published(), default=0)
     wanted = newest if version is None else version
     done = [message.value async for message in log.read_all(EVALS)]
     if any(isinstance(one, EvalResult) and is_answer(one, policy, suite, wanted) for one in done):

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -120,12 +121,14 @@ def role_state(reports: Reports, now_s: float) -> State:
     """One process: its newest report, and what its counters did in the minute before it.
 
     rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
+    grown_at: of each of `grown` when it first did in these reports, seconds, and by how much in all.
     """
     new, new_s = reports[-1]
     old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])
     grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
     rates = {name: round(more / max(new_s - old_s, 1e-9), 2) for name, more in sorted(grown.items())}
     age_s = round(now_s - new_s, 1)
+    still = {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL}
     return {
         "role": new.role,
         "instance": new.instance,
@@ -138,12 +141,25 @@ def role_state(reports: Reports, now_s: float) -> State:
         "silent": age_s >= GONE_S and new.state not in OVER,
         "per_s": {name: rate for name, rate in rates.items() if grown[name] > 0 and "{" not in name},
         "rates": rates,
-        "grown": {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL},
+        "grown": still,
+        "grown_at": {name: first_grown(reports, name) for name in still},
         "failing": failing(grown),
         "unread": unread(new.gauges),
         "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
         "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
     }
+
+
+def first_grown(reports: Reports, name: str) -> tuple[float, float]:
+    """When a counter first grew in these reports, and by how much it did in all; 0 for one that did not."""
+    values = [(one.counters.get(name, 0.0), at_s) for one, at_s in reports]
+    grown = [(at_s, after - before) for (before, _), (after, at_s) in pairwise(values) if after > before]
+    return (grown[0][0], sum(more for _, more in grown)) if grown else (0.0, 0.0)
+
+
+def grown_line(instance: str, name: str, more: float) -> str:
+    """The alarm of a counter that should stand still and did not."""
+    return f"{instance}: {name} +{more:g} in the last minute"
 
 
 def failing(grown: Mapping[str, float]) -> list[str]:
@@ -309,9 +325,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
         if role["silent"] and not any(role["instance"] in line for line in state["missing"]):
             found.append(f"{role['instance']} has been silent for {role['age_s']:.0f} s")
         elif not role["silent"]:
-            found += [
-                f"{role['instance']}: {name} +{more:g} in the last minute" for name, more in role["grown"].items()
-            ]
+            found += [grown_line(role["instance"], name, more) for name, more in role["grown"].items()]
             found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
             found += [f"{role['instance']}: {line}" for line in (*role["failing"], *role["unread"])]
             found += canary_alarm(role)

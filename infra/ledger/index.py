@@ -126,6 +126,13 @@ class LogIndex:
                 await self._read(log, topic, on_read, follower)
             self._database.executescript(ORDER)
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a log was read to its end once: before, to look for a group would be to look at every row."""
+        return (
+            self._database.execute("SELECT 1 FROM sqlite_master WHERE name = 'places_by_group'").fetchone() is not None
+        )
+
     def places(self, group: str) -> list[IndexPlace]:
         """Records that may be about a group, by topic and offset: its own, and those that only name its session."""
         rows = self._database.execute(

@@ -117,7 +117,7 @@ class Bus(Protocol):
         """A reader of exactly these partitions from exactly these offsets; `group` only lets it commit.
 
         fetch_bytes: of a partition in one answer of the broker, or one batch where that is more; 0: as many as a record may
-        have. For a reader of single records that lie far apart, which would otherwise be sent all between them.
+        have. For a reader of few records, which would otherwise be sent all that lies between and behind them.
         """
 
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:

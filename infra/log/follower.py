@@ -1,8 +1,10 @@
 """What comes into several topics, read again and again by one reader that stays open.
 
-`Log.chunks` connects a reader for each call, which costs both sides milliseconds. Here one connection serves all calls, and
-waits between them with at most one fetch of what came. Delivery and order are those of
-`Log.chunks`: the caller says where to begin, so nothing is skipped, however the call before it ended.
+`Log.chunks` connects a reader for each call, which costs both sides milliseconds. Here one connection serves all calls that go
+on where the one before ended, and waits between them with at most one fetch of what came. A call that begins elsewhere connects
+anew: a fetch that waits at the log's end would have to time out before another begins, which takes a hundred times as long.
+Delivery and order are those of `Log.chunks`: the caller says where to begin, so nothing is skipped, however the call before it
+ended.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -35,9 +37,8 @@ class Follower:
             return
         is_whole = False
         try:
-            reader = await self._opened()
-            for index, start in starts.items():  # those without news too: retention may have passed where they wait
-                self._begin_at(reader, Partition(name, index), start)
+            # Those without news too: retention may have passed where they wait.
+            reader = await self._at({Partition(name, index): start for index, start in starts.items()})
             if early := self._taken({at: self._early.pop(at, []) for at in ends}, ends):
                 yield early
             while any(self._nexts[at] < stop and reader.positions().get(at, 0) < stop for at, stop in ends.items()):
@@ -62,20 +63,19 @@ class Follower:
         if reader is not None:
             await reader.close()
 
-    async def _opened(self) -> Reader:
-        if self._reader is None:
-            ends: dict[Partition, int] = {}
+    async def _at(self, starts: Mapping[Partition, int]) -> Reader:
+        """The reader, at `starts` in these partitions and where it was in the others."""
+        if self._reader is not None and all(self._nexts[at] == start for at, start in starts.items()):
+            return self._reader
+        nexts = dict(self._nexts)
+        await self.close()
+        if not nexts:
             for topic in self._topics:
-                ends |= await self._log.bus.end_offsets(self._log.name(topic))
-            self._reader = await self._log.bus.assigned(ends)
-            self._nexts = ends
+                nexts |= await self._log.bus.end_offsets(self._log.name(topic))
+        nexts |= starts
+        self._reader = await self._log.bus.assigned(nexts)
+        self._nexts = nexts
         return self._reader
-
-    def _begin_at(self, reader: Reader, at: Partition, start: int) -> None:
-        if self._nexts.get(at) != start:
-            reader.seek(at, start)
-            self._nexts[at] = start
-            self._early.pop(at, None)
 
     def _taken(self, found: Mapping[Partition, Sequence[Record]], ends: Mapping[Partition, int]) -> list[Record]:
         """What lies before the ends; the rest is kept for a later call."""

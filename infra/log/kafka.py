@@ -360,7 +360,13 @@ class KafkaBus:
             if self._offsets is None:
                 self._offsets = await self._started(lambda: self._consumer(None))
         consumer, partitions = self._offsets, [TopicPartition(topic, index) for index in await self.partitions(topic)]
-        offsets = await self._retried(f"offsets of {topic}", lambda: ask(consumer, partitions))
+
+        async def attempt() -> dict[TopicPartition, int]:
+            # aiokafka finds a topic that is new to this consumer without a leader, and sleeps before it looks again.
+            await consumer._client.add_topic(topic)
+            return await ask(consumer, partitions)
+
+        offsets = await self._retried(f"offsets of {topic}", attempt)
         return {_ours(partition): offset for partition, offset in offsets.items()}
 
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:

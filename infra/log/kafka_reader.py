@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.errors import (
     CommitFailedError,
     IllegalStateError,
@@ -163,6 +164,8 @@ class KafkaReader:
     async def close(self) -> None:
         """See Reader."""
         await stop(self._consumer)
+        if (fetcher := getattr(self._consumer, "_fetcher", None)) is not None:
+            _let_go(fetcher)
 
     async def _out_of_range(self, offsets: Mapping[TopicPartition, int]) -> OffsetOutOfRange:
         ((partition, offset),) = offsets.items()
@@ -209,6 +212,15 @@ class KafkaReader:
         except (KafkaError, OSError) as error:
             if time.monotonic() - self._heard_s > self._bus.deadline_s:
                 raise self._unavailable("read", error) from error
+
+
+def _let_go(fetcher: Fetcher) -> None:
+    """Drop what was fetched ahead. It is part of cycles, and would lie there until all objects are searched for these."""
+    for fetched in fetcher._records.values():
+        ahead = getattr(fetched, "_partition_records", None)
+        if ahead is not None:
+            ahead._records_iterator = None
+    fetcher._records.clear()
 
 
 def _record(record: ConsumerRecord) -> Record:

@@ -190,18 +190,21 @@ class Log:
         starts: Mapping[int, int] | Literal["beginning", "end"],
         *,
         group: str | None = None,
+        fetch_bytes: int = 0,
     ) -> Reader:
-        """A reader of the partitions in `starts` (index to offset), or of all of them from one end."""
+        """A reader of the partitions in `starts` (index to offset), or of all of them from one end. fetch_bytes: see
+        `Bus.assigned`.
+        """
         name = self.name(topic)
         group = self.group(group) if group is not None else None
         if starts == "beginning":
-            return await self.bus.assigned(await self.bus.beginning_offsets(name), group=group)
-        if starts == "end":
-            return await self.bus.assigned(await self.bus.end_offsets(name), group=group)
-        assert not isinstance(starts, str)
-        return await self.bus.assigned(
-            {Partition(name, index): offset for index, offset in starts.items()}, group=group
-        )
+            places = await self.bus.beginning_offsets(name)
+        elif starts == "end":
+            places = await self.bus.end_offsets(name)
+        else:
+            assert not isinstance(starts, str)
+            places = {Partition(name, index): offset for index, offset in starts.items()}
+        return await self.bus.assigned(places, group=group, fetch_bytes=fetch_bytes)
 
     async def subscribed(self, topic: Topic, *, group: str) -> Reader:
         """A reader that shares the topic with its group, from committed offsets; `group` is a name within the app."""
@@ -237,12 +240,15 @@ class Log:
         stops: Mapping[int, int] | None = None,
         *,
         max_records: int = 500,
+        fetch_bytes: int = 0,
     ) -> AsyncGenerator[LogMessage, None]:
-        """Records from `starts` up to `stops`, both by partition, by default all that are kept at the call.
+        """Records from `starts` up to `stops`, both by partition, by default all that are kept at the call. fetch_bytes: see
+        `Bus.assigned`.
 
         Raises OffsetOutOfRange where retention took the first.
         """
-        async with aclosing(self.chunks(topic, starts, stops, max_records=max_records)) as chunks:
+        scanned = self.chunks(topic, starts, stops, max_records=max_records, fetch_bytes=fetch_bytes)
+        async with aclosing(scanned) as chunks:
             async for records in chunks:
                 for record in records:
                     yield await self.decoded(record)
@@ -260,6 +266,7 @@ class Log:
         stops: Mapping[int, int] | None = None,
         *,
         max_records: int = 500,
+        fetch_bytes: int = 0,
     ) -> AsyncGenerator[list[Record], None]:
         """What `scan` reads, as it comes and not decoded."""
         if stops is None:
@@ -267,7 +274,8 @@ class Log:
         begun = {index for index, stop in stops.items() if isinstance(starts, str) or starts[index] < stop}
         if not begun:
             return
-        reader = await self.assigned(topic, starts if isinstance(starts, str) else {at: starts[at] for at in begun})
+        places = starts if isinstance(starts, str) else {at: starts[at] for at in begun}
+        reader = await self.assigned(topic, places, fetch_bytes=fetch_bytes)
         try:
             reading = [(Partition(self.name(topic), index), stop) for index, stop in stops.items() if index in begun]
             while any(reader.positions().get(at, 0) < stop for at, stop in reading):

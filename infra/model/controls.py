@@ -29,6 +29,7 @@ from infra.model.pieces import Pieces, cuts
 FREE_CHARS = 4096  # longer texts leave the interpreter to other threads while they are tokenized
 _PRIVATE = range(0xE000, 0xF8FF)  # characters without a meaning; the last of them marks secret names
 _NAMED = ("role", "type")  # a template may build a name of its own around these
+_COMMON = ("role", "content", "system", "user", "assistant")  # texts of nearly every conversation
 
 
 class Controls:
@@ -68,7 +69,8 @@ class Controls:
         ValueError for a text that leaves no character free.
         """
         strings = _strings(given)
-        if not any([self._stands_in(text) or self._begins_or_ends(text) for text in strings]):
+        known = self._harmless
+        if not any([text not in known and self._may_name(text) for text in strings]):
             return self._innocent(render(given))
         mask = self._mask(strings)
         rendered = render(self._masked(given, mask))
@@ -115,9 +117,9 @@ class Controls:
             return False
         return bool(self._anywhere.search(self._backend.normalizer.normalize_str(whole(text))))
 
-    def _begins_or_ends(self, text: str) -> bool:
-        """Whether the text may be a part of a name that begins or ends in another field."""
-        return next(self._edges(text), None) is not None
+    def _may_name(self, text: str) -> bool:
+        """Whether a name is in the text, or the text may be a part of one that begins or ends in another field."""
+        return self._stands_in(text) or next(self._edges(text), None) is not None
 
     def _edges(self, text: str) -> Iterator[int]:
         """Places of the first characters of a name's beginning at the end, and of the last ones of its end at the start;
@@ -161,6 +163,11 @@ class Controls:
         if isinstance(given, list | tuple):
             return [self._masked(one, mask) for one in given]
         return given
+
+    @cached_property
+    def _harmless(self) -> frozenset[str]:
+        """Those of the common texts that name nothing: looked at once."""
+        return frozenset(text for text in _COMMON if not self._may_name(text))
 
     @cached_property
     def _anywhere(self) -> re.Pattern[str]:

@@ -52,6 +52,7 @@ class Tokenizer:
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._controls = Controls(self._backend, also=tuple(tokenizer.all_special_tokens))
         self._alone: dict[int, str] = {}  # as many as the tokenizer knows at most
+        self._num_tokens = len(tokenizer)  # it counts them anew each time it is asked
         self._eos_ids = eos_ids
         self._vision = vision
         self._frame = NO_FRAME if vision is None else vision.frame(tokenizer)
@@ -64,7 +65,7 @@ class Tokenizer:
     @property
     def num_tokens(self) -> int:
         """Ids the tokenizer knows; the model may have more."""
-        return len(self._tokenizer)
+        return self._num_tokens
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -100,7 +101,7 @@ class Tokenizer:
         return self._decoded(ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        num_tokens = len(self._tokenizer)  # asked once: the tokenizer counts them anew each time
+        num_tokens = self._num_tokens
         known = [int(token) for token in ids if 0 <= token < num_tokens]
         if len(known) > FREE_CHARS:
             text: str = self._backend.decode_batch([known], skip_special_tokens=True)[0]  # lets other threads run
@@ -110,7 +111,7 @@ class Tokenizer:
 
     def spell(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens by their names."""
-        num_tokens = len(self._tokenizer)
+        num_tokens = self._num_tokens
         text: str = self._backend.decode([one for one in ids if 0 <= one < num_tokens], skip_special_tokens=False)
         return text
 

@@ -50,19 +50,23 @@ class Metrics:
 
     def counter(self, name: str, **labels: str) -> Counter:
         """The counter `name` under these labels; `.inc(amount)` it."""
-        made = self._under(name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry))
+        made = self._known.get((name, *labels.items())) or self._under(
+            name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry)
+        )
         assert isinstance(made, Counter)
         return made
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         """The gauge `name` under these labels; `.set(value)` it."""
-        made = self._under(name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry))
+        made = self._known.get((name, *labels.items())) or self._under(
+            name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry)
+        )
         assert isinstance(made, Gauge)
         return made
 
     def histogram(self, name: str, *, buckets: Sequence[float] = DEFAULT_BUCKETS, **labels: str) -> Histogram:
         """The histogram `name` under these labels; `.observe(value)` it. The first call decides the buckets."""
-        made = self._under(
+        made = self._known.get((name, *labels.items())) or self._under(
             name, labels, lambda: Histogram(PREFIX + name, name, list(labels), buckets=buckets, registry=self.registry)
         )
         assert isinstance(made, Histogram)
@@ -126,15 +130,14 @@ class Metrics:
     def _under(
         self, name: str, labels: dict[str, str], create: Callable[[], Counter | Gauge | Histogram]
     ) -> Counter | Gauge | Histogram:
-        """What counts under these labels. Found anew each time it would be a good part of what a short answer costs."""
-        place = (name, *labels.items())
-        found = self._known.get(place)
-        if found is None:
-            with self._lock:
-                family = self._families.get(name)
-                if family is None:
-                    family = self._families[name] = create()
-            found = self._known[place] = family.labels(**labels) if labels else family
+        """What counts under these labels, from now on known. Found anew each time it would be a good part of what a short
+        answer costs.
+        """
+        with self._lock:
+            family = self._families.get(name)
+            if family is None:
+                family = self._families[name] = create()
+        found = self._known[(name, *labels.items())] = family.labels(**labels) if labels else family
         return found
 
     def _values(self, kind: str) -> dict[str, float]:

@@ -33,8 +33,8 @@ MIN_COMPRESSED_BYTES = 32
 BITMAP_SHARE = 0.1  # of the values changed: from here on a bit per value is as small as gaps, and cheaper to make
 SAMPLE_VALUES = 4096
 MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
-CHAIN_VALUES = 2**18  # likewise, of the values that a chain moves
-FEW_MOVES = 8  # up to here it is cheaper to put only what moves in the order of values than all
+CHAIN_VALUES = 2**19  # of the values that a chain moves: in the cache, and enough of them to be worth the calls
+SUMMED_AT_ONCE = 8
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
 
@@ -193,7 +193,7 @@ def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
     one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the first piece.
     """
     base, moves = _last_moves(parts, old)
-    for piece in _moved(base, moves) if moves else (base,):
+    for piece in _moved(base, moves) if moves else chunks(base):
         if piece.size:
             yield piece.view(np.uint8).data
 
@@ -252,11 +252,10 @@ def _moved(base: np.ndarray, moves: Sequence[_Moves]) -> Iterator[np.ndarray]:
     most = max(int(np.diff(cut).max(initial=0)) for cut in cuts)
     # Written over for each piece: to take memory anew costs more than what is done in it.
     rooms = _Rooms(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
-    move = _move_few if len(moves) <= FEW_MOVES else _move_many
     for chunk, start in enumerate(starts[:-1]):
         parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
         near = ((positions[part], ulps[part]) for (positions, ulps), part in zip(moves, parts, strict=True))
-        yield move(base[start : start + CHAIN_VALUES], start, near, rooms)
+        yield _move(base[start : start + CHAIN_VALUES], start, near, rooms)
 
 
 class _Rooms(NamedTuple):
@@ -266,7 +265,7 @@ class _Rooms(NamedTuple):
     places: np.ndarray
 
 
-def _move_few(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
+def _move(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
     """The piece that begins at `start`: of each move, only what it moves is put in the order of values."""
     piece = rooms.values[0, : old.size]
     np.copyto(piece, old)
@@ -277,15 +276,6 @@ def _move_few(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Room
         np.add(_turned(taken, moved), ulps, out=moved)
         piece[at] = _turned(moved, taken)
     return piece
-
-
-def _move_many(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
-    """The same, with all values put in their order once."""
-    ordered, piece = rooms.values[:2, : old.size]
-    _turned(old, ordered)
-    for positions, ulps in moves:
-        np.add.at(ordered, np.subtract(positions, start, out=rooms.places[: positions.size]), ulps)
-    return _turned(ordered, piece)
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
@@ -328,18 +318,30 @@ def _from_ulps(streams: Sequence[bytes | memoryview], count: int) -> np.ndarray:
 def _positions(gap_bytes: bytes | memoryview, escape_bytes: bytes | memoryview, size: int) -> np.ndarray:
     """Increasing positions of their gaps: values skipped before each (u8), and what is over ESCAPE (u32)."""
     gaps = np.frombuffer(gap_bytes, np.uint8)
-    escaped = np.flatnonzero(gaps == ESCAPE)
+    room = -(-gaps.size // SUMMED_AT_ONCE) * SUMMED_AT_ONCE
+    long = np.zeros(room, bool)
+    np.equal(gaps, ESCAPE, out=long[: gaps.size])
+    escaped = _sparse(long)
     if len(escape_bytes) != 4 * escaped.size:
         raise ValueError(f"delta: {len(escape_bytes) // 4} escapes for {escaped.size} long gaps")
     escapes = np.frombuffer(escape_bytes, "<u4")
     end = int(gaps.sum(dtype=np.int64)) + int(escapes.sum(dtype=np.int64)) + gaps.size
     if end > size:
         raise ValueError(f"delta: position {end - 1} beyond {size} values")
-    positions = np.add(gaps, 1, dtype=np.int32)
-    positions[escaped] += escapes.astype(np.int32)
-    positions[:1] -= 1
-    np.cumsum(positions, out=positions)
-    return positions
+    steps = np.zeros(room, np.int32)
+    np.add(gaps, 1, out=steps[: gaps.size], dtype=np.int32)
+    steps[escaped] += escapes.astype(np.int32)
+    steps[:1] -= 1
+    return _running_sum(steps)[: gaps.size]
+
+
+def _running_sum(steps: np.ndarray) -> np.ndarray:
+    """In place, of SUMMED_AT_ONCE times as many [K] i32: within each few, of many at once, and then over the few."""
+    few = steps.reshape(-1, SUMMED_AT_ONCE)
+    for at in range(1, SUMMED_AT_ONCE):
+        few[:, at] += few[:, at - 1]
+    few[1:] += np.cumsum(few[:-1, -1], dtype=np.int32)[:, None]
+    return steps
 
 
 def _planes(patterns: np.ndarray) -> list[memoryview]:

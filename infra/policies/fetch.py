@@ -1,6 +1,6 @@
 """Fetches published versions and keeps the newest in memory as the base of the next delta.
 
-Nothing unverified leaves this module: the event's sha256 vouches for the manifest, the manifest for every object and
+Nothing unverified leaves this module: the event's sha256 vouches for the manifest, the manifest's digests for every object and
 for the state of every tensor, and all values are finite. What fails is PolicyRefused, naming the tensor or the object,
 and the shadow copy stays as it was; where the held copy cannot be moved on, or is too far behind, the version is rebuilt from
 what is whole in the store.
@@ -18,19 +18,22 @@ from infra.policies.chain import Chain, check_within, read_manifest, walk
 from infra.policies.delta import Part
 from infra.policies.manifest import (
     DeltaPart,
+    Look,
     PolicyManifest,
     Shard,
     TensorEntry,
     WeightSource,
     entries_of,
     first_difference,
+    looked_at,
 )
 from infra.policies.policy import Policy
-from infra.policies.tensors import Tensor, first_not_finite, load_tensors
+from infra.policies.tensors import Tensor, load_tensors
 from infra.policies.threads import in_threads
 from infra.policies.version_files import Put, VersionFiles, as_it_is
-from infra.store.cached import get_hashed
+from infra.store.digests import algorithm_of
 from infra.store.store import Store
+from infra.store.whole import get_hashed
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
@@ -122,6 +125,7 @@ class PolicyFetcher:
             touched=touched,
             probe=manifest.probe,
             adapter=manifest.adapter,
+            finite=True,
         )
 
     def _placed(self, manifest: PolicyManifest, sha256: str) -> dict[str, Tensor]:
@@ -158,20 +162,19 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
         begins = {name: (tensor, len(chain.steps)) for name, tensor in held.tensors.items()}
     parts = [_parts(store, step, source) for step, source in chain.steps]
 
-    def at_the_end(name: str) -> Tensor:
+    def at_the_end(name: str) -> tuple[Tensor, Look]:
         tensor, num_steps = begins[name]
-        since = [step[name] for step in reversed(parts[:num_steps]) if name in step]
+        since, look = [step[name] for step in reversed(parts[:num_steps]) if name in step], Look(tensor.dtype)
         try:
-            return put(name, tensor, since)
+            return put(name, tensor, since, look.take), look
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
 
     if strange := [name for step in parts for name in step if name not in begins]:
         raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
-    return verified(
-        manifest,
-        dict(zip(begins, in_threads(at_the_end, begins, size=lambda name: begins[name][0].num_bytes), strict=True)),
-    )
+    ends = in_threads(at_the_end, begins, size=lambda name: begins[name][0].num_bytes)
+    _check_looks(manifest, dict(zip(begins, ends, strict=True)))
+    return {name: tensor for name, (tensor, _) in zip(begins, ends, strict=True)}
 
 
 def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int]]:
@@ -209,11 +212,18 @@ def _parts(store: Store, manifest: PolicyManifest, source: WeightSource) -> dict
 
 def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, if they are exactly the manifest's and finite. Raises PolicyRefused naming the first that is not."""
-    if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
-        raise PolicyRefused(difference)
-    if wrong := first_not_finite(tensors):
-        raise PolicyRefused(f"{wrong} holds values that are not finite")
+    looks = looked_at(tensors)
+    _check_looks(manifest, {name: (tensor, looks[name]) for name, tensor in tensors.items()})
     return tensors
+
+
+def _check_looks(manifest: PolicyManifest, found: Mapping[str, tuple[Tensor, Look]]) -> None:
+    """Raise PolicyRefused, naming a tensor, unless what was seen of all of them is exactly the manifest's, and finite."""
+    entries = tuple(TensorEntry(name, one.dtype, one.shape, look.xxh3) for name, (one, look) in found.items())
+    if difference := first_difference(entries, manifest.tensors, values=True):
+        raise PolicyRefused(difference)
+    if wrong := next((name for name, (_, look) in found.items() if not look.finite), ""):
+        raise PolicyRefused(f"{wrong} holds values that are not finite")
 
 
 def read_shards(store: Store, manifest: PolicyManifest, shards: tuple[Shard, ...]) -> list[memoryview]:
@@ -233,9 +243,10 @@ def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
 
 def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes | memoryview:
     check_within(manifest, shard.key)
-    data, sha256 = get_hashed(store, shard.key)
-    if len(data) != shard.num_bytes or sha256 != shard.sha256:
-        raise PolicyRefused(f"{shard.key}: {len(data)} bytes with another sha256 than its manifest says")
+    algorithm = algorithm_of(shard.expected)
+    data, digest = get_hashed(store, shard.key, algorithm)
+    if len(data) != shard.num_bytes or digest != shard.expected:
+        raise PolicyRefused(f"{shard.key}: {len(data)} bytes with another {algorithm} than its manifest says")
     return data
 
 

@@ -1,11 +1,12 @@
 """What a published version consists of: every tensor with the hash of its state, and the ways to obtain them.
 
     policies/<policy>/<token>/manifests/<version>.json      one per version, written last, named by the event's sha256
-    policies/<policy>/<token>/anchors/<version>/<sha>.safetensors
-    policies/<policy>/<token>/deltas/<base>-<version>/<sha>.delta
-    policies/<policy>/<token>/slices/<version>/<sha>.safetensors
+    policies/<policy>/<token>/anchors/<version>/<digest>.safetensors
+    policies/<policy>/<token>/deltas/<base>-<version>/<digest>.delta
+    policies/<policy>/<token>/slices/<version>/<digest>.safetensors
 
-A manifest names its objects and the manifest of each base by sha256, so that the event vouches for everything below it.
+A manifest names its objects by their digests and the manifest of each base by sha256, so that the event vouches for everything
+below it. A digest says its algorithm: see `infra.store.digests`.
 Shards are named by content and never change.
 """
 
@@ -14,25 +15,35 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+import numpy as np
 import xxhash
 
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
-from infra.policies.tensors import Tensor, num_bytes_of
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, chunks, num_bytes_of
 from infra.policies.threads import in_threads
-from infra.store.pieces import Pieces
+from infra.store.digests import algorithm_of
 
 FORMAT = 1
 ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
 SLICED_FORMAT = 3  # releases that look for an anchor, which may be gone, refuse it in one line
+DIGEST_FORMAT = 4  # releases that know objects by sha256 alone refuse it in one line
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """One stored object. key: in the store. sha256: of its bytes. num_bytes: of the object."""
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stored object. key: in the store. num_bytes: of the object. sha256: of its bytes, below DIGEST_FORMAT. digest: of its
+    bytes, with the name of its algorithm; "" below DIGEST_FORMAT.
+    """
 
     key: str
-    sha256: str
     num_bytes: int
+    sha256: str = ""
+    digest: str = ""
+
+    @property
+    def expected(self) -> str:
+        """The digest that its bytes must have."""
+        return self.digest or f"sha256:{self.sha256}"
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
@@ -136,16 +147,26 @@ def decode_manifest(data: bytes) -> PolicyManifest:
     """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        if not FORMAT <= version <= SLICED_FORMAT:
+        if not FORMAT <= version <= DIGEST_FORMAT:
             raise ValueError(
-                f"manifest: got format {version}, expected {FORMAT} to {SLICED_FORMAT}: upgrade headrace here first"
+                f"manifest: got format {version}, expected {FORMAT} to {DIGEST_FORMAT}: upgrade headrace here first"
             )
         manifest = msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
-    if format_of(manifest.adapter, manifest.slice) != manifest.format:
+    _check_digests(manifest)
+    if manifest.format < DIGEST_FORMAT and format_of(manifest.adapter, manifest.slice) != manifest.format:
         raise ValueError(f"manifest: not valid: format {manifest.format} with {described(manifest.adapter)}")
     return manifest
+
+
+def _check_digests(manifest: PolicyManifest) -> None:
+    """ValueError where an object has a digest that is not known here, or none that its format has."""
+    sliced = () if manifest.slice is None else manifest.slice.shards
+    for shard in (*sliced, *(shard for source in manifest.sources for shard in source.shards)):
+        if bool(shard.digest) != (manifest.format >= DIGEST_FORMAT) or bool(shard.digest) == bool(shard.sha256):
+            raise ValueError(f"manifest: not valid: format {manifest.format}, and {shard.key} has no digest of it")
+        algorithm_of(shard.expected)
 
 
 def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
@@ -154,7 +175,7 @@ def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
 
 
 def format_of(adapter: Adapter | None, slice_: Slice | None) -> int:
-    """The lowest format that says all of a manifest."""
+    """The lowest format below DIGEST_FORMAT that says all of a manifest, which is what earlier releases wrote."""
     if slice_ is not None:
         return SLICED_FORMAT
     return FORMAT if adapter is None else ADAPTER_FORMAT
@@ -177,6 +198,40 @@ def manifest_key(policy: str, token: int, version: int) -> str:
 def hash_tensor(tensor: Tensor) -> str:
     """xxh3-128 of the data."""
     return xxhash.xxh3_128_hexdigest(tensor.data)
+
+
+class Look:
+    """The bytes of one tensor as they pass by: hashed, and looked at for what is not finite, while they are in the processor's
+    cache. dtype: of the tensor. finite: whether all values so far are.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._hash = xxhash.xxh3_128()
+        self.finite = True
+
+    def take(self, data: bytes | memoryview) -> None:
+        """The next values, however many."""
+        for chunk in chunks(np.frombuffer(data, f"<u{ITEM_BYTES[self._dtype]}")):
+            self._hash.update(chunk.data)
+            self.finite = self.finite and are_finite(chunk, self._dtype)
+
+    @property
+    def xxh3(self) -> str:
+        """See `hash_tensor`."""
+        return self._hash.hexdigest()
+
+
+def looked_at(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
+    """All of them, by name, in threads; tied ones once."""
+
+    def look_at(tensor: Tensor) -> Look:
+        look = Look(tensor.dtype)
+        look.take(tensor.data)
+        return look
+
+    looks = in_threads(look_at, tensors.values(), size=num_bytes_of, same=id)
+    return dict(zip(tensors, looks, strict=True))
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
@@ -212,11 +267,3 @@ def differing(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...]) -
 def sha256_hex(data: bytes | memoryview) -> str:
     """sha256, hexadecimal."""
     return hashlib.sha256(data).hexdigest()
-
-
-def sha256_of_pieces(pieces: Pieces) -> str:
-    """The same of all pieces, one after the other."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()

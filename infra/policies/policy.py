@@ -24,7 +24,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     version: of the policy. tensors: all of them, by name. touched: names of those that differ from what was held. probe:
     the trainer's logprobs to compare with, None for none. adapter: what the tensors are an adapter of; None where they are
-    the whole model.
+    the whole model. finite: whether all values were found finite when they were verified; an engine looks itself where not.
     """
 
     version: int
@@ -32,3 +32,4 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     touched: frozenset[str]
     probe: Probe | None = None
     adapter: Adapter | None = None
+    finite: bool = False

@@ -20,6 +20,7 @@ from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
 from infra.policies.manifest import (
+    DIGEST_FORMAT,
     DeltaPart,
     PolicyManifest,
     Shard,
@@ -29,7 +30,6 @@ from infra.policies.manifest import (
     encode_manifest,
     first_difference,
     folder_of,
-    format_of,
     manifest_key,
     other_adapter,
     sha256_hex,
@@ -239,7 +239,7 @@ def _manifest(
         tensors=entries,
         sources=sources,
         probe=probe,
-        format=format_of(new.adapter, sliced),
+        format=DIGEST_FORMAT,
         adapter=new.adapter,
         slice=sliced,
     )

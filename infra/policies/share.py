@@ -16,9 +16,10 @@ import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor, sampled_share
-from infra.policies.manifest import DeltaPart, Shard, TensorEntry, differing, entries_of, sha256_of_pieces
-from infra.policies.tensors import Tensor, bits, first_not_finite, pieces_of
+from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
+from infra.policies.tensors import Tensor, bits, pieces_of
 from infra.policies.threads import in_threads
+from infra.store.digests import digest_of, name_of
 from infra.store.pieces import Pieces, put_pieces, total_bytes
 from infra.store.store import Store
 
@@ -32,14 +33,21 @@ class HashedTensors(dict[str, Tensor]):
     """
 
     @functools.cached_property
+    def _looks(self) -> dict[str, Look]:
+        return looked_at(self)
+
+    @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
         """What a manifest says of them."""
-        return entries_of(self)
+        return tuple(
+            TensorEntry(name, tensor.dtype, tensor.shape, self._looks[name].xxh3)
+            for name, tensor in sorted(self.items())
+        )
 
     @functools.cached_property
     def not_finite(self) -> str:
-        """See `first_not_finite`."""
-        return first_not_finite(self)
+        """Name of the first that holds NaN or infinity, "" where none does."""
+        return next((name for name, look in self._looks.items() if not look.finite), "")
 
 
 class ShareLook(msgspec.Struct, frozen=True):
@@ -186,12 +194,12 @@ class Share:
         return shards, tuple(parts)
 
     def _put_shard(self, new: NewShard) -> Shard:
-        digest = sha256_of_pieces(new.pieces)
-        key = f"{new.folder}/{digest[:32]}.{new.suffix}"
+        digest = digest_of(new.pieces)
+        key = f"{new.folder}/{name_of(digest)}.{new.suffix}"
         reach("weights.before_shard")
         put_pieces(self._store, key, new.pieces)
         reach("weights.after_shard")
-        return Shard(key, digest, total_bytes(new.pieces))
+        return Shard(key=key, num_bytes=total_bytes(new.pieces), digest=digest)
 
 
 def split_runs(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

@@ -82,9 +82,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or NaN; integers always are finite."""
     if tensor.dtype not in FLOATS:
         return True
-    patterns = bits(tensor)
-    room = np.empty(min(patterns.size, CHUNK_VALUES), patterns.dtype)
-    return all(are_finite(chunk, tensor.dtype, room) for chunk in chunks(patterns))
+    return all(are_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
 
 
 def num_bytes_of(tensor: Tensor) -> int:
@@ -104,17 +102,16 @@ def chunks(patterns: np.ndarray) -> Iterator[np.ndarray]:
         yield patterns[start : start + CHUNK_VALUES]
 
 
-def are_finite(patterns: np.ndarray, dtype: str, room: np.ndarray | None = None) -> bool:
-    """Whether no pattern of a dtype means infinity or NaN. room: as many values of that width, to be written over; without
-    it each call takes memory of its own, which for large ones costs more than the work.
-    """
+def are_finite(patterns: np.ndarray, dtype: str) -> bool:
+    """Whether no pattern of a dtype means infinity or NaN."""
     if dtype not in FLOATS or not patterns.size:
         return True
-    # An exponent of ones is the largest there is: the maximum is a tenth of the work of a comparison by value. E4M3 has no
-    # infinities, and NaN is all ones.
-    mask = patterns.dtype.type(0x7F if dtype == "F8_E4M3" else _EXPONENT_BITS[dtype])
-    masked = np.bitwise_and(patterns, mask, out=None if room is None else room[: patterns.size])
-    return bool(masked.max() != mask)
+    # An exponent of ones is the largest there is: of positive values the patterns are largest as signed integers, of negative
+    # ones as unsigned. Two maxima are a tenth of the work of a comparison by value, and take no memory. E4M3 has no infinities,
+    # and NaN is all ones.
+    least = 0x7F if dtype == "F8_E4M3" else _EXPONENT_BITS[dtype]
+    sign = 1 << 8 * patterns.itemsize - 1
+    return bool(patterns.max() < sign | least and patterns.view(f"<i{patterns.itemsize}").max() < least)
 
 
 def from_numpy(array: np.ndarray) -> Tensor:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from infra.observe.metrics import Metrics
 from infra.policies.delta import Part, decode_chain, decode_pieces
@@ -36,9 +37,21 @@ MARGIN_BYTES = 1024 * 1024  # for others who write there too
 WAIT_S = 600.0  # 140 GB from a store that gives 250 MB/s
 POLL_S = 0.02
 
-Put = Callable[[str, Tensor, Sequence[Part]], Tensor]
-"""Puts a tensor, moved on by these deltas, where it should lie; the one that lies there. ValueError for deltas that do not
-fit."""
+Seen = Callable[[memoryview], None]
+"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
+
+
+def unseen(piece: memoryview) -> None:
+    """Look at nothing."""
+
+
+class Put(Protocol):
+    """Puts tensors where they should lie."""
+
+    def __call__(self, name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
+        """The tensor, moved on by these deltas, that lies there now. ValueError for deltas that do not fit."""
+
+
 Fill = Callable[[Put], object]
 """Puts all tensors of a version, and raises PolicyRefused unless they are what its manifest says."""
 Check = Callable[[dict[str, Tensor]], object]
@@ -56,9 +69,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def as_it_is(name: str, tensor: Tensor, since: Sequence[Part]) -> Tensor:
+def as_it_is(name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
     """Leave it where it is, or make a copy that is moved on."""
-    return decode_chain(since, tensor) if since else tensor
+    found = decode_chain(since, tensor) if since else tensor
+    seen(memoryview(found.data))
+    return found
 
 
 class VersionFiles:
@@ -179,17 +194,20 @@ def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]
     view = memoryview(mapped)
     lying: dict[str, Tensor] = {}
 
-    def put(name: str, tensor: Tensor, since: Sequence[Part]) -> Tensor:
+    def put(name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
         start, stop = places.get(name, (0, -1))
         if stop - start != tensor.num_bytes:
-            return as_it_is(name, tensor, since)
+            return as_it_is(name, tensor, since, seen)
+        if not since and lying.get(name) is tensor:
+            seen(memoryview(tensor.data))
+            return tensor
         # Written, since a mapping that is written to costs a fault for each page of it.
-        if since or lying.get(name) is not tensor:
-            at = start
-            for piece in decode_pieces(since, tensor):
-                _write(file, piece, at)
-                at += len(piece)
-            lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
+        at = start
+        for piece in decode_pieces(since, tensor):
+            _write(file, piece, at)
+            seen(piece)
+            at += len(piece)
+        lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
         return lying[name]
 
     return put

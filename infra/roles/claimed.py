@@ -26,8 +26,13 @@ class ClaimedFolder:
 def _claim(base: Path, role: str) -> tuple[Path, IO[str]]:
     for index in range(MAX_PROCESSES):
         path = base / f"{role}-{index}"
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (path / "lock").open("w", encoding="ascii")
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (path / "lock").open("w", encoding="ascii")
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be written to ({error.strerror}): what {role} keeps lies there"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,7 +1,8 @@
 """Memory that a process has freed goes back to the machine.
 
 glibc takes blocks up to 32 MiB from a heap once one of that size was freed, and a heap shrinks at its end alone: weights and
-moments of a few MiB, freed between others that stay, would be held for good.
+moments of a few MiB, freed between others that stay, would be held for good. And threads that allocate get heaps of their own,
+up to eight a core, of which each holds what its busiest moment took.
 """
 
 import ctypes
@@ -9,16 +10,22 @@ import os
 
 LARGE_BYTES = 4 * 1024 * 1024
 THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+MAX_HEAPS = 2
+HEAPS = -8  # M_ARENA_MAX of malloc.h
 
 
 def give_back_large_blocks() -> bool:
     """Have each block of LARGE_BYTES or more in a mapping of its own from now on; whether the allocator can. What
     MALLOC_MMAP_THRESHOLD_ says in the environment stays.
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        return True
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(THRESHOLD, LARGE_BYTES))
+    return _told("MALLOC_MMAP_THRESHOLD_", THRESHOLD, LARGE_BYTES)
+
+
+def share_heaps() -> bool:
+    """Have threads that begin to allocate share MAX_HEAPS heaps from now on; whether the allocator can. What
+    MALLOC_ARENA_MAX says in the environment stays.
+    """
+    return _told("MALLOC_ARENA_MAX", HEAPS, MAX_HEAPS)
 
 
 def give_back_freed() -> None:
@@ -26,3 +33,10 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _told(variable: str, option: int, value: int) -> bool:
+    if variable in os.environ:
+        return True
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(option, value))

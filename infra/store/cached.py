@@ -7,11 +7,15 @@ Such a name means the same bytes in every store and for every version. All else 
 import re
 from collections.abc import Iterator
 
-from infra.store.host_cache import DIGEST_LETTERS, HostCache, sha256_of
+from infra.store.digests import LETTERS, algorithm_of, begins_with
+from infra.store.host_cache import HostCache
 from infra.store.pieces import Pieces, put_pieces
 from infra.store.store import Store, check_key
+from infra.store.whole import Hashed, get_hashed
 
-_NAMED_BY_CONTENT = re.compile(rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/([0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+")
+_NAMED_BY_CONTENT = re.compile(
+    rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/((?:blake3-)?[0-9a-f]{{{LETTERS}}})\.[a-z]+"
+)
 
 
 class CachedStore:
@@ -34,15 +38,17 @@ class CachedStore:
 
     def get(self, key: str) -> bytes:
         """The whole object. One that is kept here comes without asking the store. Raises NotInStore, StoreError."""
-        return bytes(self.get_hashed(key)[0])
-
-    def get_hashed(self, key: str) -> tuple[bytes | memoryview, str]:
-        """What `get` gives, not copied once more, and its sha256. Raises NotInStore, StoreError."""
         named = _NAMED_BY_CONTENT.fullmatch(check_key(key))
         if named is None:
-            data = self._store.get(key)
-            return data, sha256_of(data)
-        return self._cache.get(named[1], lambda: self._store.get(key))
+            return self._store.get(key)
+        return bytes(self.get_hashed(key, algorithm_of(begins_with(named[1])))[0])
+
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """See HashingStore. One that is kept here comes without asking the store."""
+        named = _NAMED_BY_CONTENT.fullmatch(check_key(key))
+        if named is None or algorithm_of(begins_with(named[1])) != algorithm:
+            return get_hashed(self._store, key, algorithm)
+        return self._cache.get(named[1], lambda: get_hashed(self._store, key, algorithm))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before; always of the store, since a part has no
@@ -63,14 +69,3 @@ class CachedStore:
         self._store.delete(key)
         if named := _NAMED_BY_CONTENT.fullmatch(key):
             self._cache.drop(named[1])
-
-
-def get_hashed(store: Store, key: str) -> tuple[bytes | memoryview, str]:
-    """An object of any store and its sha256: each byte is hashed once, by the cache where there is one.
-
-    Raises NotInStore, StoreError.
-    """
-    if isinstance(store, CachedStore):
-        return store.get_hashed(key)
-    data = store.get(key)
-    return data, sha256_of(data)

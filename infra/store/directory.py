@@ -16,6 +16,7 @@ from infra.observe.failpoint import reach
 from infra.observe.failpoint import write as write_all
 from infra.store.pieces import Pieces
 from infra.store.store import PRIVATE, check_key, check_prefix
+from infra.store.whole import Hashed, read_hashed
 from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
@@ -69,6 +70,11 @@ class DirectoryStore:
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
         return self._guard("get", key, self._path(key).read_bytes)
+
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """See HashingStore."""
+        path = self._path(key)
+        return self._guard("get", key, lambda: read_hashed(path, algorithm))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""

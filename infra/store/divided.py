@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from infra.store.pieces import Pieces, put_pieces
 from infra.store.store import PRIVATE, Store
+from infra.store.whole import Hashed, get_hashed
 
 
 class DividedStore:
@@ -27,6 +28,10 @@ class DividedStore:
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
         return self._of(key).get(key)
+
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """See HashingStore."""
+        return get_hashed(self._of(key), key, algorithm)
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""

@@ -1,12 +1,12 @@
 """Objects that are named by their content, kept in a folder of one machine for all processes there.
 
-    <folder>/objects/<digest>        an object; its name is the beginning of its sha256
-    <folder>/objects/<digest>.part   one that is being written, or that a killed process left
-    <folder>/locks/<00 to ff>        who fetches the objects whose digest begins so
+    <folder>/objects/<name>          an object; its name says how its digest begins: see `infra.store.digests`
+    <folder>/objects/<name>.part     one that is being written, or that a killed process left
+    <folder>/locks/<00 to ff>        who fetches the objects whose digest's letters begin so
     <folder>/locks/room              who makes room
 
 Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Each byte is hashed once, in the
-pass that reads it, and the sha256 comes out with the bytes, for whoever holds it against a manifest. Whoever asks while another
+pass that reads it, and the digest comes out with the bytes, for whoever holds it against a manifest. Whoever asks while another
 fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks, and what it left
 unfinished goes when the next one begins, or adds an object. What the folder holds, unfinished objects included, stays within
 `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes first. Where the folder cannot be used, or its
@@ -15,7 +15,6 @@ another digest then.
 """
 
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -25,18 +24,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from infra.observe.metrics import Metrics
+from infra.store.digests import algorithm_of, begins_with
+from infra.store.whole import Hashed, read_hashed
 
 log = logging.getLogger(__name__)
 
-DIGEST_LETTERS = 32  # 128 bits of a sha256
 MAX_OBJECTS = 10_000  # each is looked at when one is added
 LEFT_FREE = 0.05  # of the disk, for whoever else writes there
 WAIT_S = 120.0
 POLL_S = 0.02
-READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
 
 
 class HostCache:
@@ -62,42 +59,41 @@ class HostCache:
     def __repr__(self) -> str:
         return f"HostCache({str(self._objects.parent)!r})"
 
-    def get(self, digest: str, fetch: Callable[[], bytes]) -> tuple[bytes | memoryview, str]:
-        """The object of this digest and its sha256, fetched where it is not here. Raises what `fetch` raises."""
-        if (found := self._read(digest)) is not None:
+    def get(self, name: str, fetch: Callable[[], Hashed]) -> Hashed:
+        """The object of this name and its digest, fetched where it is not here. Raises what `fetch` raises."""
+        if (found := self._read(name)) is not None:
             return found
-        with self._locked(digest[:2]) as mine:
-            if mine and (found := self._read(digest)) is not None:
+        with self._locked(_lock_of(name)) as mine:
+            if mine and (found := self._read(name)) is not None:
                 return found
-            data = fetch()
-            sha256 = sha256_of(data)
+            data, digest = fetch()
             self._metrics.counter("host_cache_misses").inc()
-            if mine and sha256.startswith(digest):
-                self._keep(digest, data)
-            return data, sha256
+            if mine and digest.startswith(begins_with(name)):
+                self._keep(name, data)
+            return data, digest
 
-    def drop(self, digest: str) -> None:
+    def drop(self, name: str) -> None:
         """Forget an object; absent is fine."""
         with suppress(OSError):
-            (self._objects / digest).unlink()
+            (self._objects / name).unlink()
 
-    def _read(self, digest: str) -> tuple[memoryview, str] | None:
-        """The object where it is here and sound, and its sha256."""
-        path = self._objects / digest
+    def _read(self, name: str) -> Hashed | None:
+        """The object where it is here and sound, and its digest."""
+        path, expected = self._objects / name, begins_with(name)
         try:
-            data, sha256 = _read_and_hash(path)
+            data, digest = read_hashed(path, algorithm_of(expected))
         except OSError:
             return None
-        if not sha256.startswith(digest):
+        if not digest.startswith(expected):
             self._metrics.counter("host_cache_damaged").inc()
             log.warning("host_cache_damaged object=%s bytes=%d: it is fetched again", path, len(data))
-            self.drop(digest)
+            self.drop(name)
             return None
         self._metrics.counter("host_cache_hits").inc()
         self._metrics.gauge("host_cache_bytes").set(self._num_bytes())
         with suppress(OSError):
             os.utime(path)  # used now: it goes last
-        return data, sha256
+        return data, digest
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
@@ -128,15 +124,15 @@ class HostCache:
                 self._go_without(str(error))
                 return False
 
-    def _keep(self, digest: str, data: bytes) -> None:
+    def _keep(self, name: str, data: bytes | memoryview) -> None:
         """Write the object, room made for it before. Its lock is held."""
-        part = self._objects / f"{digest}.part"
+        part = self._objects / f"{name}.part"
         try:
             if not self._reserve(part, len(data)):
                 return
             with open(part, "r+b") as file:
                 file.write(data)
-            os.replace(part, self._objects / digest)
+            os.replace(part, self._objects / name)
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
@@ -169,7 +165,7 @@ class HostCache:
     def _remove_unfinished(self) -> None:
         """Remove unfinished files that no process writes any more: a writer holds their lock."""
         for part in self._objects.glob("*.part"):
-            with suppress(OSError), open(self._locks / part.name[:2], "ab") as lock:
+            with suppress(OSError), open(self._locks / _lock_of(part.stem), "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
 
@@ -193,17 +189,6 @@ class HostCache:
             log.warning("host_cache_skipped cache=%r: weights are read from the store instead: %s", self, reason)
 
 
-def _read_and_hash(path: Path) -> tuple[memoryview, str]:
-    """The bytes of a file and their sha256. A copy, not a mapping: a file may be written to after it was found sound."""
-    with open(path, "rb", buffering=0) as file:
-        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)  # numpy asks for large pages, which bytes do not
-        sha256, view, start = hashlib.sha256(), memoryview(data.data), 0
-        while num_read := file.readinto(view[start : start + READ_BYTES]):
-            sha256.update(view[start : start + num_read])
-            start += num_read
-    return view[:start].toreadonly(), sha256.hexdigest()
-
-
-def sha256_of(data: bytes | memoryview) -> str:
-    """sha256, hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
+def _lock_of(name: str) -> str:
+    """Of an object, one of 256."""
+    return name.rpartition("-")[2][:2]

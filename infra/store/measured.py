@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from infra.observe.metrics import Metrics
 from infra.store.pieces import Pieces, put_pieces, total_bytes
 from infra.store.store import Store
+from infra.store.whole import Hashed, get_hashed
 from schemas.errors import NotInStore, StoreError
 
 
@@ -41,6 +42,13 @@ class MeasuredStore:
             data = self._store.get(key)
             count(len(data))
         return data
+
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """See HashingStore."""
+        with self._counted("get") as count:
+            data, digest = get_hashed(self._store, key, algorithm)
+            count(len(data))
+        return data, digest
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""

@@ -12,12 +12,11 @@ Settings come from the environment, so that no file of a run holds a secret:
 Secrets appear in no error and no repr.
 """
 
-import io
+import functools
+import itertools
 import logging
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,23 +25,24 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
+from infra.store.digests import hasher
 from infra.store.pieces import Pieces, total_bytes
+from infra.store.s3_bodies import READ_TIMEOUT_S, PiecesReader, body_of, join, place
 from infra.store.s3_keys import S3Credentials, S3Keys, fixed_keys, keys_of
 from infra.store.store import check_key, check_prefix
+from infra.store.whole import Hashed
 from schemas.errors import ConfigError, NotInStore, StoreError
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 60.0
 NUM_RETRIES = 3
 RANGE_BYTES = 8 * 1024 * 1024  # of a download, so that an object of weights takes all connections
 PART_BYTES = 8 * 1024 * 1024  # of an upload
 MAX_PARTS = 10_000  # of an object, says S3
 CONNECTIONS = 16  # at once, for the parts of one object
-SLOWEST = 16 * 1024  # bytes a second; a connection that gives fewer is opened again
-CHUNK_BYTES = 256 * 1024
 UNFINISHED_S = 24 * 3600.0  # after which an upload has no process any more
 
 # The same call can never succeed until a setting is changed.
@@ -52,6 +52,9 @@ _FINAL_CODES = frozenset({
 })  # fmt: skip
 
 T = TypeVar("T")
+Taken = TypeVar("Taken", bytes, memoryview)
+Take = Callable[[int, Iterator[bytes]], Taken]
+"""What becomes of the bytes of a range that begins there, as they come."""
 
 
 def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
@@ -83,28 +86,6 @@ def closing_response(response: Any) -> Iterator[Any]:
     finally:
         response.close()
         response.release_conn()
-
-
-class _PiecesReader(io.RawIOBase):
-    """Pieces as one file. BytesIO would first copy all of a memoryview."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._left = deque(memoryview(piece) for piece in pieces)
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes, fewer only at the end."""
-        found, wanted = list[memoryview](), size if size >= 0 else total_bytes(self._left)
-        while self._left and wanted:
-            piece = self._left.popleft()
-            found.append(piece[:wanted])
-            if len(piece) > wanted:
-                self._left.appendleft(piece[wanted:])
-            wanted -= len(found[-1])
-        return bytes(found[0]) if len(found) == 1 else b"".join(found)
 
 
 class S3Store:
@@ -177,7 +158,7 @@ class S3Store:
             self._client.put_object(
                 self._bucket,
                 name,
-                _PiecesReader(pieces),
+                PiecesReader(pieces),
                 num_bytes,
                 part_size=part_bytes,
                 num_parallel_uploads=CONNECTIONS,
@@ -191,7 +172,12 @@ class S3Store:
         A range that fails is read again, not the whole.
         """
         name = self._name(key)
-        return self._call("get", key, lambda: self._read_whole(name))
+        return self._call("get", key, lambda: b"".join(self._ranges(name, lambda num_bytes: join)))
+
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """See HashingStore. Ranges go where they belong as they come, and are hashed in order meanwhile."""
+        name = self._name(key)
+        return self._call("get", key, lambda: self._read_hashed(name, algorithm))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
@@ -249,36 +235,60 @@ class S3Store:
         return self._prefix + check_key(key)
 
     def _read_part(self, name: str, start: int, length: int) -> bytes:
-        return self._range(name, start, length) if length else b""
+        return self._range(name, start, join, length=length) if length else b""
 
-    def _read_whole(self, name: str) -> bytes:
-        """The first range says how large the object is before its bytes come; the others, of the same object, come beside."""
+    def _read_hashed(self, name: str, algorithm: str) -> Hashed:
+        made, rooms, num_bytes = hasher(algorithm), list[memoryview](), 0
+
+        def begin(size: int) -> Take[memoryview]:
+            rooms.append(memoryview(np.empty(size, np.uint8).data))
+            return functools.partial(place, rooms[0])
+
+        for part in self._ranges(name, begin):
+            made.update(part)
+            num_bytes += len(part)
+        return rooms[0][:num_bytes].toreadonly(), f"{algorithm}:{made.hexdigest()}"
+
+    def _ranges(self, name: str, begin: Callable[[int], Take[Taken]]) -> Iterator[Taken]:
+        """What becomes of the ranges of an object, in order. The first says how large the object is before its bytes come; the
+        others, of the same object, come beside. begin: called once, with the most bytes that may come.
+        """
         found: list[_Whole] = []
-        rest: list[Future[bytes]] = []
+        takes: list[Take[Taken]] = []
+        rest: list[Future[Taken]] = []
         pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
 
         def ask_for_the_rest(whole: _Whole) -> None:
             if not found:  # not again where the first range is read again
                 found.append(whole)
+                takes.append(begin(whole.num_bytes if whole.num_bytes >= 0 else RANGE_BYTES))
                 starts = range(RANGE_BYTES, whole.num_bytes, RANGE_BYTES)
-                rest.extend(pool.submit(self._range, name, start, RANGE_BYTES, whole.tag) for start in starts)
+                rest.extend(pool.submit(self._range, name, start, takes[0], whole.tag) for start in starts)
             elif found != [whole]:
                 raise ValueError("the object was replaced while it was read")
 
+        num_bytes = 0
         try:
-            first = self._range(name, 0, RANGE_BYTES, begun=ask_for_the_rest)
-            data = b"".join([first, *(one.result() for one in rest)])
+            first = self._range(name, 0, lambda start, pieces: takes[0](start, pieces), begun=ask_for_the_rest)
+            for part in itertools.chain([first], (one.result() for one in rest)):
+                num_bytes += len(part)
+                yield part
         finally:
             pool.shutdown(cancel_futures=True)
-        if found and found[0].num_bytes not in (-1, len(data)):
-            raise ValueError(f"got {len(data)} bytes, expected {found[0].num_bytes}")
-        return data
+        if found[0].num_bytes not in (-1, num_bytes):
+            raise ValueError(f"got {num_bytes} bytes, expected {found[0].num_bytes}")
 
     def _range(
-        self, name: str, start: int, length: int, tag: str = "", begun: Callable[["_Whole"], None] | None = None
-    ) -> bytes:
-        """Some bytes of an object, read again where the connection breaks. tag: of the object they must be of. begun: called
-        with the size and the tag of the object before its bytes are read.
+        self,
+        name: str,
+        start: int,
+        take: Take[Taken],
+        tag: str = "",
+        begun: Callable[["_Whole"], None] = lambda whole: None,
+        length: int = RANGE_BYTES,
+    ) -> Taken:
+        """What becomes of some bytes of an object, which are read again where the connection breaks. tag: of the object they
+        must be of. begun: called with the size and the tag of the object before its bytes are read.
         """
         from minio.error import S3Error
         from urllib3.exceptions import ProtocolError, ReadTimeoutError
@@ -290,12 +300,12 @@ class S3Store:
                     self._slots,
                     closing_response(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
                 ):
-                    if begun is not None:
-                        begun(_whole_of(answer.headers))
-                    return body_of(answer, length)
+                    begun(_whole_of(answer.headers))
+                    return take(start, body_of(answer, length))
             except S3Error as error:
                 if error.code == "InvalidRange":  # it begins at or after the end
-                    return b""
+                    begun(_Whole(0, ""))
+                    return take(start, iter(()))
                 raise
             except (ProtocolError, ReadTimeoutError, TimeoutError):
                 if not tries_left:
@@ -341,15 +351,3 @@ class _Whole(msgspec.Struct, frozen=True):
 def _whole_of(headers: Mapping[str, str]) -> _Whole:
     said = headers.get("Content-Range", "").rpartition("/")[2]
     return _Whole(int(said) if said.isdigit() else -1, headers.get("ETag", ""))
-
-
-def body_of(answer: Any, length: int, clock: Callable[[], float] = time.monotonic) -> bytes:
-    """The bytes of an answer, of at most `length`. TimeoutError where they come more slowly than SLOWEST."""
-    allowed_s = READ_TIMEOUT_S + length / SLOWEST
-    deadline = clock() + allowed_s
-    pieces = []
-    while piece := answer.read1(CHUNK_BYTES):
-        pieces.append(piece)
-        if clock() > deadline:
-            raise TimeoutError(f"got {sum(map(len, pieces)):,} of {length:,} bytes in {allowed_s:.0f} s")
-    return b"".join(pieces)

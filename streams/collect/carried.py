@@ -34,7 +34,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class OpenRow(NamedTuple):
-    """An open group in the state file. row: grows with every change."""
+    """An open group in the state file.
+
+    row: number of the row, higher with each change of the group. id: of the group. data: the group as msgpack.
+    """
 
     row: int
     id: str
@@ -42,7 +45,10 @@ class OpenRow(NamedTuple):
 
 
 class ClosedRow(NamedTuple):
-    """A closed group."""
+    """A closed group in the state file.
+
+    id: of the group. closed_ms: log time of its last closure. data: the group as msgpack.
+    """
 
     id: str
     closed_ms: int
@@ -50,7 +56,11 @@ class ClosedRow(NamedTuple):
 
 
 class ClosedPart(NamedTuple):
-    """Closed groups of one part, later ones in the place of earlier ones. newest_ms: when the last of them was closed."""
+    """Closed groups of one part; those of a later part replace those of an earlier one.
+
+    number: in the names `closed/<number>` and `index/<number>`. rows: groups in it. newest_ms: when the last of them was
+    closed.
+    """
 
     number: int
     rows: int
@@ -98,7 +108,7 @@ def snapshot_in(connection: sqlite3.Connection) -> SnapshotManifest | None:
 
 
 def closed_parts(snapshot: SnapshotManifest) -> list[ClosedPart]:
-    """Those of closed groups, earliest first."""
+    """The parts of closed groups, earliest first."""
     return [ClosedPart(*one) for one in snapshot.about["closed"]]
 
 
@@ -184,12 +194,12 @@ def closed_rows(data: bytes) -> list[ClosedRow]:
 
 
 def memories_in(store: Store, snapshot: SnapshotManifest) -> dict[str, bytes]:
-    """Of the steps, by name. Raises SnapshotDamaged, StoreError."""
+    """The memories of the steps, by name. Raises SnapshotDamaged, StoreError."""
     return _memories.decode(read(store, snapshot.parts["memories"]))
 
 
 def open_parts(snapshot: SnapshotManifest) -> list[SnapshotPart]:
-    """Those of open groups."""
+    """The parts of open groups."""
     return [part for name, part in snapshot.parts.items() if name.startswith("open/")]
 
 
@@ -200,7 +210,7 @@ def index_of(rows: list[ClosedRow]) -> bytes:
 
 
 def hash_of(name: str) -> int:
-    """Of a group, or of a session with a slash behind it, which no group has."""
+    """The hash of a group, or of a session with a slash behind it, which no group has."""
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 

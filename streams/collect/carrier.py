@@ -29,7 +29,9 @@ AWAY = "the store was away"
 
 
 class Often(msgspec.Struct, frozen=True):
-    """When a snapshot is written: after so many seconds or so many records, whichever comes first, and a record at least.
+    """When a snapshot is written: at whichever limit is met first, and only if a record came.
+
+    seconds: since the last snapshot. records: of `verified`, since the last snapshot.
 
     Example: Often(seconds=600.0, records=100_000)
     """
@@ -112,7 +114,7 @@ class Carrier:
         if not self._pending.leans:
             return True
         if store is None or snapshot is None:
-            self.refuse(DAMAGED, f"{self._pending.path}: leans on a snapshot, and there is none")
+            self.refuse(DAMAGED, f"{self._pending.path}: leans on a snapshot that is not there")
             return False
         shelf = Shelf(store)
         try:
@@ -154,7 +156,7 @@ class Carrier:
         known = self._pending.snapshot()
         self._at = next_offset if known is None else known.position
         if known is not None:
-            self._tell_size(known.stored_bytes)
+            self._show_size(known.stored_bytes)
         self._since_s = asyncio.get_running_loop().time()
 
     def saved(self, next_offset: int) -> None:
@@ -172,7 +174,7 @@ class Carrier:
         self._closed = True
         if self._task is not None:
             self._task.cancel()
-        self._tell_size(0)
+        self._show_size(0)
 
     async def write(self) -> None:
         """Store the state file as it is now; returns once it is stored, or has failed, which is said and counted."""
@@ -201,7 +203,7 @@ class Carrier:
         else:
             self._metrics.counter("snapshots_written").inc()
             if not self._closed:
-                self._tell_size(snapshot.stored_bytes)
+                self._show_size(snapshot.stored_bytes)
 
-    def _tell_size(self, num_bytes: int) -> None:
+    def _show_size(self, num_bytes: int) -> None:
         self._metrics.gauge("snapshot_bytes", partition=str(self._partition)).set(num_bytes)

@@ -51,8 +51,11 @@ ClosureKey = tuple[str, int, int]
 
 
 class CollectSettings(msgspec.Struct, frozen=True):
-    """What every partition's collector shares. folder: of the state files. give_up_s: of publishing one decision. mark_every:
-    about how many records of `progress` a worker that begins reads again. often: when the state goes to the store.
+    """What the collectors of all partitions share.
+
+    folder: of the state files. rules: what collect waits for. steps: its chain. give_up_s: how long one decision is published
+    again before the process ends. mark_every: about how many records of `progress` a worker that begins reads again. often:
+    when the state goes to the store.
 
     Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
     """
@@ -71,7 +74,10 @@ def frame_of(record: Record) -> bytes:
 
 
 class LogEnds(NamedTuple):
-    """Closures below `progress` are of records below `verified`: its end was read after theirs was known."""
+    """Two ends of the log: a closure below the first is of records below the second, which was read later.
+
+    progress: offset in `progress`. verified: offset in this partition of `verified`.
+    """
 
     progress: int
     verified: int
@@ -98,6 +104,11 @@ class Collector:
         self._mark: LogEnds | None = None
 
     @property
+    def state(self) -> State:
+        """What is remembered of the partition; another one after a recovery."""
+        return self._state
+
+    @property
     def next_offset(self) -> int:
         """Everything below is folded, published and saved."""
         return self._state.next_offset
@@ -109,14 +120,6 @@ class Collector:
     def num_open(self) -> int:
         """Groups that wait."""
         return self._state.num_open()
-
-    def oldest_ms(self) -> int:
-        """When the group came that has waited longest, 0 for none."""
-        return self._state.oldest_ms()
-
-    def num_held(self) -> int:
-        """Turns that wait for their session."""
-        return self._state.num_held()
 
     def waits(self) -> FeedbackWait:
         """What waits for feedback."""

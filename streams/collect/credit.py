@@ -26,10 +26,12 @@ NEUTRAL = 0.5
 class FeedbackRules(msgspec.Struct, frozen=True):
     """How long answers wait for a source, what its silence means, and what its late feedback does.
 
-    default: the score when the window closes in silence, None leaves it absent. late: drop counts and forgets; amend
-    sends the answer on again as a new revision in its lane, for copies that were not drawn yet; retrain sends it to be trained
-    again, in the human lane; both only where the verdict changed. discount: γ of what
-    earlier turns of a session are credited with, 0 for nothing. per_rater, alike, within_ms: see `streams.collect.held`.
+    window_ms: how long collect waits after the answer. default: the score when the window closes in silence, None leaves it
+    absent. late: drop counts and forgets; amend sends the answer on again as a new revision in its lane, for copies that were
+    not drawn yet; retrain sends it to be trained again, in the human lane; both only where the verdict changed. discount: γ of
+    what earlier turns of a session are credited with, 0 for nothing. per_rater: how many feedbacks of one rater count, 0 for
+    no limit. alike: how many that say nearly the same, 0 for no limit. within_ms: the time in which both are counted; see
+    `streams.collect.held`.
 
     Example: FeedbackRules(window_ms=86_400_000, default=None, late="amend")
     """
@@ -124,7 +126,7 @@ def credited(
 
 
 def with_edit(experience: Experience, on_answer: AnswerFeedback | None, open_text: OpenText = as_it_is) -> Experience:
-    """The experience with the newest edit, for the step `correct`; itself where there is none."""
+    """The experience with the newest edit, for the step `correct`; itself without edits."""
     if on_answer is None or not on_answer.edits:
         return experience
     return msgspec.structs.replace(experience, edit=Edit(text=edit_of(on_answer, open_text), count=on_answer.edits))

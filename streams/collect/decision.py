@@ -10,7 +10,9 @@ from schemas import Block, Closure, DeadLetter, Experience
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How one attempt ended, and what goes on to the buffer because of it. dropped: members that the chain dropped.
+    """How one attempt ended, and what goes on to the buffer because of it.
+
+    closure: for `progress`. blocks: for `buffer`, published before the closure. dropped: members that the chain dropped.
 
     Example: Decision(Closure(group="add-3745.2", outcome="superseded", attempt=1), ())
     """
@@ -21,8 +23,10 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Folded(msgspec.Struct):
-    """What one record led to. dropped: reason to count. letters: records that nothing can be done with. closed_early: sessions
-    that were closed before their time, since too many turns waited.
+    """What one record led to.
+
+    decisions: in the order in which they are published. letters: records that cannot be processed. dropped: reason to count.
+    closed_early: sessions that were closed before their time, since too many turns waited.
     """
 
     decisions: list[Decision] = []

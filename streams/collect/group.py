@@ -13,7 +13,9 @@ from schemas import DropMarker, Experience, Feedback, Lane
 
 
 class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where an experience lies: offset of its block in `verified`, index within it.
+    """Where an experience lies.
+
+    offset: of its block in `verified`. index: within the block.
 
     Example: BlockPlace(offset=981, index=7)
     """
@@ -23,7 +25,10 @@ class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Episode(msgspec.Struct, array_like=True, gc=False):
-    """Parts of one episode by number: a BlockPlace, or the reason of the drop marker that came instead. last: -1 not seen yet.
+    """The parts of one episode that arrived.
+
+    parts: by number a BlockPlace, or the reason of the drop marker that came instead. last: number of its last part, -1 not
+    seen yet.
 
     Example: Episode(parts={0: BlockPlace(981, 7)}, last=0)
     """
@@ -37,7 +42,10 @@ class Episode(msgspec.Struct, array_like=True, gc=False):
 
 
 class Attempt(msgspec.Struct, array_like=True, gc=False):
-    """One try of a group. first_ms: log-append time of its first record. num_done: episodes that are done.
+    """One try of a group.
+
+    number: issue of the task, 0 for the first. group_size: episodes of the group. lane: that trains it. sequence: issue order,
+    -1 unpaced. first_ms: log-append time of its first record. episodes: by number. num_done: episodes that are done.
 
     Example: Attempt(number=0, group_size=16, lane="usual", sequence=412, first_ms=1763715600000)
     """
@@ -92,7 +100,9 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
 
 
 class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One feedback as it lies in the log.
+    """One feedback and its place in the log.
+
+    feedback: as published. offset: in `verified`. time_ms: log-append time.
 
     Example: LoggedFeedback(feedback=Feedback(ref="hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", id="ticket-81", value=0.8),
                             offset=982, time_ms=1763715600000)
@@ -104,10 +114,10 @@ class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
-    """The feedback on one answer. counted: what counts of it, in log order, one for each (source, rater, type).
+    """The feedback on one answer. See `streams.collect.feedback`.
 
-    known: digests of the last feedback that was taken, to recognize a redelivery. edits: how often a correction was
-    made or taken back. See `streams.collect.feedback`.
+    counted: what counts of it, in log order, one for each (source, rater, type). known: digests of the last feedback that was
+    taken, to recognize a redelivery. edits: how often a correction was made or taken back.
 
     Example: AnswerFeedback(counted=[LoggedFeedback(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
     """
@@ -118,7 +128,9 @@ class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
 
 
 class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What counts of a later answer of the same session. turns: how many turns later it was given. values: by source.
+    """What counts of a later answer of the same session.
+
+    turns: how many turns later it was given. values: what counts of it, by source.
 
     Example: LaterCredit(turns=2, values={"csat": 0.8})
     """
@@ -128,14 +140,16 @@ class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Group(msgspec.Struct, array_like=True, gc=False):
-    """Everything about one group. attempts: those still open, and the one that won. winner: its number, -1 before.
+    """Everything about one group.
 
-    superseded: attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone
-    decides something, 0 never. feedback: by experience id. lane: of the copy that the last revision
-    sent on, None for none. depth: messages before the answer of a session's turn, -1 for anything else. credits: of
-    later turns of the session, by group. retrained: how often late feedback had it trained again. is_ready, is_over: of a
-    turn, see `streams.collect.joined`: nothing more is waited for that is about itself, and none of its session follows. join:
-    the name under which it was closed with others, "" for alone.
+    id: of the group. attempts: by number, those still open and the one that won. winner: its number, -1 before. superseded:
+    attempts that are over. revision: of the last closure. closed_ms: 0 while open. due_ms: when time alone decides something,
+    0 never. feedback: by experience id. lane: of the copy that the last revision sent on, None without a copy. depth: messages
+    before the answer of a session's turn, -1 for anything else. credits: of later turns of the session, by group. retrained:
+    how often late feedback had it trained again. join: the name under which it was closed with others, "" for alone.
+
+    is_ready: of a turn, see `streams.collect.joined`: nothing more is waited for that is about itself. is_over: of a turn: no
+    other of its session follows.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """

@@ -17,10 +17,10 @@ from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
-from schemas import FeedbackWait
 from schemas.reports import together
 from streams.collect.collector import Collector, CollectSettings, TakenAway
-from streams.stages.stage import Delivery, end_for
+from streams.collect.state import State
+from streams.stages.stage import Delivery, Waiting, end_for
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +68,9 @@ class Inbox:
         """Records that wait."""
         return len(self._queue)
 
-    def num_open(self) -> int:
-        """Groups that wait."""
-        return 0 if self._collector is None else self._collector.num_open()
-
-    def oldest_ms(self) -> int:
-        """When the group came that has waited longest, 0 for none."""
-        return 0 if self._collector is None else self._collector.oldest_ms()
-
-    def num_held(self) -> int:
-        """Turns that wait for their session."""
-        return 0 if self._collector is None else self._collector.num_held()
-
-    def waits(self) -> FeedbackWait:
-        """What waits for feedback."""
-        return FeedbackWait() if self._collector is None else self._collector.waits()
+    def state(self) -> State | None:
+        """What is remembered of the partition, None before the recovery begins."""
+        return None if self._collector is None else self._collector.state
 
     def mark(self) -> int:
         """Grows while records are folded, in a rebuild too."""
@@ -206,21 +194,15 @@ class CollectDriver:
         """Records that wait to be folded."""
         return sum(inbox.num_queued() for inbox in self._inboxes.values())
 
-    def num_open(self) -> int:
-        """Groups that wait to be complete."""
-        return sum(inbox.num_open() for inbox in self._inboxes.values())
-
-    def oldest_ms(self) -> int:
-        """When the group came that has waited longest, 0 for none."""
-        return min((came_ms for inbox in self._inboxes.values() if (came_ms := inbox.oldest_ms())), default=0)
-
-    def num_held(self) -> int:
-        """Turns of production that wait for their session."""
-        return sum(inbox.num_held() for inbox in self._inboxes.values())
-
-    def waits(self) -> FeedbackWait:
-        """What waits for feedback."""
-        return together(inbox.waits() for inbox in self._inboxes.values())
+    def waiting(self) -> Waiting:
+        """What waits for other records, on all partitions together."""
+        states = [state for inbox in self._inboxes.values() if (state := inbox.state()) is not None]
+        return Waiting(
+            groups=sum(state.num_open() for state in states),
+            oldest_ms=min((came_ms for state in states if (came_ms := state.oldest_ms())), default=0),
+            turns=sum(state.num_held() for state in states),
+            feedback=together(state.waits() for state in states),
+        )
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is folded or rebuilt."""

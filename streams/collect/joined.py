@@ -28,7 +28,10 @@ MAX_JOINED = 64
 
 
 class Over(NamedTuple):
-    """What of a session is over. runs: turns to be closed, each run together. again_ms: when to look again, 0 for never."""
+    """What of a session is over.
+
+    runs: turns to be closed, each run together. again_ms: when to look again, 0 for never.
+    """
 
     runs: list[Sequence[Group]]
     again_ms: int

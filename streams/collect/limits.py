@@ -25,7 +25,10 @@ _ALL = ""
 
 
 class DayLimits(msgspec.Struct, frozen=True):
-    """See [collect.limits].
+    """What one rater and one tenant can move in a UTC day on one partition. See [collect.limits].
+
+    rater_answers: answers that a named rater moves in any case. rater_share: of all that is moved, where that is more.
+    tenant_answers: answers that a tenant moves in any case. tenant_share: of all that is moved, where that is more.
 
     Example: DayLimits(rater_answers=100, rater_share=0.01)
     """

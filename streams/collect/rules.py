@@ -10,13 +10,14 @@ from streams.collect.limits import DayLimits
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What collect waits for. deadline_ms: after a group's first record. keep_ms: for how long a closed group is known.
+    """What collect waits for.
 
-    sources: feedback by name. waiting: the lanes whose answers wait for it. corrects: the chain learns from edits.
-    open_text: see `edit_of`. revisions: how often late feedback may close a group anew; past it only a retraction
-    does. retrainings: how often of these, under late = "retrain", it is trained again. limits: what one rater and one
-    tenant can move in a day. session_ms: a turn of a session waits for others until none came for so long, 0 for not at all.
-    session_turns: how many turns of a partition wait so; beyond it the oldest sessions are closed early.
+    deadline_ms: after a group's first record. keep_ms: for how long a closed group is known. sources: feedback by name.
+    waiting: the lanes whose answers wait for it. corrects: the chain learns from edits. open_text: see `edit_of`. revisions:
+    how often late feedback may close a group anew; past it only a retraction does. retrainings: how often of these, under late
+    = "retrain", it is trained again. limits: what one rater and one tenant can move in a day. session_ms: a turn of a session
+    waits for others until none came for so long, 0 for not at all. session_turns: how many turns of a partition wait so;
+    beyond it the oldest sessions are closed early.
 
     Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": FeedbackRules(window_ms=86_400_000)})
     """
@@ -40,7 +41,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of the inbox; value is None for one that could not be read, frame a block's own bytes if at hand.
+    """One record of the inbox.
+
+    partition, offset: in `verified`. timestamp_ms: log-append time. value: None for a record that could not be read. frame: a
+    block's own bytes if at hand.
 
     Example: Arrival(partition=3, offset=981, timestamp_ms=1763715600000, value=Tick(partition=3, due_ms=1763715599000))
     """

@@ -41,7 +41,7 @@ class Frames:
         lacking = {place.offset for place in places} & self.absent
         if not lacking:
             return
-        assert self.fetch is not None, "blocks are absent and nobody fetches them"
+        assert self.fetch is not None, "blocks are absent, and the state has no fetch"
         ahead = {at for one in lacking for at in range(one + 1, one + READ_AHEAD) if at in self.absent} - lacking
         found = await self.fetch(sorted(lacking), sorted(ahead))
         self.unsaved |= found

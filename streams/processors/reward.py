@@ -24,7 +24,7 @@ def reward(
     """Weighted mean of the scores in `blend`; the weights of absent ones go to the others. A weight below 0 is a penalty:
     what it weighs is taken off the mean of the others.
 
-    No blend: every score of the whole alike; where there is none, every one given turn by turn.
+    No blend: every score of the whole alike; without such scores, every one given turn by turn.
 
     A score given turn by turn (`at`) counts as its discounted sum over the episode, across its parts, unless there is
     one of that name for the whole. An episode without any of the scores, or without one that is required, is dropped as

@@ -30,10 +30,11 @@ MAX_ANSWER_BYTES = 256 * 1024
 
 @processor(version=1, of="task")
 class Vary(msgspec.Struct, frozen=True, kw_only=True):
-    """templates: texts with {question} in them, one variation each. url, model: of an endpoint that rewrites the question
-    `number` times; api_key_env: the environment variable with its key.
+    """Options of `vary`. Only the last user message is varied.
 
-    Only the last user message is varied.
+    templates: texts with {question} in them, one variation each. url, model: of an endpoint that rewrites the question.
+    number: rewritten versions of each. instruction: the request to the endpoint, with {question} in it. temperature: the
+    endpoint samples with it. timeout_s: of one request. api_key_env: the environment variable with the endpoint's key.
 
     Example: Vary(templates=("Solve step by step: {question}",))
     """

@@ -31,7 +31,10 @@ OnProgress = Callable[[int], None]
 
 
 class Led(TimedEvent, frozen=True):
-    """What one record of `verified` led to. counts: it lies in the range, and all of its groups are known."""
+    """What one record of `verified` led to.
+
+    folded: its decisions and letters. counts: the record lies in the range, and all of its groups are known.
+    """
 
     folded: Folded
     counts: bool
@@ -100,7 +103,7 @@ async def steps_of(
 
 
 def at_its_time(record: Record) -> Record:
-    """The record at the log time it stands for: its own, or that which a counterfactual app's record carries."""
+    """The record at its log time: the broker's stamp, or in a counterfactual app the time that the record carries."""
     for name, value in record.headers:
         if name == TIME_HEADER and value.isdigit():
             return msgspec.structs.replace(record, timestamp_ms=int(value))

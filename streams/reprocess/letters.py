@@ -36,7 +36,11 @@ Value = tuple[bytes, bytes]  # key, value
 
 
 class LettersReport(msgspec.Struct):
-    """letters: looked at. done: delivered in an earlier run. delivered: topic to count. refused: reason to count."""
+    """What became of dead letters.
+
+    letters: looked at. done: delivered in an earlier run. delivered: topic to count. refused: reason to count. examples: the
+    first ten refusals, each with place and detail.
+    """
 
     letters: int = 0
     done: int = 0

@@ -16,8 +16,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Reprocessed(msgspec.Struct, frozen=True, array_like=True):
-    """One experience (or task, or closure). key: of what; dropped: reason, "" for kept. content: hash of what it holds,
-    or what a closure says. parent: the experience it was made from.
+    """One experience (or task, or closure) as it is compared.
+
+    key: what it is known by in both runs. dropped: reason, "" for kept. scores: in the order given. reward, advantage,
+    priority, lane: as the experience has them. content: hash of what it holds, or what a closure says. parent: the experience
+    it was made from.
 
     Example: Reprocessed("add-3745.2.0-7-0", dropped="too short")
     """
@@ -34,7 +37,10 @@ class Reprocessed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One thing that is not as recorded. reason: of a drop, or the name of a score.
+    """One thing that is not as recorded.
+
+    kind: "re-scored", "newly dropped" and the like. reason: of a drop, or the name of a score. old: as recorded, for people.
+    new: as it comes out now.
 
     Example: Difference("re-scored", "judge", "0.4", "0.7")
     """
@@ -89,7 +95,7 @@ def left_out(closure: Closure) -> Reprocessed:
 
 
 def ending_key(closure: Closure) -> str:
-    """Of the closure of one attempt at one revision."""
+    """The key of the closure of one attempt at one revision."""
     return f"{ENDING}{closure.group} {closure.attempt} {closure.revision}"
 
 

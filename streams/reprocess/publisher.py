@@ -1,7 +1,7 @@
 """Another app's topics as the place where a counterfactual is written: `verified`, or `buffer` and `progress`.
 
 Guarantee: it is never the app that is read, and what is written to was empty; records of a partition keep the order they are
-given in. Each carries the log time it stands for, since the broker stamps them all with today's.
+given in. Each carries its log time in a header, since the broker stamps them all with today's.
 """
 
 import asyncio

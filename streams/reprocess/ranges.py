@@ -23,6 +23,9 @@ EXPECTED = (
 class LogPlace(msgspec.Struct, frozen=True):
     """A place in a topic; exactly one of the fields is set.
 
+    edge: one end of each partition. offset: the same in every partition. offsets: partition to offset; other partitions are
+    left out. time_ms: first record appended then or later.
+
     Example: LogPlace(offsets={3: 981})
     """
 
@@ -38,7 +41,9 @@ class LogPlace(msgspec.Struct, frozen=True):
 
 
 class Range(msgspec.Struct, frozen=True):
-    """Records start to stop (exclusive) of one partition.
+    """Records of one partition.
+
+    topic: of the app. partition: index. start: first offset. stop: the offset after the last.
 
     Example: Range(EXPERIENCES, partition=3, start=981, stop=1200)
     """
@@ -139,7 +144,10 @@ def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerat
 
 
 class TimedEvent(msgspec.Struct, frozen=True):
-    """Something that happened at a time of the log."""
+    """Something that happened at a time of the log.
+
+    time_ms: log time.
+    """
 
     time_ms: int
 

@@ -9,7 +9,12 @@ EXAMPLES = 3
 
 
 class Example(msgspec.Struct, frozen=True):
-    """One case of a change. Example: Example("add-1.0.0-3-0", "kept, reward 1", "too short")."""
+    """One case of a change.
+
+    key: of the experience. old: as recorded. new: as it comes out now.
+
+    Example: Example("add-1.0.0-3-0", "kept, reward 1", "too short")
+    """
 
     key: str
     old: str
@@ -17,7 +22,10 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct):
-    """All differences of one kind and reason."""
+    """All differences of one kind and reason.
+
+    kind, reason: as in Difference. count: how many there are. examples: the first EXAMPLES of them.
+    """
 
     kind: str
     reason: str
@@ -26,10 +34,14 @@ class Change(msgspec.Struct):
 
 
 class ReprocessReport(msgspec.Struct):
-    """records: read from the range. kept, dropped: experiences (tasks) as they come out now. repeated: came out before.
-    compared: of them, with what is recorded; unrecorded: those the log says nothing of. behind: records of the range that the
-    workers have not committed yet, left out of a comparison. open_groups: wait for what lies behind the range.
-    other_code: of the scores reused, those recorded under the same version by other code, by name.
+    """What a reprocessing found.
+
+    stage: that was run. records: read from the range. kept: experiences (tasks) as they come out now. dropped: reason to count
+    of the others. repeated: experiences that came out before. compared: of them, with what is recorded. unrecorded: those that
+    the log has no record of. behind: records of the range that the workers have not committed yet, left out of a comparison.
+    open_groups: those that wait for records behind the range. published: records written to the other app. reused_scores:
+    verdicts taken from the log instead of being asked for again. other_code: of the scores reused, those recorded under the
+    same version by other code, by name. changes: what is not as recorded, the most frequent first.
     """
 
     stage: str

@@ -38,8 +38,11 @@ OUTPUTS: dict[str, tuple[Topic, ...]] = {"verify": (VERIFIED,), "collect": (BUFF
 
 
 class ReprocessOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to reprocess. start, stop: see `ranges`. topic: of verify's two inputs, "" for both, or for `experiences` where
-    places are offsets. publish: the app to write to, "" for none. partitions, keep: of topics to be created there.
+    """What to reprocess.
+
+    stage: that is run again. start, stop: places as people write them, see `ranges`. topic: of verify's two inputs, "" for
+    both, or for `experiences` where places are offsets. diff: compare with what is recorded. rescore: ask scores again whose
+    verdicts are recorded. publish: the app to write to, "" writes nothing.
 
     Example: ReprocessOrder(stage="verify", start="beginning", stop="end", diff=True)
     """

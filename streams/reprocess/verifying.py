@@ -37,14 +37,20 @@ OnProgress = Callable[[int], None]  # so many more records are read
 
 
 class Made(TimedEvent, frozen=True):
-    """What a stage makes of one record."""
+    """What a stage makes of one record.
+
+    message: the record. handled: what comes of it.
+    """
 
     message: LogMessage
     handled: Handled
 
 
 class Passed(TimedEvent, frozen=True):
-    """A record of `verified` that verify did not make."""
+    """A record of `verified` that verify did not make.
+
+    record: decoded.
+    """
 
     record: Control
 
@@ -147,7 +153,7 @@ def _outcomes(record: Block | DropMarker) -> list[Reprocessed]:
 
 
 def _untraced(handled: Handled, reason: str) -> int:
-    """Of those dropped for `reason`, those without a drop marker."""
+    """How many experiences were dropped for `reason` without a drop marker."""
     markers = sum(isinstance(one.record, DropMarker) and one.record.reason == reason for one in handled.then)
     return handled.dropped.get(reason, 0) - markers
 

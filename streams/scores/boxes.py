@@ -17,7 +17,7 @@ _KEYS = ("bbox_2d", "bbox", "box", "boxes", "bboxes", "objects", "detections")
 
 
 def read_boxes(text: str, format: Format) -> list[Box] | None:
-    """The boxes of the last JSON value in the text that holds any; [] is an answer too. None where there is none.
+    """The boxes of the last JSON value in the text that holds any; [] is an answer too. None without such a value.
 
     A text with more than MAX_FAILED brackets that begin no JSON is looked at no further: trying costs time.
 

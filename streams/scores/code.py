@@ -31,7 +31,9 @@ _CLOSES = re.compile(r"[ \t]*+```[ \t]*+")
 
 
 class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call of the function, and the JSON value it has to return.
+    """One call of the function.
+
+    equals: the JSON value it has to return. args: in order. kwargs: by name.
 
     Example: CallCase(equals=5, args=[2, 3])
     """
@@ -42,7 +44,9 @@ class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of the program: what it reads, what it has to print (but for spaces at the ends of lines).
+    """One run of the program.
+
+    stdout: what it has to print, but for spaces at the ends of lines. stdin: what it reads. arguments: of its command line.
 
     Example: RunCase(stdin="2 3\\n", stdout="5\\n")
     """
@@ -53,7 +57,9 @@ class RunCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tests of one task: calls of `function`, or runs of the whole program, or both.
+    """The tests of one task: calls of one function, or runs of the whole program, or both.
+
+    function: its name, "" where there are no calls. calls: all in one process. runs: each in a process of its own.
 
     Example: HiddenTests(function="add", calls=(CallCase(equals=5, args=[2, 3]),))
     """
@@ -164,7 +170,7 @@ class _Nothing:
 
 
 def replied(line: bytes, index: int) -> object:
-    """The value of a reply to call `index`; something equal to no value where it is none."""
+    """The value of a reply to call `index`; something equal to no value where the line is no such reply."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -201,7 +207,7 @@ def same(expected: object, got: object, tolerance: float) -> bool:
 
 
 def answer_code(response: str) -> str:
-    """The last fenced block, or the whole response where there is none. One look at each line."""
+    """The last fenced block, or the whole response without one. Each line is looked at once."""
     lines = response.split("\n")
     block = None
     opened = -1

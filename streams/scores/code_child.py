@@ -3,8 +3,8 @@
     in   {"function": "add"}, then {"index": 0, "args": [2, 3], "kwargs": {}} …       one line of JSON each
     out  {"index": 0, "value": 5} | {"index": 0, "error": "…"}
 
-It is sent into the sandbox as a file and imports nothing of headrace. Tests and expected values never come here: whoever
-takes over this process can only give answers, without knowing which are right.
+It is sent into the sandbox as a file and imports nothing of headrace. Tests and expected values never come here: a program
+that takes over this process can only give answers, without knowing which are right.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _loaded(name: str) -> Callable[..., Any] | str:
-    """The function, or why there is none."""
+    """The function, or why it could not be loaded."""
     sys.path.insert(0, FOLDER)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module("answer"), name)

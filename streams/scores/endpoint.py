@@ -40,11 +40,14 @@ Count = Annotated[int, msgspec.Meta(ge=1, description="1 or more")]
 
 
 class EndpointConfig(Section, frozen=True):
-    """An OpenAI-compatible endpoint. url: up to and with /v1. api_key_env: name of the environment variable with the
-    key, "" for none. deadline_s: of one verdict, all tries and waits included; below the step's own timeout_s, after
-    which the experience is dropped. usd_per_day: 0 is no limit; it needs prices. cache: SQLite file of verdicts and
-    spending, shared by the workers of one machine; "" keeps both in this process. cache_entries: verdicts kept.
-    schema: whether to ask for JSON by schema, which not every server knows.
+    """An OpenAI-compatible endpoint.
+
+    url: up to and with /v1. model: as the endpoint names it. api_key_env: name of the environment variable with the key, ""
+    without a key. deadline_s: of one verdict, all tries and waits included; below the step's own timeout_s, after which the
+    experience is dropped. attempts: requests for one verdict at most. max_tokens: of one reply. usd_per_day: 0 is no limit; it
+    needs prices. usd_per_million_input, usd_per_million_output: prices of a million tokens. cache: SQLite file of verdicts and
+    spending, shared by the workers of one machine; "" keeps both in this process. cache_entries: verdicts kept. schema:
+    whether to ask for JSON by schema, which not every server knows.
 
     Example: EndpointConfig(url="http://judge:8000/v1", model="judge-70b")
     """
@@ -75,7 +78,10 @@ class _Busy(Exception):
 
 
 class ModelReply(msgspec.Struct, frozen=True):
-    """What came of a question. reply: None where `reason` says why there is none. cost_usd: 0.0 from the cache."""
+    """What came of a question.
+
+    reply: the text, None without one. reason: why there is no reply. cost_usd: 0.0 from the cache.
+    """
 
     reply: str | None
     reason: str = ""
@@ -193,26 +199,38 @@ class Endpoint:
 
 
 class CompletionMessage(msgspec.Struct):
-    """The text of one answer."""
+    """The message of one choice.
+
+    content: its text, None where the model refused or called a tool.
+    """
 
     content: str | None = None
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer."""
+    """One answer of the model.
+
+    message: that it wrote.
+    """
 
     message: CompletionMessage
 
 
 class CompletionUsage(msgspec.Struct):
-    """Tokens that the endpoint charges for."""
+    """Tokens that the endpoint charges for.
+
+    prompt_tokens: of the question. completion_tokens: of all answers.
+    """
 
     prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
     completion_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ChatCompletion(msgspec.Struct):
-    """What an OpenAI-compatible endpoint answers; fields that are not read here are left out."""
+    """What an OpenAI-compatible endpoint answers; fields that are not read here are left out.
+
+    choices: one for each answer asked for. usage: None from a server that counts nothing.
+    """
 
     choices: list[CompletionChoice]
     usage: CompletionUsage | None = None

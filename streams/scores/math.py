@@ -29,7 +29,7 @@ _FORMULA = re.compile(r"[\^_=+*<>\\{}]")
 
 @score(version=1)
 class Math:
-    """1.0 where the last answer equals the reference, 0.0 where not or where there is none; None without a reference.
+    """1.0 where the last answer equals the reference, 0.0 where it differs or is missing; None without a reference.
 
     The answer is the last \\boxed{…}; else, in the last line, what follows "answer is" or "answer:"; else that line if
     it is a bare expression, or its only number (a sentence with a formula has none). answer: see

@@ -14,13 +14,15 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from infra.chain.processor import Verdict, score
-from infra.log.bus import Partition
-from infra.log.log import Log
+from infra.log.log import Log, LogMessage
+from infra.log.reading import follow
 from infra.model.classifier import Classifier, build_classifier
 from infra.model.model import Tokenizer, load_into, load_tokenizer
 from infra.observe.metrics import Metrics
@@ -37,12 +39,14 @@ logger = logging.getLogger(__name__)
 
 NOT_LOADED = "model not loaded"
 RETRY_S = 2.0
-POLL_S = 1.0
 CHARS_PER_TOKEN = 8  # read at most: more text than this per token is not even tokenized
 
 
 class LoadedClassifier(msgspec.Struct, frozen=True):
-    """A classifier that may judge."""
+    """A classifier that may judge.
+
+    version: of the policy it was fetched as. classifier: with that version's weights.
+    """
 
     version: int
     classifier: Classifier
@@ -100,30 +104,41 @@ class Model:
             raise ConfigError(f"score model: {self.policy} comes from the object store, and this worker has none")
         summary = await newest_summary(log)
         feed = PolicyFeed(self.policy, since=None if summary is None else summary.of(self.policy))
-        follower = PolicyFetcher(log.store, self.policy)
+        starts: dict[int, int] | Literal["beginning"] = "beginning" if summary is None else {0: summary.below}
         refused: set[int] = set()
-        reader = await log.assigned(POLICIES, "beginning" if summary is None else {0: summary.below})
-        try:
-            while True:
-                if feed.lacks(self.version, pinned=(), refused=refused):
-                    feed = PolicyFeed(self.policy)
-                    reader.seek(Partition(log.name(POLICIES), 0), (await log.bounds(POLICIES))[0][0])
-                waiting = feed.next(self.version, pinned=(), refused=refused) is not None
-                for message in await log.read(reader, timeout_s=0.05 if waiting else POLL_S):
-                    if isinstance(message.value, PolicyEvent):
-                        feed.apply(message.value, message.offset)
-                feed.forget_below(self.version)
-                event = feed.next(self.version, pinned=(), refused=refused)
-                if event is not None and not await self._move_to(event, follower, log.store, metrics):
-                    refused.add(event.version)
-                    follower = PolicyFetcher(log.store, self.policy)
-        finally:
-            await reader.close()
+        while True:
+            caught_up, changed = asyncio.Event(), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(
+                    follow(
+                        log, POLICIES, partial(_apply, feed),
+                        metrics=metrics, caught_up=caught_up, changed=partial(_wake, changed), starts=starts,
+                    )
+                )  # fmt: skip
+                await caught_up.wait()
+                await self._load_newest(feed, refused, changed, log.store, metrics)
+                reading.cancel()
+            feed, starts = PolicyFeed(self.policy), "beginning"
 
-    async def _move_to(self, event: PolicyEvent, follower: PolicyFetcher, store: Store, metrics: Metrics) -> bool:
+    async def _load_newest(
+        self, feed: PolicyFeed, refused: set[int], changed: asyncio.Event, store: Store, metrics: Metrics
+    ) -> None:
+        """Load the newest version of the feed again and again; return where that may lie before the summary it began with."""
+        fetcher = PolicyFetcher(store, self.policy)
+        while not feed.lacks(self.version, pinned=(), refused=refused):
+            changed.clear()
+            feed.forget_below(self.version)
+            event = feed.next(self.version, pinned=(), refused=refused)
+            if event is None:
+                await changed.wait()
+            elif not await self._move_to(event, fetcher, store, metrics):
+                refused.add(event.version)
+                fetcher = PolicyFetcher(store, self.policy)
+
+    async def _move_to(self, event: PolicyEvent, fetcher: PolicyFetcher, store: Store, metrics: Metrics) -> bool:
         """Load a version; False where it is refused. A store that fails is asked again later."""
         try:
-            self._loaded = await asyncio.to_thread(self._load, event, follower, store)
+            self._loaded = await asyncio.to_thread(self._load, event, fetcher, store)
         except (PolicyRefused, ValueError) as error:
             metrics.counter("reward_models_refused", policy=self.policy).inc()
             logger.warning("reward_model_refused policy=%s version=%d error=%s", self.policy, event.version, error)
@@ -138,12 +153,12 @@ class Model:
         logger.info("reward_model_loaded policy=%s version=%d", self.policy, event.version)
         return True
 
-    def _load(self, event: PolicyEvent, follower: PolicyFetcher, store: Store) -> LoadedClassifier:
+    def _load(self, event: PolicyEvent, fetcher: PolicyFetcher, store: Store) -> LoadedClassifier:
         """A new classifier beside the old one, which judges until this one is whole; refused twice is refused."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         try:
-            policy = follower.fetch(event)
+            policy = fetcher.fetch(event)
         except PolicyRefused:  # what was held may be to blame: once more, from the anchor
             policy = PolicyFetcher(store, self.policy).fetch(event)
         if policy.adapter is not None:
@@ -151,6 +166,15 @@ class Model:
         classifier = build_classifier(self.folder)
         load_into(classifier.module, policy.tensors)
         return LoadedClassifier(policy.version, classifier)
+
+
+def _apply(feed: PolicyFeed, message: LogMessage) -> None:
+    if isinstance(message.value, PolicyEvent):
+        feed.apply(message.value, message.offset)
+
+
+def _wake(changed: asyncio.Event, at: dict[int, int]) -> None:
+    changed.set()
 
 
 def ending(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:
@@ -165,7 +189,7 @@ def ending(messages: Sequence[Message], max_chars: int) -> tuple[Message, ...]:
 
 
 def probability(logits: list[float], label: int) -> float:
-    """Of one class.
+    """The probability of one class.
 
     >>> probability([0.0], -1), probability([0.0, 0.0], 1)
     (0.5, 0.5)

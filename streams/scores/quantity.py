@@ -28,7 +28,10 @@ _KELVIN: Dimensions = (("K", 1),)
 
 
 class Quantity(msgspec.Struct, frozen=True):
-    """A number in SI units. dimensions: none for a number alone. exact: it was a whole number without a unit.
+    """A number in SI units.
+
+    value: in the base units. dimensions: exponent of each base unit, () for a number alone. exact: it was a whole number
+    without a unit.
 
     Example: Quantity(value=1500.0, dimensions=(("m", 1),))
     """
@@ -39,7 +42,7 @@ class Quantity(msgspec.Struct, frozen=True):
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The one quantity that a text is, None where it is none, or longer than MAX_CHARS.
+    """The one quantity that a text holds; None where it holds no quantity or several, or is longer than MAX_CHARS.
 
     >>> read_quantity("about 1.5 km")
     Quantity(value=1500.0, dimensions=(('m', 1),), exact=False)

@@ -21,6 +21,8 @@ MAX_CRITERIA = 64
 class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing an answer should do.
 
+    text: as the judge reads it. weight: relative to the other criteria.
+
     Example: Criterion(text="Names the capital of France", weight=2.0)
     """
 

@@ -42,7 +42,7 @@ _SUPERSCRIPTS = str.maketrans({"²": "^2", "³": "^3", "⁻": "-", "¹": "1", "�
 
 
 def read_unit(text: str) -> Unit | None:
-    """Factor and dimensions of a unit, None for a text that is none.
+    """Factor and dimensions of a unit, None for a text that names no unit.
 
     >>> read_unit("km/h")
     (0.2777777777777778, (('m', 1), ('s', -1)))

@@ -21,6 +21,6 @@ class Companion(Protocol):
 
 
 def companions(steps: Sequence[Step]) -> list[Companion]:
-    """Those among the functions of a chain."""
+    """The companions among the functions of a chain."""
     functions: list[object] = [step.function for step in steps]
     return [function for function in functions if isinstance(function, Companion)]

@@ -35,8 +35,12 @@ EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
 class EventSource(msgspec.Struct, kw_only=True):
-    """One configured source. topic, file, webhook or langfuse says where it listens. trouble: what hangs, and which errors were
-    logged. redactor: masks personal data in texts. otlp: a message of the topic holds many events. folder: of the TOML.
+    """One configured source. It listens where topic, file, webhook or langfuse says, exactly one of them.
+
+    name: of its score. function: the user's, event to Feedback. topic: full name, "" for another kind of source. file: JSONL
+    that grows. webhook: path at the gateway. langfuse: where scores are asked for. otlp: a message of the topic holds many
+    events. folder: of the TOML. timeout_s: of one call of the function. trouble: what hangs, and which errors were logged.
+    redactor: masks personal data in texts.
 
     Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
@@ -55,8 +59,11 @@ class EventSource(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event as it came, and where it lay. sealed_for: the answer whose texts in it may be sealed, "" for no such event.
-    ours: the gateway wrote it, redacted and sealed.
+    """One event as it came, and where it lay.
+
+    value: bytes of a JSON object. topic: full name, or "file:<name>". partition: index, 0 of a file. offset: in bytes for a
+    file. sealed_for: the answer whose texts in it may be sealed, "" for another kind of event. ours: the gateway wrote it,
+    redacted and sealed.
 
     Example: Event(b'{"answer_id": "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "csat": 4}', topic="zendesk.closed",
                    partition=3, offset=77)
@@ -71,8 +78,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class EventReading(msgspec.Struct, frozen=True):
-    """What became of one event. error: for invalid and failed ones, naming the field. brief: without the words of an
-    exception, which may be the event's.
+    """What became of one event.
+
+    outcome: as it is counted. feedback: of an accepted event. error: for invalid and failed ones, naming the field. brief: the
+    error without the words of an exception, which may be the event's.
     """
 
     outcome: EventOutcome

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class FilePosition(msgspec.Struct, frozen=True):
-    """Everything before `offset` in the file with this inode is published.
+    """How far a file is published.
+
+    inode: of the file, 0 before the first read. offset: everything before this byte is published.
 
     Example: FilePosition(inode=1311, offset=4096)
     """

@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 class LangfuseState(msgspec.Struct, frozen=True):
-    """What was read: all scores before `read_to_ms`. seen: those younger than the overlap, with their time in ms.
+    """What was read.
+
+    read_to_ms: all scores before this time. seen: those younger than the overlap, with their time in ms.
 
     Example: LangfuseState(read_to_ms=1772000000000, seen={"9f1c@2026-02-25T06:13:20.000Z": 1772000000000})
     """

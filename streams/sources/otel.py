@@ -33,10 +33,14 @@ def evaluation_result(
     """
     if "resourceLogs" in record:
         raise ValueError("resourceLogs: expected log records of OTLP as JSON")
-    told = attributes_of(record)
-    if (record.get("eventName") or told.get("event.name")) != EVENT or told.get("gen_ai.evaluation.name") != name:
+    attributes = attributes_of(record)
+    event, evaluation = (
+        record.get("eventName") or attributes.get("event.name"),
+        attributes.get("gen_ai.evaluation.name"),
+    )
+    if event != EVENT or evaluation != name:
         return None
-    value, label = told.get("gen_ai.evaluation.score.value"), told.get("gen_ai.evaluation.score.label")
+    value, label = attributes.get("gen_ai.evaluation.score.value"), attributes.get("gen_ai.evaluation.score.label")
     said: dict[str, Any] = {}
     if isinstance(value, int | float) and not isinstance(value, bool):
         said = {"value": (value - lowest) / (highest - lowest)}
@@ -46,7 +50,7 @@ def evaluation_result(
         said = {"type": "label", "text": label}
     else:
         raise ValueError("gen_ai.evaluation.score: expected a value or a label")
-    return Feedback(ref=told["gen_ai.response.id"], id=identity(record, told), **said)
+    return Feedback(ref=attributes["gen_ai.response.id"], id=identity(record, attributes), **said)
 
 
 def split_otlp(value: bytes) -> list[bytes]:
@@ -70,13 +74,13 @@ def attributes_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def identity(record: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+def identity(record: Mapping[str, Any], attributes: Mapping[str, Any]) -> str:
     """The id of an event: the same however often it is delivered."""
-    if given := next((told[one] for one in IDENTITY if isinstance(told.get(one), str)), ""):
+    if given := next((attributes[one] for one in IDENTITY if isinstance(attributes.get(one), str)), ""):
         return str(given)
     when = record.get("timeUnixNano") or record.get("observedTimeUnixNano")
     said = [when, record.get("traceId"), record.get("spanId")]
-    return hashlib.blake2b(msgspec.json.encode([said, dict(sorted(told.items()))]), digest_size=16).hexdigest()
+    return hashlib.blake2b(msgspec.json.encode([said, dict(sorted(attributes.items()))]), digest_size=16).hexdigest()
 
 
 class _Scope(msgspec.Struct, rename="camel"):

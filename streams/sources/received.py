@@ -100,7 +100,7 @@ async def take_once(
     try:
         if nexts:
             await reader.commit(nexts)
-    except CommitRefused as error:  # a rebalance came between: whoever has the partition now reads them again
+    except CommitRefused as error:  # a rebalance came between: the partition's new reader reads them again
         logger.info("commit_refused source=%s error=%s", GROUP, error)
     return len(messages)
 

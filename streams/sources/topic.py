@@ -74,7 +74,7 @@ async def take_once(source: EventSource, reader: Reader, log: Log, metrics: Metr
         nexts[Partition(record.topic, record.partition)] = record.offset + 1
     try:
         await reader.commit(nexts)
-    except CommitRefused as error:  # a rebalance came between: whoever has the partition now reads them again
+    except CommitRefused as error:  # a rebalance came between: the partition's new reader reads them again
         logger.info("commit_refused source=%s error=%s", source.name, error)
     return len(records)
 

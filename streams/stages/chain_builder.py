@@ -20,8 +20,10 @@ from streams.processors.task_filter import Verifiable
 
 
 class BuiltIn(NamedTuple):
-    """A step that ships, as a user would write it. memory: entries instead of those its processor declares, 0 for these. on:
-    whether it runs; one that does not still is a place for others.
+    """A step that ships, as a user would write it.
+
+    table: its [[processor]] table. memory: entries instead of those its processor declares, 0 for these. on: whether it runs;
+    one that does not still is a place for others.
     """
 
     table: ProcessorConfig
@@ -30,7 +32,7 @@ class BuiltIn(NamedTuple):
 
 
 def built_in(stage: Stage, name: str, section: Section, *, use: str = "", **options: Any) -> BuiltIn:
-    """The step that a section of the settings stands for: its fields are the options of the processor of that name.
+    """The step of a section of the settings: its fields are the options of the processor of that name.
 
     options: more of them, and what they are instead.
     """
@@ -154,5 +156,5 @@ def _steps(chain: Sequence[BuiltIn]) -> list[Step]:
 
 
 def _off(chain: Sequence[BuiltIn]) -> set[str]:
-    """Those that are switched off."""
+    """Names of the built-ins that are switched off."""
     return {one.table.name for one in chain if not one.on}

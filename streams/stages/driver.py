@@ -20,10 +20,9 @@ from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
-from schemas import FeedbackWait
 from schemas.errors import RecordTooLarge
 from streams.stages.recall import recall
-from streams.stages.stage import Delivery, Handled, count, end_for, publish_all, read
+from streams.stages.stage import Delivery, Handled, Waiting, count, end_for, publish_all, read
 from streams.stages.window import Ticket, Window
 
 logger = logging.getLogger(__name__)
@@ -125,21 +124,9 @@ class WindowDriver:
         """Records taken and not acknowledged."""
         return self._window.num_in_flight()
 
-    def num_open(self) -> int:
-        """None: each record is handled by itself."""
-        return 0
-
-    def oldest_ms(self) -> int:
-        """0: nothing waits."""
-        return 0
-
-    def num_held(self) -> int:
-        """None: no record waits for another."""
-        return 0
-
-    def waits(self) -> FeedbackWait:
-        """Nothing."""
-        return FeedbackWait()
+    def waiting(self) -> Waiting:
+        """Nothing: each record is handled by itself."""
+        return Waiting()
 
     def marks(self) -> dict[int, int]:
         """Nothing moves here but the group's offset."""
@@ -169,11 +156,12 @@ class WindowDriver:
         recalling = self._recalls[delivery.record.partition]
         try:
             message = await read(self._log, delivery.record, self._give_up_s)
-            await asyncio.wait((recalling,))
+            if not recalling.done():  # to wait for what is done takes a turn of the loop
+                await asyncio.wait((recalling,))
             if recalling.cancelled() or delivery.generation < self._generation:
                 return  # given up with everything in flight: it is delivered again
             handled = await decided(self._stage, message, turn, self._timeout_s)
-            if before is not None:
+            if before is not None and not before.done():
                 await asyncio.wait((before,))
             await self._published(message, handled)
         except asyncio.CancelledError:

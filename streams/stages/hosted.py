@@ -20,9 +20,8 @@ from infra.log.access import Access, TokenProvider
 from infra.log.bus import Record
 from infra.log.kafka_reader import METADATA_AGE_MS
 from infra.log.log import Log
-from schemas import FeedbackWait
 from schemas.topics import MAX_RECORD_BYTES, Topic
-from streams.stages.stage import Delivery, end_crashed, end_for
+from streams.stages.stage import Delivery, Waiting, end_crashed, end_for
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +50,8 @@ class Driver(Protocol):
     def num_in_flight(self) -> int:
         """Records taken and not acknowledged."""
 
-    def num_open(self) -> int:
-        """Groups that wait to be complete."""
-
-    def oldest_ms(self) -> int:
-        """When the group came that has waited longest, by the log's clock; 0 where none waits."""
-
-    def num_held(self) -> int:
-        """Turns of production that wait for their session."""
-
-    def waits(self) -> FeedbackWait:
-        """What waits for feedback."""
+    def waiting(self) -> Waiting:
+        """What waits for other records."""
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is worked on."""
@@ -108,7 +98,10 @@ class FaustDelivery:
 
 
 class BrokerLogin(NamedTuple):
-    """The brokers, and how this client proves who it is."""
+    """The brokers, and how this client logs in.
+
+    bootstrap: host:port, several with commas. access: protocol and secrets.
+    """
 
     bootstrap: str
     access: Access

@@ -17,6 +17,7 @@ from schemas.errors import OffsetOutOfRange
 from schemas.topics import by_name
 
 CHUNK_RECORDS = 512
+FETCH_BYTES = 512 * 1024  # a chunk is about so much: more would be sent, and held, of what lies behind it
 YIELD_EVERY = 32  # records between two looks at everything else: heartbeats must not wait
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,16 @@ async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> 
     """Records from `start` to `stop`, or from where retention left off meanwhile."""
     known = by_name(topic.removeprefix(f"{log.app}."))
     try:
-        async with aclosing(log.scan(known, {partition: start}, {partition: stop})) as messages:
+        async with aclosing(
+            log.scan(known, {partition: start}, {partition: stop}, fetch_bytes=FETCH_BYTES)
+        ) as messages:
             async for message in messages:
                 yield message
     except OffsetOutOfRange:
         begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
         logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
-        async with aclosing(log.scan(known, {partition: begin}, {partition: stop})) as messages:
+        async with aclosing(
+            log.scan(known, {partition: begin}, {partition: stop}, fetch_bytes=FETCH_BYTES)
+        ) as messages:
             async for message in messages:
                 yield message

@@ -22,7 +22,7 @@ from infra.log.letters import letter_of
 from infra.log.log import Log, LogMessage, asks_store
 from infra.log.retry import doubling, retry, within
 from infra.observe.metrics import Metrics
-from schemas import Block, Control, UnknownMajor
+from schemas import Block, Control, FeedbackWait, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError
 from schemas.topics import DEAD_LETTERS, Topic
 
@@ -53,6 +53,8 @@ class Delivery(Protocol):
 class Output(msgspec.Struct, frozen=True):
     """A record to be published; the key follows from the record.
 
+    topic: of the app. record: to be encoded.
+
     Example: Output(VERIFIED, DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
     """
 
@@ -61,8 +63,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Handled(msgspec.Struct):
-    """What a stateless stage made of one record. first, then: published in this order. dropped: reason to count.
-    absent, cost_usd: see `infra.chain.chain.Outcome`. failed: of the drops, those by a step's own fault, by its stamp.
+    """What a stateless stage made of one record.
+
+    first, then: published in this order. dropped: reason to count. num_in, num_out: experiences or tasks. absent: (score,
+    reason) to verdicts that did not come. cost_usd: by score. failed: of the drops, those by a step's own fault, by its stamp.
 
     Example: Handled(first=(Output(...),), dropped={"too short": 2})
     """
@@ -75,6 +79,21 @@ class Handled(msgspec.Struct):
     absent: dict[tuple[str, str], int] = {}
     cost_usd: dict[str, float] = {}
     failed: dict[str, int] = {}
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """What waits for other records on the partitions of a worker.
+
+    groups: not closed yet. oldest_ms: when the one came that has waited longest, by the log's clock; 0 without groups. turns:
+    that wait for their session. feedback: answers that wait for it.
+
+    Example: Waiting(groups=412, oldest_ms=1763715600000, turns=17, feedback=FeedbackWait(answers=386, first_ms=1763719200000))
+    """
+
+    groups: int = 0
+    oldest_ms: int = 0
+    turns: int = 0
+    feedback: FeedbackWait = FeedbackWait()
 
 
 def exit_at_once(message: str, code: int) -> NoReturn:

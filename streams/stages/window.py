@@ -15,7 +15,9 @@ Handle = TypeVar("Handle")
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Names one record in flight. generation: of the assignment that delivered it.
+    """Names one record in flight.
+
+    partition: index. offset: of the record. generation: of the assignment that delivered it.
 
     Example: Ticket(partition=2, offset=981, generation=4)
     """

@@ -26,7 +26,7 @@ from schemas.errors import NotInStore, StoreError
 from schemas.topics import POLICIES
 from tests.actors.rig import FLOOR, TopicArrivals, memory_log, running, until
 from tests.role import role_of
-from tests.stored import digest_of
+from tests.stored import content_name
 
 VOCABULARY = 48
 SAMPLING = Sampling(max_tokens=6, temperature=1.0, stop=())
@@ -155,7 +155,7 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
     assert any(record.getMessage().startswith(f"{event} version=2") for record in caplog.records)
     kept = [*(tmp_path / "objects").glob("*")]
     assert bool(kept) == cached
-    assert all(path.name == digest_of(path.read_bytes()) for path in kept), "nothing unfinished, nothing damaged"
+    assert all(path.name == content_name(path.read_bytes()) for path in kept), "nothing unfinished, nothing damaged"
 
 
 class PassingEngine(ScriptedEngine):

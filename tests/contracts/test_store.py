@@ -17,6 +17,7 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.cached import CachedStore
+from infra.store.digests import digest_of
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache
 from infra.store.measured import MeasuredStore
@@ -25,9 +26,10 @@ from infra.store.pieces import joined, put_pieces
 from infra.store.s3 import S3Store
 from infra.store.s3_keys import S3Credentials
 from infra.store.store import MAX_KEY_BYTES, Store
+from infra.store.whole import get_hashed
 from schemas.errors import NotInStore
 from tests.infra.every_kind import Shelf
-from tests.stored import digest_of
+from tests.stored import content_name
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder
 
@@ -80,13 +82,26 @@ def store(make_store: MakeStore) -> Store:
 @pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
 def test_an_object_named_by_its_content_comes_back_and_goes_with_its_deletion(store: Store, size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
-    key = f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"
+    key = f"policies/main/17/anchors/3/{content_name(data)}.safetensors"
     store.put(key, data)
     assert store.get(key) == store.get(key) == data
     assert store.read(key, size // 2, 9) == data[size // 2 : size // 2 + 9] and store.size(key) == size
     store.delete(key)
     with pytest.raises(NotInStore):
         store.get(key)
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
+def test_an_object_that_is_read_whole_comes_with_its_digest(store: Store, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{content_name(data)}.safetensors"):
+        store.put(key, data)
+        for algorithm in ("blake3", "sha256"):
+            found, digest = get_hashed(store, key, algorithm)
+            assert (bytes(found), digest) == (data, digest_of((data,), algorithm))
+            assert memoryview(found).readonly
+    with pytest.raises(NotInStore):
+        get_hashed(store, "absent", "blake3")
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
@@ -101,7 +116,7 @@ def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
 def test_a_view_of_memory_is_put_as_bytes_are(store: Store, size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     held = np.frombuffer(data, np.uint8)
-    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"):
+    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{content_name(data)}.safetensors"):
         store.put(key, held.data if size else memoryview(b""))
         assert store.get(key) == data and isinstance(store.get(key), bytes) and store.size(key) == size
 
@@ -111,7 +126,7 @@ def test_an_object_put_in_pieces_is_the_one_that_they_make_up(store: Store, size
     pieces = [np.random.default_rng(size).integers(0, 256, size, np.uint8).data if size else b"" for size in sizes]
     data = b"".join(pieces)
     assert bytes(joined(pieces)) == data
-    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{digest_of(data)}.safetensors"):
+    for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{content_name(data)}.safetensors"):
         put_pieces(store, key, pieces)
         assert store.get(key) == data and store.size(key) == len(data)
 

@@ -9,6 +9,7 @@ from infra.policies.fetch import PolicyFetcher
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache
+from infra.store.whole import Hashed
 from schemas import PolicyEvent
 
 
@@ -25,6 +26,12 @@ class CountingStore(DirectoryStore):
             file.write(f"{key}\n")
         return super().get(key)
 
+    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+        """The same, hashed."""
+        with self._asked.open("a") as file:
+            file.write(f"{key}\n")
+        return super().get_hashed(key, algorithm)
+
 
 def follow(folder: Path, events: list[PolicyEvent]) -> None:
     cache = HostCache(folder / "cache", max_bytes=10_000_000, metrics=Metrics("follower"))
@@ -35,7 +42,7 @@ def follow(folder: Path, events: list[PolicyEvent]) -> None:
 
 
 def fetched_by_a_holder_that_hangs(folder: Path, digest: str) -> None:
-    def hang() -> bytes:
+    def hang() -> Hashed:
         (folder / "held").touch()
         signal.pause()
         raise AssertionError("it is killed")

@@ -51,6 +51,11 @@ def test_everything_is_measured_and_drawn_and_what_would_take_too_long_is_left_o
         *measured, left_out = one.points
         assert [point.size for point in measured] == [200, 400] and all(point.cpu_s > 0 for point in measured)
         assert "minutes" in left_out.why and not left_out.cpu_s
-    assert sum("is left out: it would take about" in line for line in said) == 6
+    assert sum("is left out: it would take about" in line for line in said) == 7
     assert len(json.loads((tmp_path / "growth.json").read_bytes())) == len(lines)
     assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+def test_one_thing_that_grows_can_be_measured_alone(tmp_path: Path) -> None:
+    lines = run((200,), tmp_path, lambda line: None, only=("trace",))
+    assert [one.what for one in lines] == ["trace, index", "trace, a question"]

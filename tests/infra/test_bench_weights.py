@@ -1,6 +1,7 @@
 """The benchmark of the weights' way runs and compares what arrives; its figures are for `headrace bench weights`."""
 
 from pathlib import Path
+from re import fullmatch
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from infra.cli.bench.targets import TARGETS
 from infra.cli.bench.weights import WeightsPlan, run
 from infra.cli.bench.weights_sweep import sweep
+from infra.cli.bench.weights_table import ROWS, rows
 
 
 @pytest.mark.long
@@ -18,6 +20,23 @@ def test_the_way_of_weights_is_measured_from_the_copy_to_the_engines_file() -> N
     assert found["full_over_delta"] > 20
     noted = [line.partition(":")[0].removeprefix("version ") for line in said if line.startswith("version ")]
     assert noted == [str(version + more) for version in (1, 5, 20, 50) for more in range(3)]
+
+
+def test_the_worst_figure_of_a_target_decides_whether_it_is_met_and_what_was_not_measured_is_named() -> None:
+    figures = {name: 0.5 for name in TARGETS["weights"]}
+    found = {"weights": figures | {"trainer_v20_cpu_s_per_gb": 1.2}, "fan-out": {"get_over_one_connection": 7.0}}
+    said = {one.target.what: (one.seen, one.is_met) for one in rows(found)}
+    assert said["any later version, CPU s per GB to publish"] == (1.2, False)
+    assert said["first version of a run, CPU s per GB to publish"] == (0.5, True)
+    assert said["throughput over that of one connection"] == (7.0, False)
+    assert said["pause p50, ms, rebuilt"] == (None, None)
+
+
+def test_every_target_of_the_way_of_weights_is_in_a_row() -> None:
+    named = {
+        name for name in TARGETS["weights"] for row in ROWS if row.bench == "weights" and fullmatch(row.figures, name)
+    }
+    assert named == TARGETS["weights"].keys()
 
 
 @pytest.mark.long

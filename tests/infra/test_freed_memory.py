@@ -1,9 +1,12 @@
 """Freed memory goes back to the machine."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from infra.roles.memory import MAX_HEAPS
 
 MEASURED = """
 import ctypes
@@ -38,3 +41,45 @@ def held_mib(*, giving: bool) -> int:
 def test_large_blocks_that_were_freed_are_given_back_though_later_ones_stay() -> None:
     assert held_mib(giving=False) > 200, "this allocator gives back by itself: the call is not needed"
     assert held_mib(giving=True) < 16
+
+
+THREADS = 8
+COUNTED = """
+import ctypes, os, sys, tempfile, threading
+from infra.roles.memory import share_heaps
+if {sharing}:
+    assert share_heaps()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+all_there = threading.Barrier({threads})
+def allocate():
+    all_there.wait()
+    libc.malloc(100_000)
+    all_there.wait()
+threads = [threading.Thread(target=allocate) for _ in range({threads})]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+libc.fopen.restype, libc.fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, "info")
+    file = libc.fopen(path.encode(), b"w")
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(open(path).read().count("<heap nr="))
+"""
+
+
+def heaps(*, sharing: bool) -> int:
+    code = COUNTED.format(sharing=sharing, threads=THREADS)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts heaps as glibc does")
+def test_threads_share_the_heaps() -> None:
+    assert heaps(sharing=False) > MAX_HEAPS, "this allocator shares by itself: the call is not needed"
+    assert heaps(sharing=True) <= MAX_HEAPS

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -26,14 +27,16 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
 from infra.store.cached import CachedStore
+from infra.store.digests import digest_of
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import MAX_OBJECTS, HostCache, sha256_of
+from infra.store.host_cache import MAX_OBJECTS, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
+from infra.store.whole import Hashed
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
-from tests.stored import digest_of
+from tests.stored import content_name
 
 NUM_FOLLOWERS = 8
 NUM_VERSIONS = 7
@@ -79,14 +82,14 @@ def counters(metrics: Metrics) -> Counters:
 
 def named(number: int, size: int = 100) -> tuple[str, bytes]:
     data = bytes([number]) * size
-    return digest_of(data), data
+    return content_name(data), data
 
 
 def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "objects"]
 
 
-def fails() -> bytes:
+def fails() -> Hashed:
     raise StoreError("nothing may be asked of the store")
 
 
@@ -112,11 +115,11 @@ def test_whoever_asks_while_another_fetches_waits_for_it(tmp_path: Path) -> None
     digest, data = named(1)
     begun, go, fetches = threading.Event(), threading.Event(), []
 
-    def slow() -> bytes:
+    def slow() -> Hashed:
         fetches.append(1)
         begun.set()
         go.wait()
-        return data
+        return hashed(data)
 
     def ask(_: int) -> None:
         cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))  # a process of its own, as far as locks see
@@ -137,7 +140,10 @@ def test_a_holder_that_is_killed_lets_the_next_one_fetch(tmp_path: Path) -> None
     metrics = Metrics("x")
     with holder(tmp_path, digest) as process:
         process.kill()
-        assert got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=600.0), digest, lambda: data) == data
+        assert (
+            got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=600.0), digest, lambda: hashed(data))
+            == data
+        )
     assert counters(metrics) == {"misses": 1.0}
 
 
@@ -145,7 +151,9 @@ def test_a_holder_that_hangs_is_waited_for_no_longer_than_is_said(tmp_path: Path
     digest, data = named(1)
     metrics = Metrics("x")
     with holder(tmp_path, digest):
-        assert got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=0.05), digest, lambda: data) == data
+        assert (
+            got(HostCache(tmp_path, max_bytes=1000, metrics=metrics, wait_s=0.05), digest, lambda: hashed(data)) == data
+        )
     assert counters(metrics) == {"misses": 1.0, "skipped": 1.0}
 
 
@@ -154,7 +162,7 @@ def test_a_fetch_that_fails_is_raised_and_the_next_one_tries_again(tmp_path: Pat
     cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
     with pytest.raises(StoreError):
         cache.get(digest, fails)
-    assert got(cache, digest, lambda: data) == data
+    assert got(cache, digest, lambda: hashed(data)) == data
 
 
 def test_the_longest_unused_goes_first_and_the_bound_holds(tmp_path: Path) -> None:
@@ -170,16 +178,20 @@ def test_the_longest_unused_goes_first_and_the_bound_holds(tmp_path: Path) -> No
     assert (gauges["host_cache_bytes"], gauges["host_cache_max_bytes"]) == (300.0, 350.0)
 
 
-def got(cache: HostCache, digest: str, fetch: Callable[[], bytes]) -> bytes:
-    """The object, its sha256 looked at."""
-    data, sha256 = cache.get(digest, fetch)
-    assert sha256 == sha256_of(data)
+def got(cache: HostCache, name: str, fetch: Callable[[], Hashed]) -> bytes:
+    """The object, its digest looked at."""
+    data, digest = cache.get(name, fetch)
+    assert digest == digest_of((data,))
     return bytes(data)
 
 
-def held(number: int, size: int = 100) -> tuple[str, Callable[[], bytes]]:
+def hashed(data: bytes) -> Hashed:
+    return data, digest_of((data,))
+
+
+def held(number: int, size: int = 100) -> tuple[str, Callable[[], Hashed]]:
     digest, data = named(number, size)
-    return digest, lambda: data
+    return digest, lambda: hashed(data)
 
 
 def test_any_order_of_objects_stays_within_the_bound(tmp_path: Path) -> None:
@@ -229,16 +241,29 @@ def test_a_damaged_entry_is_noticed_by_its_digest_and_fetched_again(tmp_path: Pa
     metrics = Metrics("x")
     cache = HostCache(tmp_path, max_bytes=1000, metrics=metrics)
     digest, data = named(1)
-    cache.get(digest, lambda: data)
+    cache.get(digest, lambda: hashed(data))
     (tmp_path / "objects" / digest).write_bytes(damage)
-    assert got(cache, digest, lambda: data) == data
+    assert got(cache, digest, lambda: hashed(data)) == data
     assert got(cache, digest, fails) == data, "it was put in order"
     assert counters(metrics) == {"misses": 2.0, "damaged": 1.0, "hits": 1.0}
 
 
+def test_an_object_that_an_earlier_release_named_by_sha256_is_kept_and_held_against_that(tmp_path: Path) -> None:
+    data, metrics = b"h" * 100, Metrics("x")
+    store, cache = MemoryStore(), HostCache(tmp_path, max_bytes=1000, metrics=metrics)
+    key = f"policies/main/17/anchors/3/{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
+    store.put(key, data)
+    for _ in range(2):
+        found, digest = CachedStore(store, cache).get_hashed(key, "sha256")
+        assert (bytes(found), digest) == (data, f"sha256:{hashlib.sha256(data).hexdigest()}")
+    assert counters(metrics) == {"misses": 1.0, "hits": 1.0}
+    files(tmp_path)[0].write_bytes(b"w" * 100)
+    assert CachedStore(store, cache).get(key) == data and counters(metrics)["damaged"] == 1
+
+
 def test_bytes_that_are_not_what_was_asked_for_are_handed_on_and_not_kept(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=1000, metrics=Metrics("x"))
-    assert got(cache, named(1)[0], lambda: b"something else") == b"something else"
+    assert got(cache, named(1)[0], lambda: hashed(b"something else")) == b"something else"
     assert not files(tmp_path)
 
 

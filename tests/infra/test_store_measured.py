@@ -3,6 +3,7 @@
 import pytest
 
 from infra.observe.metrics import Metrics
+from infra.store.digests import digest_of
 from infra.store.measured import MeasuredStore
 from infra.store.memory import MemoryStore
 from schemas.errors import NotInStore, StoreError
@@ -21,10 +22,11 @@ def test_bytes_and_seconds_are_counted_for_both_ways_and_an_absent_object_is_no_
     store = MeasuredStore(MemoryStore(), metrics)
     store.put("a", b"12345")
     assert (store.get("a"), store.read("a", 1, 2)) == (b"12345", b"23")
+    assert store.get_hashed("a", "blake3") == (b"12345", digest_of((b"12345",)))
     with pytest.raises(NotInStore):
         store.get("b")
     found = metrics.counters()
-    assert found["store_bytes{verb=put}"] == 5 and found["store_bytes{verb=get}"] == 7
+    assert found["store_bytes{verb=put}"] == 5 and found["store_bytes{verb=get}"] == 12
     assert found["store_seconds{verb=get}"] > 0 and not [name for name in found if "failed" in name]
 
 

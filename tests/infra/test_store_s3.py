@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +16,8 @@ import certifi
 import pytest
 
 from infra.store.connections import connections
-from infra.store.s3 import RANGE_BYTES, S3Store, body_of, open_s3
+from infra.store.s3 import RANGE_BYTES, S3Store, open_s3
+from infra.store.s3_bodies import body_of
 from infra.store.s3_keys import S3Credentials
 from schemas.errors import ConfigError, StoreError
 
@@ -120,10 +121,13 @@ def serving(handler: type[BaseHTTPRequestHandler], prefix: str = "") -> Iterator
             thread.join()
 
 
-def test_a_large_object_is_read_by_ranges_and_each_that_breaks_is_read_again() -> None:
+@pytest.mark.parametrize("whole", [S3Store.get, lambda store, key: bytes(store.get_hashed(key, "blake3")[0])])
+def test_a_large_object_is_read_by_ranges_and_each_that_breaks_is_read_again(
+    whole: Callable[[S3Store, str], bytes],
+) -> None:
     Unreliable.asked.clear()
     with serving(Unreliable) as store:
-        assert store.get("weights/1") == LARGE
+        assert whole(store, "weights/1") == LARGE
     assert len(Unreliable.asked) == 6
     assert len(set(Unreliable.asked)) == 3
 
@@ -138,7 +142,7 @@ class Dripping:
 def test_a_connection_that_gives_a_byte_now_and_then_is_given_up() -> None:
     asked = itertools.count(0.0, 59.0)  # seconds
     with pytest.raises(TimeoutError, match=r"got \d+ of 8,388,608 bytes in 572 s"):
-        body_of(Dripping(), RANGE_BYTES, lambda: next(asked))
+        b"".join(body_of(Dripping(), RANGE_BYTES, lambda: next(asked)))
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -284,3 +288,5 @@ def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> No
 
     with serving(Replaced) as store, pytest.raises(StoreError, match="get 'weights/1'"):
         store.get("weights/1")
+    with serving(Replaced) as store, pytest.raises(StoreError, match="get 'weights/1'"):
+        store.get_hashed("weights/1", "blake3")

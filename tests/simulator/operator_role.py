@@ -3,7 +3,7 @@
 import asyncio
 from random import Random
 
-from infra.cli.channel import check_move, policy_history
+from infra.cli.channel import check_move, policy_history, servable
 from infra.log.log import Log
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
@@ -35,7 +35,7 @@ async def run_operator(scenario: Scenario, log: Log) -> None:
         if kind == "held" and (version := stable.trial) < 0:
             continue
         try:
-            check_move(history, stable, kind, version)
+            check_move(servable(history), stable, kind, version)
         except ConfigError:
             continue
         move = PolicyEvent(event=kind, policy=policy, version=version, channel=channel, owner=OWNER)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,15 +11,16 @@ import pytest
 from infra.chain.chain import make_step
 from infra.chain.processor import Memory, processor
 from infra.chain.turn import ChainTurn
+from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from schemas import Block, DropMarker, Experience, Score
-from schemas.topics import EXPERIENCES, VERIFIED
+from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
 from streams.processors.dedupe import dedupe
 from streams.stages.driver import WindowDriver
-from streams.stages.recall import recall
+from streams.stages.recall import CHUNK_RECORDS, FETCH_BYTES, recall
 from streams.stages.verify import Verifier
 from tests.grids import rest_long
 from tests.streams.collect.collecting import answer, block
@@ -116,6 +118,34 @@ def test_reading_back_ends_where_the_memory_reaches() -> None:
 
             await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
             assert taken == [25, 26, 27, 28, 29]
+
+    asyncio.run(run())
+
+
+class AskedBus(MemoryBus):
+    """Keeps how much each reader lets the broker send ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
+        self.asked.append(fetch_bytes)
+        return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
+
+
+def test_who_reads_back_is_sent_no_more_ahead_than_a_chunk_takes() -> None:
+    async def run() -> None:
+        bus = AskedBus()
+        log = Log(bus, "app")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for number in range(2 * CHUNK_RECORDS):
+            await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0)))
+        await recall(log, verifier(dedupe), log.name(EXPERIENCES), 0, 2 * CHUNK_RECORDS)
+        assert len(bus.asked) == 3, "two chunks backwards, and all of it forwards"
+        assert set(bus.asked) == {FETCH_BYTES} and FETCH_BYTES < MAX_RECORD_BYTES / 8
 
     asyncio.run(run())
 

@@ -14,7 +14,7 @@ from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import WholeWeights
-from trainer.loop.publication import WeightPublisher, probe_sequences
+from trainer.loop.publication import KNOWN_VERSIONS, WeightPublisher, probe_sequences
 from trainer.replay.resume import read_policies
 
 
@@ -116,6 +116,20 @@ def test_an_orphaned_number_is_never_used_again() -> None:
         await publish(await rig.trainer(), 1, 1)
         assert await publish(await rig.trainer(), 1, 71) == 2
         assert await publish(await rig.trainer(), 1, 72) == 3
+
+    run(body)
+
+
+def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_forgot_stays_taken() -> None:
+    async def body(rig: Rig) -> None:
+        trainer = await rig.trainer()
+        for version in range(KNOWN_VERSIONS + 3):
+            await publish(trainer, version, version % 100)
+        known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
+        assert known == list(range(3, KNOWN_VERSIONS + 3))
+        newest = KNOWN_VERSIONS + 2
+        got = await trainer.publish(1, WholeWeights(tensors(71)), None, parent=newest, step=newest, stats={})
+        assert got == newest + 1
 
     run(body)
 

@@ -104,7 +104,7 @@ def test_the_release_before_is_replaced_role_by_role_under_traffic_and_no_reques
         assert (judged["answers_lost"], judged["answers_stored_twice"]) == (0, 0), judged
         assert (judged["lost"], judged["trained_twice"], judged["audit_clean"]) == (0, 0, True), judged
         assert judged["trained"] and published == list(range(len(published))), "one run: the new trainer went on"
-        assert "manifest: got format 3, expected 1 or 2: upgrade headrace here first" in version
+        assert "manifest: got format 4, expected 1 or 2: upgrade headrace here first" in version
         assert "kafka.replication: unknown key" in setting
 
     with Fleet(tmp_path) as fleet:

@@ -109,7 +109,7 @@ def newer_settings(folder: Path) -> object:
     [
         (newer_frame, UnknownMajor, "frame of format 5.*upgrade"),
         (newer_claim, UnknownMajor, "claim of format 2.*upgrade"),
-        (lambda folder: decode_manifest(b'{"format": 4}'), ValueError, "format 4.*upgrade"),
+        (lambda folder: decode_manifest(b'{"format": 5}'), ValueError, "format 5.*upgrade"),
         (newer_archive, BadFrame, "format 2.*upgrade"),
         (newer_settings, ConfigError, f"max_stalenes.*max_staleness.*this is release {re.escape(release())}"),
     ],

@@ -33,11 +33,13 @@ logger = logging.getLogger(__name__)
 
 SUMMARIZE_EVERY = 256  # records of `policies`
 PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
+KNOWN_VERSIONS = 256  # newest ones of which the events are kept in memory
 
 
 class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
-    published again. past: what is said there; whoever follows the topic folds on what comes. adapter: of which all versions
+    published again; of what this one publishes the newest KNOWN_VERSIONS are remembered, and a number below them is taken.
+    past: what is said there; whoever follows the topic folds on what comes. adapter: of which all versions
     are, None for whole models.
     """
 
@@ -80,14 +82,14 @@ class WeightPublisher:
     ) -> int:
         """Make `weights` version `version`, or the next free one; returns the number it got."""
         old = self._events.get(version)
-        if old is not None:
-            if old.event == "published":
-                if await asyncio.to_thread(same_content, self._store, old, weights, self._adapter):
-                    weights.let_go()
-                    self._previous = None
-                    return version
-                await self._orphan(version)
-            version = max(self._events) + 1
+        if old is not None and old.event == "published":
+            if await asyncio.to_thread(same_content, self._store, old, weights, self._adapter):
+                weights.let_go()
+                self._previous = None
+                return version
+            await self._orphan(version)
+        if version <= (newest := max(self._events, default=-1)):
+            version = newest + 1
         new = NewVersion(
             policy=self._policy,
             token=self._lease.token,
@@ -107,6 +109,8 @@ class WeightPublisher:
         position = await self._log.publish(topics.POLICIES, event, headers=self._summary())
         self._previous = weights
         self._events[version] = event
+        while len(self._events) > KNOWN_VERSIONS:
+            del self._events[min(self._events)]
         self._published_ms = position.timestamp_ms
         return version
 

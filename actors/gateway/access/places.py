@@ -8,13 +8,15 @@ after the other, however many a single key waits with; a turn lasts as long as i
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.gateway.http.errors import overloaded
+from actors.gateway.http.gone import gone_of
 
 T = TypeVar("T")
 
@@ -132,8 +134,13 @@ class Lasting(StreamingResponse):
         self._ended.append(ended)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = gone_of(scope)
         try:
-            await super().__call__(scope, receive, send)
+            if gone is None:
+                await super().__call__(scope, receive, send)
+                return
+            with suppress(ClientDisconnect):
+                await gone.unless(self.stream_response(send), ClientDisconnect)
         finally:
             for ended in reversed(self._ended):
                 await ended()

@@ -59,7 +59,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     @property
     def num_sampled(self) -> int:
         """Tokens of all choices."""
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum([len(answer.tokens) for answer in self.answers])
 
     def parsed(self, index: int) -> Parsed:
         """What a choice that has ended says."""

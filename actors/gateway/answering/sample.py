@@ -41,7 +41,7 @@ class SampledAnswer(msgspec.Struct):
 
 
 class Growing:
-    """An answer while it is sampled: takes chunks, tells text."""
+    """An answer while it is sampled: takes chunks, tells text. may_stop: a stop string may end it before the engine does."""
 
     def __init__(self, decode: Decode, sampling: Sampling, stops: Sequence[str], tell: OnText) -> None:
         self.answer = SampledAnswer()
@@ -50,6 +50,7 @@ class Growing:
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops)
         self._tell = tell
+        self.may_stop = bool(stops)
 
     def take(self, chunk: Chunk) -> None:
         """Take what was sampled next."""
@@ -103,6 +104,9 @@ async def sample(
     engine: Engine, growing: Growing, prompt: Sequence[int], sampling: Sampling, images: Sequence[Pixels] = ()
 ) -> SampledAnswer:
     """An answer that is streamed as it grows. Cancelling the call frees the engine's request; `growing` keeps the rest."""
+    if not growing.may_stop:  # nothing but the engine ends it, so nothing has to watch
+        await engine.generate(prompt, sampling, on_chunk=growing.take, images=images)
+        return growing.finish()
     running: asyncio.Task[Completion] = asyncio.create_task(
         engine.generate(prompt, sampling, on_chunk=growing.take, images=images)
     )

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
+from actors.gateway.http.gone import gone_of
 from infra.roles.unless import unless
 
 T = TypeVar("T")
@@ -16,10 +17,9 @@ T = TypeVar("T")
 async def read_body(request: Request, limits: GatewayLimits) -> bytes:
     """The body, if it comes whole, in time and within its bound. Raises ApiError."""
     limit = limits.body_bytes
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
-        raise too_large
+        raise _too_large(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_s):
@@ -30,11 +30,15 @@ async def read_body(request: Request, limits: GatewayLimits) -> bytes:
                     raise ClientDisconnect
                 body += message.get("body", b"")
                 if len(body) > limit:
-                    raise too_large
+                    raise _too_large(limit)
                 more = message.get("more_body", False)
     except TimeoutError as error:
         raise ApiError(408, f"the body took longer than {limits.body_s:g} s", code="timeout") from error
     return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
 
 
 def presented(headers: Mapping[str, str]) -> str:
@@ -45,6 +49,9 @@ def presented(headers: Mapping[str, str]) -> str:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
+    gone = gone_of(request.scope)
+    if gone is not None:
+        return await gone.unless(work, ClientDisconnect)
     return await unless(_disconnected(request), work, ClientDisconnect)
 
 

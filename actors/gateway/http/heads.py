@@ -17,6 +17,7 @@ from typing import Any, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from actors.gateway.http.errors import ApiError, bad
+from actors.gateway.http.gone import GONE, Gone
 from infra.observe.metrics import Metrics
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -39,11 +40,13 @@ class BoundedHeads(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._gone = Gone(self.flow.resume_reading)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         super().connection_lost(exc)
+        self._gone.happen()
 
     def data_received(self, data: bytes) -> None:
         before = self._at
@@ -64,6 +67,7 @@ class BoundedHeads(HttpToolsProtocol):
         """Of the parser: a head begins."""
         self._at, self._head_bytes = "head", 0
         super().on_message_begin()
+        self.scope["extensions"] = {GONE: {"gone": self._gone}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Of the parser: a field, of the head or behind the body."""
@@ -170,6 +174,7 @@ class BoundedHeads(HttpToolsProtocol):
         if self._is_answering:
             self.cycle.disconnected = True  # at once: nothing more is written behind this
             self.cycle.message_event.set()
+            self._gone.happen()
         self.transport.close()
 
 

@@ -36,7 +36,8 @@ class EventStream:
         self._began = began
         self._error_event = api.error_event
         self._writer = api.events(reply)
-        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._waiting: list[bytes] = []  # events that were not written yet
+        self._came = asyncio.Event()
         self._ends = False
         self._pieces = [reply.in_flight.pieces() for _ in range(reply.request.choices)]
         self._sent = [Parsed() for _ in range(reply.request.choices)]
@@ -48,10 +49,14 @@ class EventStream:
             for opening in self._writer.begin():
                 yield opening
             clock = asyncio.get_running_loop().time
-            while (event := await self._events.get()) is not None:
+            while True:
+                await self._came.wait()
+                self._came.clear()
+                ends, waiting, self._waiting = self._ends, self._waiting, []
                 wrote_s = clock()
-                yield event + self._more()
-                if self._ends:
+                if waiting:
+                    yield b"".join(waiting)
+                if ends:
                     return
                 if (left_s := wrote_s + GATHER_S - clock()) > 0:
                     await asyncio.sleep(left_s)
@@ -60,16 +65,6 @@ class EventStream:
                 task.cancel()
                 await asyncio.wait((task,))
             self._answerer.release(self._reply.in_flight)
-
-    def _more(self) -> bytes:
-        """The events that came meanwhile."""
-        found = []
-        while not self._events.empty():
-            if (event := self._events.get_nowait()) is None:
-                self._ends = True
-                break
-            found.append(event)
-        return b"".join(found)
 
     async def _sample(self) -> None:
         try:
@@ -85,7 +80,8 @@ class EventStream:
             self._send([self._error_event(hidden)])
             raise error
         finally:
-            self._events.put_nowait(None)
+            self._ends = True
+            self._came.set()
 
     def _watch(self, index: int) -> OnText:
         request = self._reply.request
@@ -106,8 +102,8 @@ class EventStream:
         return tell
 
     def _send(self, events: Sequence[bytes]) -> None:
-        for event in events:
-            self._events.put_nowait(event)
+        self._waiting += events
+        self._came.set()
 
 
 def _rest(whole: Parsed, sent: Parsed) -> Parsed:

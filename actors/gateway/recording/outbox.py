@@ -11,7 +11,8 @@ segment was sent: ids absorb it. What the broker confirmed is not sent again. Or
 offered, and nothing overtakes it; of the 32 that go out together, those that a broker took come before those it refused
 meanwhile. A record sealed under a key that the object store does not have yet waits on disk, too, and all behind it.
 Loss: what a kill finds in the memory queue (no client got "accepted" for it), and what is shed, with a reason and a
-counter. Answers go first: the event loop is given back before each record, of a batch and of what is drained.
+counter. A segment that cannot be read holds nothing up once the broker answers: it counts as shed, and stays for the next
+start. Answers go first: the event loop is given back before each record, of a batch and of what is drained.
 """
 
 import asyncio
@@ -257,9 +258,12 @@ class Outbox:
         self._spool.append([msgspec.msgpack.encode(Spooled(one.topic.name, encode(record))) for one, record in unsent])
 
     async def _drain_segment(self) -> bool:
-        """Send the oldest segment; False where the broker does not answer."""
+        """Send the oldest segment, or give it up where it cannot be read; False where the broker does not answer."""
         async with self._disk:
-            oldest = await asyncio.to_thread(self._spool.oldest)
+            try:
+                oldest = await asyncio.to_thread(self._spool.oldest)
+            except OSError as error:
+                return await self._leave_oldest(error)
             if oldest is None:  # under the lock, so that nothing was spooled since
                 self.direct = True
                 self._to_drain.clear()
@@ -274,10 +278,24 @@ class Outbox:
             if not await self._send_spooled(payloads, left[start : start + DRAIN_BATCH]):
                 return False
         async with self._disk:
-            await asyncio.to_thread(self._spool.remove, number)
+            try:
+                await asyncio.to_thread(self._spool.remove, number)
+            except OSError as error:
+                _log.warning("spool_segment_stays number=%d error=%s", number, error)
         self._confirmed.clear()
         self._say_spooled()
         _log.info("spool_segment_sent records=%d seconds=%.2f", len(payloads), time.monotonic() - begin)
+        return True
+
+    async def _leave_oldest(self, error: OSError) -> bool:
+        """Go on without a segment that cannot be read; False where the broker is away, too: the disk may come back first."""
+        if not await self._answers():
+            return False
+        count = self._spool.leave_oldest()
+        self._metrics.counter("shed", reason="spool unreadable").inc(count)
+        _log.error("spool_unreadable records=%d stay on disk for the next start: %s", count, error)
+        self._confirmed.clear()
+        self._say_spooled()
         return True
 
     async def _send_spooled(self, payloads: Sequence[bytes], places: Sequence[int]) -> bool:

@@ -6,7 +6,8 @@
 Durable: `append` returns after one fsync of all it was given, so what it took survives a kill and a power cut. A torn
 tail (killed in the middle of a write) is cut off when the spool is opened; an entry damaged before that is counted with
 all behind it in its segment, and the segment is kept aside. A segment is removed once all of it is sent: after a kill
-its entries are sent again, and their ids absorb it. Blocking: call from a thread. For one process.
+its entries are sent again, and their ids absorb it. One that cannot be read stays where it is, for the next start.
+Blocking: call from a thread. For one process.
 """
 
 import os
@@ -59,14 +60,15 @@ class Spool:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if path.exists():
-                os.truncate(path, before)
+            self._cut(number, before)
             raise SpoolFull(f"spool: {path.name} cannot be written: {error.strerror}") from error
         self._sizes[number] += len(data)
         self._counts[number] += len(payloads)
 
     def oldest(self) -> tuple[int, list[bytes]] | None:
-        """The oldest segment and its entries, None where there is nothing. It takes no more entries from here on."""
+        """The oldest segment and its entries, None where there is nothing. It takes no more entries from here on. Raises
+        OSError where it cannot be read.
+        """
         while self._numbers:
             number = self._numbers[0]
             if self._counts[number]:
@@ -75,11 +77,29 @@ class Spool:
             self.remove(number)
         return None
 
+    def leave_oldest(self) -> int:
+        """Leave the oldest segment to the next start; how many entries it has."""
+        return self._forget(self._numbers[0])
+
     def remove(self, number: int) -> None:
-        """Everything in a segment was sent."""
+        """Everything in a segment was sent. Raises OSError where it stays on disk: then the next start sends it again."""
+        self._forget(number)
         self._path(number).unlink(missing_ok=True)
+
+    def _forget(self, number: int) -> int:
+        self._sealed = max(self._sealed, number)
         self._numbers.remove(number)
-        del self._counts[number], self._sizes[number]
+        del self._sizes[number]
+        return self._counts.pop(number)
+
+    def _cut(self, number: int, size: int) -> None:
+        """Take back what a failed write left. Where that fails as well, the segment takes no more."""
+        path = self._path(number)
+        try:
+            if path.exists():
+                os.truncate(path, size)
+        except OSError:
+            self._sealed = max(self._sealed, number)
 
     def _open_segment(self) -> int:
         last = self._numbers[-1] if self._numbers else self._sealed

@@ -2,10 +2,10 @@
 
 Beside all answers it counts the sessions of each client, and in how many of them something happened: a prompt may ask for a
 refusal, so what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions,
-`MAX_CLIENTS` clients of each by name (the rest are one, without), and `MAX_SEEN` sessions remembered as counted.
+`MAX_CLIENTS` clients of each by name (the rest are one, without), and `MAX_SEEN` sessions of these versions remembered as
+counted.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -37,7 +37,8 @@ class Tallies:
         self._refusal = any_of(refusals) if refusals else None
         self._known: dict[tuple[int, int], Answered] = {}
         self._clients: dict[tuple[int, int], dict[str, Client]] = {}
-        self._seen: OrderedDict[tuple[int, int, Asker], tuple[bool, bool]] = OrderedDict()
+        self._seen: dict[tuple[int, int], dict[Asker, tuple[bool, bool]]] = {}  # of each version, in order of arrival
+        self.num_seen = 0  # sessions remembered
 
     def answered(self, version: int, trial: int, texts: Sequence[str], asker: Asker) -> None:
         """Answers that came to their end."""
@@ -69,16 +70,21 @@ class Tallies:
         if len(self._known) > MAX_VERSIONS:
             oldest = min(self._known)
             del self._known[oldest], self._clients[oldest]
+            self.num_seen -= len(self._seen.pop(oldest))
 
     def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
         """A session counts once for its client, and once as one that failed, and as one that was refused."""
         clients = self._clients[place] = self._clients.pop(place, {})  # the last to have answered
-        seen = self._seen.get((*place, asker))
+        asked = self._seen.setdefault(place, {})
+        seen = asked.get(asker)
         was_failed, was_refused = seen or (False, False)
         failed, refused = was_failed or more.failed > 0, was_refused or more.refused > 0
-        self._seen[(*place, asker)] = failed, refused
-        if len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
+        asked[asker] = failed, refused
+        self.num_seen += seen is None
+        if self.num_seen > MAX_SEEN:
+            longest_ago = next(one for one in self._seen.values() if one)
+            del longest_ago[next(iter(longest_ago))]
+            self.num_seen -= 1
         name = asker.client if asker.client in clients or len(clients) < MAX_CLIENTS else ""
         known = clients.get(name, Client(client=name))
         clients[name] = Client(

@@ -1,168 +1,192 @@
-"""The benchmarks beside peers, and others with a target alone, one after the other, and their figures in one table.
+"""Every benchmark, one after the other, and their figures in one table.
 
-Each is a process of `headrace bench`, so that none finds what another left behind. One that fails is said in one line, and the
-rest goes on. What runs ends with this process, however that ends.
+Each is a process of `headrace bench` with a time of its own, so that none finds what another left behind nor keeps the others
+waiting. One that fails, or takes too long, is said in one line, and the rest goes on. What runs ends with this process, however
+that ends. Those that take least come first.
 """
 
+import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
-from infra.cli.bench.beside import OURS, Beside
 from infra.cli.bench.children import end
-from infra.cli.bench.targets import TARGETS
+from infra.cli.bench.rows import BenchRow, rows_of, rows_without
 from infra.local.process import start_watched
 
 Say = Callable[[str], None]
-SHARED, ALONE = 1.3, 1.0  # what a step of the learner aims at beside the plain one
+QUICK_MINUTES = 5.0  # of each, for a first look
+TAIL_S = 5.0  # for the last words of one that has ended
 
 
-class BenchRow(msgspec.Struct, frozen=True):
-    """One line of the table.
+class BenchUse(msgspec.Struct, frozen=True):
+    """How one is run with all others. minutes: at most. quick: its options for a first look, None where it is left out of one.
+    asked: other options. why: it is never run, "" where it is.
 
-    bench: that measured it. what: was measured. value: the ratio, or the figure itself. ours, peer: what they took,
-    None where the benchmark has only a ratio or a figure. low, high: what it is to lie between.
+    Example: BenchUse(minutes=20, quick=("--repeat", "1"))
     """
 
-    bench: str
-    what: str
-    value: float
-    ours: float | None = None
-    peer: float | None = None
-    low: float = float("-inf")
-    high: float = float("inf")
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the target is, where there is one."""
-        return self.low <= self.value <= self.high
+    minutes: float = 30.0
+    quick: tuple[str, ...] | None = ()
+    asked: tuple[str, ...] = ()
+    why: str = ""
 
 
-class BenchFailure(msgspec.Struct, frozen=True):
-    """A benchmark without figures. bench: its name. why: the last line that it wrote."""
+class BenchEnd(msgspec.Struct, frozen=True):
+    """One that is over. why: it has no figures, "" where it has. took_s: on the clock."""
 
     bench: str
-    why: str
+    rows: tuple[BenchRow, ...]
+    why: str = ""
+    took_s: float = 0.0
+    is_run: bool = True
 
 
-def _flat(name: str, figures: Any) -> list[BenchRow]:
-    """Figures that have a target."""
-    return [
-        BenchRow(name, figure, figures[figure], low=low, high=high)
-        for figure, (low, high) in TARGETS[name].items()
-        if figure in figures
-    ]
-
-
-def _beside(name: str, figures: Any) -> list[BenchRow]:
-    """Each peer by the best rounds, in µs of processor time of an answer; of wall time where that has a target."""
-    found = msgspec.convert(figures, list[Beside])
-    ours = {one.case: one for one in found if one.name == OURS}
-    rows = []
-    for one in found:
-        own, what = ours[one.case], f"{one.case}, {one.name}"
-        if one.times is not None:
-            low = float("-inf") if one.target is None else one.target
-            rows.append(BenchRow(name, what, one.times[0], ours=own.cpu_us[0], peer=one.cpu_us[0], low=low))
-        if one.sooner is not None and one.sooner_target is not None:
-            low = one.sooner_target
-            rows.append(
-                BenchRow(name, f"{what}, wall", one.sooner[0], ours=own.wall_us[0], peer=one.wall_us[0], low=low)
-            )
-    return rows
-
-
-def _codec(name: str, figures: Any) -> list[BenchRow]:
-    from infra.cli.bench.codec import TARGETS as CODEC
-
-    return [
-        BenchRow(name, f"{shape}, {figure}", numbers[figure], low=low)
-        for shape, numbers in figures.items()
-        for figure, low in CODEC.items()
-    ]
-
-
-def _learner(name: str, figures: Any) -> list[BenchRow]:
-    return [
-        BenchRow(
-            name,
-            one["shape"],
-            one["faster"],
-            ours=one["headrace"]["cpu_s_min"],
-            peer=one["plain"]["cpu_s_min"],
-            low=SHARED if "to one prompt" in one["shape"] else ALONE,
-        )
-        for one in figures["shapes"]
-    ]
-
-
-def _growth(name: str, figures: Any) -> list[BenchRow]:
-    """Exponents, of what is above the noise."""
-    from infra.cli.bench.growth import LINEAR, GrowthLine
-
-    found = msgspec.convert(figures, list[GrowthLine])
-    return [
-        BenchRow(name, f"{one.what}: exponent", one.exponent, high=LINEAR) for one in found if one.exponent is not None
-    ]
-
-
-BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
-    "codec": _codec,
-    "hop": _beside,
-    "transport": _beside,
-    "draw": _flat,
-    "delta": _flat,
-    "weights": _flat,
-    "learner": _learner,
-    "gateway": _flat,
-    "gateway-peers": _beside,
-    "console": _flat,
-    "console-load": _flat,
-    "growth": _growth,
+# Of those that are named here; every other one is run as BenchUse() says.
+USES: Mapping[str, BenchUse] = {
+    "audit": BenchUse(quick=("--experiences", "20000")),
+    "codec": BenchUse(minutes=10, quick=("--repeat", "2")),
+    "console": BenchUse(minutes=40, quick=None),
+    "console-load": BenchUse(minutes=40, quick=None),
+    "days": BenchUse(minutes=10),
+    "delta": BenchUse(minutes=10),
+    "draw": BenchUse(minutes=10),
+    "episodes": BenchUse(minutes=15, quick=("--episodes", "100")),
+    "fan-out": BenchUse(minutes=20, quick=("--mb", "4", "--hosts", "2", "--followers", "2")),
+    "feedback": BenchUse(minutes=15, quick=None),
+    "gate": BenchUse(minutes=90, quick=("--paths", "8")),
+    "gateway": BenchUse(minutes=10),
+    "gateway-peers": BenchUse(minutes=40, quick=("--repeat", "1", "--no-model")),
+    "growth": BenchUse(minutes=90, quick=("--sizes", "1000,10000")),
+    "held": BenchUse(minutes=10),
+    "hop": BenchUse(quick=("--repeat", "1", "--groups", "16")),
+    "learner": BenchUse(minutes=40, quick=("--repeat", "1", "--hidden", "128", "--layers", "2")),
+    "life": BenchUse(minutes=40, quick=("--hidden", "128", "--layers", "2")),
+    "memory": BenchUse(minutes=10, quick=("--hidden", "256", "--layers", "2")),
+    "mix": BenchUse(minutes=180, quick=None),
+    "offpolicy": BenchUse(minutes=360, quick=None),
+    "outage": BenchUse(minutes=25, quick=("--minutes", "0.5")),
+    "plan": BenchUse(why="it computes from rates, settings and what the others measured"),
+    "reload": BenchUse(quick=("--versions", "20")),
+    "sandbox": BenchUse(minutes=10),
+    "starts": BenchUse(quick=None),
+    "state": BenchUse(minutes=40, quick=("--hidden", "256", "--layers", "2")),
+    "stream": BenchUse(minutes=10),
+    "takeover": BenchUse(quick=("--waiting", "10000", "--closed", "10000")),
+    "trace": BenchUse(quick=None),
+    "transport": BenchUse(quick=("--repeat", "1", "--answers", "256")),
+    "turn": BenchUse(minutes=10),
+    "weights": BenchUse(quick=("--gb", "0.05")),
 }
 
 
-def command_of(name: str) -> list[str]:
+def as_figures(found: Sequence[BenchEnd]) -> dict[str, Any]:
+    """As JSON has them: rows with their verdicts, and of each benchmark how long it took and why it has no figures."""
+    return {
+        "rows": [_as_json(row) for one in found for row in one.rows],
+        "benches": [{"bench": one.bench, "took_s": one.took_s, "is_run": one.is_run, "why": one.why} for one in found],
+    }
+
+
+def _as_json(row: BenchRow) -> dict[str, Any]:
+    limits = {name: value for name, value in (("low", row.low), ("high", row.high)) if math.isfinite(value)}
+    return {**msgspec.to_builtins(row), "low": None, "high": None, **limits, "verdict": row.verdict}
+
+
+def command_of(name: str, options: Sequence[str]) -> list[str]:
     """What runs a benchmark."""
-    return [sys.executable, "-m", "infra.cli.main", "bench", name, "--json"]
+    return [sys.executable, "-m", "infra.cli.main", "bench", name, *options, "--json"]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Those that may take least first."""
+    return sorted(names, key=lambda name: USES.get(name, BenchUse()).minutes)
 
 
 def run(
-    names: Sequence[str], say: Say, command: Callable[[str], list[str]] = command_of
-) -> tuple[list[BenchRow], list[BenchFailure]]:
-    """Rows of those that ended well, and those that did not."""
-    rows: list[BenchRow] = []
-    failures: list[BenchFailure] = []
+    names: Sequence[str],
+    say: Say,
+    *,
+    quick: bool = False,
+    command: Callable[[str, Sequence[str]], list[str]] = command_of,
+    uses: Mapping[str, BenchUse] = USES,
+    ended: Callable[[BenchEnd], None] = lambda one: None,
+) -> list[BenchEnd]:
+    """All of them, in this order. ended: told of each as soon as it is over."""
+    found: list[BenchEnd] = []
     for number, name in enumerate(names, 1):
-        say(f"bench {name} ({number} of {len(names)})")
-        try:
-            rows += BENCHES[name](name, _figures(command(name), say))
-        except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
-            failures.append(BenchFailure(name, str(error)))
-            say(f"bench {name} failed: {error}")
-    return rows, failures
+        use = uses.get(name, BenchUse())
+        why = use.why or ("left out of a first look" if quick and use.quick is None else "")
+        if why:
+            one = BenchEnd(name, tuple(rows_without(name, why)), why=why, is_run=False)
+            say(f"bench {name} ({number} of {len(names)}) is not run: {why}")
+        else:
+            minutes = min(QUICK_MINUTES, use.minutes) if quick else use.minutes
+            say(f"bench {name} ({number} of {len(names)}) begins: {minutes:g} minutes at most")
+            options = [*use.asked, *(use.quick or ())] if quick else use.asked
+            one = _run_one(name, command(name, options), minutes, say)
+            say(_summed_up(one))
+        found.append(one)
+        ended(one)
+    return found
 
 
-def _figures(command: list[str], say: Say) -> Any:
+def _run_one(name: str, command: list[str], minutes: float, say: Say) -> BenchEnd:
+    begin_s = time.monotonic()
+    said: list[str] = []
+
+    def heard(line: str) -> None:
+        said.append(line)
+        say(f"  {line}")
+
+    try:
+        rows, why = rows_of(name, _figures(command, heard, 60 * minutes), said), ""
+    except Exception as error:  # whatever a benchmark does, or prints, is one line
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
+        rows = rows_without(name, why)
+    return BenchEnd(name, tuple(rows), why=why, took_s=time.monotonic() - begin_s)
+
+
+def _summed_up(one: BenchEnd) -> str:
+    took = f"after {one.took_s / 60:.1f} minutes"
+    if one.why:
+        return f"bench {one.bench} failed {took}: {one.why}"
+    counts = {verdict: sum(row.verdict == verdict for row in one.rows) for verdict in ("met", "missed", "not run")}
+    return f"bench {one.bench} ended {took}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+def _figures(command: list[str], say: Say, limit_s: float) -> Any:
     """What a benchmark printed as JSON, its progress said as it comes. Raises RuntimeError with its last line."""
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed.json"
         child = start_watched(command, log=printed, stderr=subprocess.PIPE)
+        last = ["it said nothing"]
+        assert child.process.stderr is not None
+        hearing = threading.Thread(target=_hear, args=(child.process.stderr, say, last), daemon=True)
+        hearing.start()
         try:
-            last = "it said nothing"
-            for raw in child.process.stderr or ():
-                line = raw.decode(errors="replace").rstrip()
-                last = line or last
-                say(f"  {line}")
-            if code := child.process.wait():
-                raise RuntimeError(f"exit code {code}: {last[-300:]}")
-            return msgspec.json.decode(printed.read_bytes())
+            code = child.process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not done after {limit_s / 60:g} minutes: {last[0][-300:]}") from None
         finally:
             end(child)
-            if child.process.stderr is not None:
-                child.process.stderr.close()
+            hearing.join(TAIL_S)  # what it left behind may hold the pipe open
+        if code:
+            raise RuntimeError(f"exit code {code}: {last[0][-300:]}")
+        return msgspec.json.decode(printed.read_bytes())
+
+
+def _hear(pipe: IO[bytes], say: Say, last: list[str]) -> None:
+    """Say each line as it comes. last: the newest that says anything."""
+    with pipe:
+        for raw in pipe:
+            line = raw.decode(errors="replace").rstrip()
+            last[0] = line or last[0]
+            say(line)

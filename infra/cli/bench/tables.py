@@ -11,7 +11,7 @@ from infra.cli.bench.growth import LINEAR
 from infra.cli.bench.targets import TARGETS
 
 if TYPE_CHECKING:
-    from infra.cli.bench.all import BenchRow
+    from infra.cli.bench.all import BenchEnd
     from infra.cli.bench.families import Family
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.growth import GrowthLine, GrowthPoint
@@ -71,17 +71,22 @@ def _against(times: tuple[float, float] | None, target: float | None) -> tuple[T
     return Text(said, style=style), "" if target is None else f"at least {number(target)}"
 
 
-def all_table(rows: "Sequence[BenchRow]") -> Table:
-    """One row a figure, green where its target is met and red where it is not."""
+def all_table(found: "Sequence[BenchEnd]") -> Table:
+    """One row a figure: what was aimed at, what was seen, and whether that is met."""
     table = Table("bench", "what", title="bench all")
-    for title in ("headrace", "peer", "ratio or figure", "target"):
+    for title in ("headrace", "peer", "target", "seen"):
         table.add_column(title, justify="right")
-    for one in rows:
-        has_target = (one.low, one.high) != (float("-inf"), float("inf"))
-        style = ("green" if one.is_met else "red") if has_target else ""
-        both = ["" if value is None else number(round(value, 1)) for value in (one.ours, one.peer)]
-        target = words(one.low, one.high) if has_target else ""
-        table.add_row(one.bench, one.what, *both, Text(number(round(one.value, 3)), style=style), target)
+    table.add_column("")
+    table.add_column("minutes", justify="right")
+    styles = {"met": "green", "missed": "red", "not run": "yellow", "": ""}
+    for end in found:
+        for at, one in enumerate(end.rows):
+            both = ["" if value is None else number(round(value, 1)) for value in (one.ours, one.peer)]
+            target = words(one.low, one.high) if one.has_target else ""
+            seen = Text("" if one.value is None else number(one.value), style=styles[one.verdict])
+            said = Text(one.verdict + (f": {one.why}" if one.why else ""), style=styles[one.verdict])
+            took = f"{end.took_s / 60:.1f}" if end.is_run and not at else ""
+            table.add_row(one.bench if not at else "", one.what, *both, target, seen, said, took)
     return table
 
 

@@ -6,9 +6,10 @@ a file for the engine's workers, its own check and comparison. An explorer follo
 versions to the next, others join at the last of them, and one reads the anchor through the cache of its machine. The store is a
 folder in memory, so no disk and no network is in it. torch has one thread and the allocator gives large blocks back, as in a
 trainer of several ranks. Beside them stand the library safetensors (save and load of the whole) and xor with zstd-1. CPU
-seconds are of all threads but the one that watches, per GB (10⁹ bytes) of weights; wall over CPU is of the version that took
-the least CPU. A stall is the longest time that another thread, which asks for the interpreter every millisecond, had to wait
-beyond that millisecond, over all that a side does: the anchor and joining too.
+seconds are of all threads but the one that watches, per GB (10⁹ bytes) of weights. Wall over CPU is of the version that took
+the least wall for its CPU; beside it stands how many cores other processes took meanwhile. A stall is the longest time that
+another thread, which asks for the interpreter every millisecond, had to wait beyond that millisecond, in all that a side does,
+the anchor and joining too.
 """
 
 import os
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,11 +64,14 @@ class WeightsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct):
-    """Of one piece of work. cpu_s, wall_s: of all its threads. stall_s: see the module."""
+    """Of one piece of work. cpu_s, wall_s: of all its threads. stall_s: see the module. others_s: CPU seconds of other
+    processes meanwhile.
+    """
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
     stall_s: float = 0.0
+    others_s: float = 0.0
 
 
 def run(plan: WeightsPlan, say: Callable[[str], None]) -> dict[str, float]:
@@ -126,8 +130,11 @@ def _followed(
             end = f"_behind_{version - slept_since.version}"
             asleep = _late(costs, end, store, event, versions[0], slept_since, asleep.tensors)
             slept_since = event
-        seconds = sum(costs[f"{one}_v{near[version]}"].cpu_s for one in TRAINER)
-        say(f"version {version}: {seconds / full_gb:.2f} CPU s per GB to publish")
+        said = ", ".join(
+            f"{_summed(costs, f'_v{near[version]}', pieces, full_gb)} {what}"
+            for what, pieces in (("to publish", TRAINER), ("before the pause", EXPLORER))
+        )
+        say(f"version {version}: {said}")
     del steady, asleep
     late = _late(costs, "_joining", store, event, versions[1])
     assert all(hash_tensor(late.tensors[name]) == hash_tensor(tensor) for name, tensor in versions[1].items())
@@ -148,15 +155,29 @@ def figures(costs: Mapping[str, Cost], full_gb: float, event: PolicyEvent, plan:
     for name in ("cached_anchor", "safetensors_save", "safetensors_load", "xor_encode", "xor_apply"):
         found[f"{name}_cpu_s_per_gb"] = costs[name].cpu_s / full_gb
     for side, pieces in (("trainer", TRAINER), ("explorer", EXPLORER)):
-        every = [[costs[one + end] for one in pieces] for end in ends]
-        cpu_s, wall_s = min(
-            (sum(one.cpu_s for one in version), sum(one.wall_s for one in version)) for version in every
-        )
-        found[f"{side}_wall_over_cpu"] = wall_s / cpu_s
+        sums_of = [_sum([costs[one + end] for one in pieces]) for end in ends]
+        quiet = min(sums_of, key=lambda one: one.wall_s / one.cpu_s)
+        found[f"{side}_wall_over_cpu"] = quiet.wall_s / quiet.cpu_s
+        found[f"{side}_cores_others_took"] = quiet.others_s / quiet.wall_s
+        wall_s = min(one.wall_s for one in sums_of)
         found[f"{side}_stall_ms"] = max(costs[name].stall_s for name in costs if name.startswith(pieces)) * 1000
         for billions in (8, 70):
             found[f"{side}_s_computed_{billions}b"] = wall_s / full_gb * 2 * billions
     return found
+
+
+def _sum(costs: list[Cost]) -> Cost:
+    return Cost(
+        cpu_s=sum(one.cpu_s for one in costs),
+        wall_s=sum(one.wall_s for one in costs),
+        stall_s=max(one.stall_s for one in costs),
+        others_s=sum(one.others_s for one in costs),
+    )
+
+
+def _summed(costs: Mapping[str, Cost], end: str, pieces: Sequence[str], full_gb: float) -> str:
+    one = _sum([costs[name + end] for name in pieces])
+    return f"{one.cpu_s / full_gb:.2f} CPU s per GB, wall {one.wall_s / one.cpu_s:.2f} of it"
 
 
 def made_up(gb: float, generator: np.random.Generator) -> dict[str, Tensor]:
@@ -193,6 +214,12 @@ def take_memory(tensors: Mapping[str, Tensor]) -> None:
     np.full(sum(tensor.num_bytes for tensor in tensors.values()), 1, np.uint8)
 
 
+def busy_cpu_s() -> float:
+    """CPU seconds of all processes of the machine since its start, to a hundredth."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
 def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
     """Notes what the block costs under a name; of several, what took the least CPU counts."""
@@ -208,11 +235,12 @@ def measured(costs: dict[str, Cost], name: str) -> Iterator[None]:
 
     watcher = threading.Thread(target=ask)
     watcher.start()
-    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    busy_s, cpu_s, wall_s = busy_cpu_s(), time.process_time(), time.perf_counter()
     try:
         yield
     finally:
         cost = Cost(time.process_time() - cpu_s, time.perf_counter() - wall_s)
+        cost.others_s = max(0.0, busy_cpu_s() - busy_s - cost.cpu_s)
         stop.set()
         watcher.join()
         cost.cpu_s -= own_s[0]

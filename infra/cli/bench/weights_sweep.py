@@ -22,6 +22,7 @@ def sweep(sizes: Sequence[float], share: float, out: Path, say: Callable[[str], 
     found: dict[float, dict[str, float]] = {}
     out.mkdir(parents=True, exist_ok=True)
     for gb in sorted(sizes):
+        say(f"{gb:g} GB")
         found[gb] = run(WeightsPlan(gb=gb, share=share, versions=(1,), memory=False), say)
         (out / "weights.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
         draw(found, out / "weights.png")

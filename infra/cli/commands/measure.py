@@ -12,7 +12,9 @@ import msgspec
 import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
+from infra.cli.commands.every import every_of
 from infra.cli.commands.plan import plan
+from infra.cli.commands.weights_bench import weights
 
 DTYPES = ("float32", "bfloat16")
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
@@ -38,7 +40,7 @@ RepeatOption = Annotated[int, typer.Option(min=1, help="Rounds timed of each.")]
 def commands() -> dict[str, Callable[..., None]]:
     """Every benchmark's command by its name."""
     own = {one.__name__.replace("_", "-"): one for one in BENCHES}
-    benches = {name: plain(name) for name in PLAIN} | {"all": every} | own
+    benches = {name: plain(name) for name in PLAIN} | {"all": every_of([*PLAIN, *own])} | own
     return {name: command(name, bench) for name, bench in benches.items()}
 
 
@@ -50,23 +52,6 @@ def plain(name: str) -> Callable[[], Found]:
 
     bench.__doc__ = PLAIN[name]
     return bench
-
-
-def every(
-    only: Annotated[str, typer.Option(help="Benchmarks of the table, by commas; all of them where left out.")] = "",
-) -> Found:
-    """Every stage beside its peers, and the console, one after the other, and one table at the end.
-
-    Each needs the machine for itself.
-    """
-    from infra.cli.bench.all import BENCHES, run
-    from infra.cli.bench.tables import all_table
-
-    rows, failures = run(some_of("--only", only, BENCHES) or list(BENCHES), tell)
-    for one in failures:
-        tell(f"bench {one.bench} has no figures: {one.why}")
-    figures = {"rows": msgspec.to_builtins(rows), "failures": msgspec.to_builtins(failures)}
-    return Found(figures, lambda: [all_table(rows)], width=150, code=1 if failures else 0)
 
 
 def codec(repeat: RepeatOption = 7) -> Found:
@@ -115,42 +100,18 @@ def gateway_peers(
     return beside("gateway-peers", run(PeersPlan(rounds=repeat, model=model), tell))
 
 
-def weights(
-    gb: Annotated[
-        float, typer.Option(help="Weights in bfloat16, in 10⁹ bytes; about nine times as much memory.")
-    ] = 0.5,
-    share: Annotated[float, typer.Option(help="Of the values that a version moves.", min=0, max=1)] = 0.014,
-    sizes: Annotated[
-        str,
-        typer.Option("--sweep", help="GB by commas, as in 0.1,0.5,2: one version at each size, and a picture of them."),
-    ] = "",
-    out: Annotated[Path, typer.Option(help="Folder for weights.json and weights.png of a sweep.")] = Path("bench"),
-) -> list[Found]:
-    """The way of weights over 50 versions, from the trainer's copy to the file for an engine's workers, beside safetensors and
-    xor. Minutes.
-    """
-    from infra.cli.bench.weights import WeightsPlan, run
-    from infra.cli.bench.weights_sweep import sweep
-    from schemas.errors import ConfigError
-
-    if not sizes:
-        return [Found(run(WeightsPlan(gb=gb, share=share), tell))]
-    try:
-        wanted = [float(size) for size in sizes.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--sweep: got {sizes!r}, expected numbers of GB by commas, as in 0.1,0.5,2") from error
-    return [Found(figures) for figures in sweep(wanted, share, out, tell).values()]
-
-
 def growth(
     sizes: Annotated[str, typer.Option(help="Of what it grows with, by commas.")] = "10000,100000,1000000",
     minutes: Annotated[
         float, typer.Option(min=0.1, help="A point that would take longer is named and left out.")
-    ] = 4.0,
+    ] = 10.0,
+    only: Annotated[
+        str, typer.Option(help="What grows, by commas, as in master,collect; all of it where left out.")
+    ] = "",
     out: Annotated[Path, typer.Option(help="Folder for growth.json and growth.png.")] = Path("bench"),
 ) -> Found:
     """All that starts, answers or holds, over logs of 10,000 to 1,000,000: CPU, memory, and how they grow. Minutes."""
-    from infra.cli.bench.growth import run
+    from infra.cli.bench.growth import WORKS, run
     from infra.cli.bench.tables import growth_table
     from schemas.errors import ConfigError
 
@@ -160,7 +121,7 @@ def growth(
         raise ConfigError(f"--sizes: got {sizes!r}, expected whole numbers by commas, as in 10000,100000") from error
     if wanted[0] < 1:
         raise ConfigError(f"--sizes: got {wanted[0]}, expected 1 or more")
-    found = run(wanted, out, tell, limit_s=60 * minutes)
+    found = run(wanted, out, tell, limit_s=60 * minutes, only=some_of("--only", only, WORKS))
     return Found(msgspec.to_builtins(found), lambda: [growth_table(found)], width=150)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from actors.gateway.access.keys import Scope
-from infra.cli.channel import check_move
+from infra.cli.channel import check_move, servable
 from infra.cli.console.access import Viewer
 from infra.cli.console.reading import Reading
 from infra.policies.channel import MASTERS
@@ -63,7 +63,7 @@ async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str,
     why = reason_of(form)
     history = await reading.history()
     try:
-        check_move(history.events, history.stable, kind, version)
+        check_move(servable(history.events), history.stable, kind, version)
     except ConfigError as error:
         raise Refusal(str(error)) from error
     event = PolicyEvent(

@@ -26,6 +26,7 @@ from infra.cli.console.actions import SCOPES, Refusal
 from infra.cli.console.page import Pages
 from infra.cli.console.pages_act import ACTIONS
 from infra.cli.console.pages_look import LOOKS
+from infra.cli.console.reading import NotReadYet
 from schemas.errors import HeadraceError, NotInLog
 
 HERE = Path(__file__).parent
@@ -171,6 +172,8 @@ class Doors:
             return await answer()
         except NotInLog as error:
             return self._pages.error(request, viewer, 404, str(error))
+        except NotReadYet as error:
+            return self._pages.error(request, viewer, 503, str(error))
         except Refusal as error:
             return self._pages.error(request, viewer, 400, str(error))
         except sqlite3.OperationalError as error:

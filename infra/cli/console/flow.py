@@ -1,7 +1,6 @@
-"""The flow in words: who waits for whom in one sentence, and what deserves a look. From `status` alone."""
+"""The flow in words: who waits for whom, in one sentence. From `status` alone."""
 
 from infra.cli.status_screen import State
-from infra.observe.alarms import alarm_of, anchor
 
 WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage
@@ -50,14 +49,6 @@ def since(seconds: float) -> str:
             count = int(seconds // size)
             return f"{count} {name}{'s' if count > 1 else ''}"
     return "less than a minute"
-
-
-def alarms_of(state: State) -> list[tuple[str, str]]:
-    """Every alarm with the page of help it has, and its section there."""
-    return [
-        (line, "runbook" if (alarm := alarm_of(line)) is None else f"runbook#{anchor(alarm.title)}")
-        for line in state["alarms"]
-    ]
 
 
 def _issues(state: State) -> bool:

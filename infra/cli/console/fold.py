@@ -47,6 +47,9 @@ FOLDED = (
 MAX_RECORDS = 2000
 MARK = "re-delivered"  # stage of a letter that says another was delivered again
 Found = tuple[int, Record, Control | Block]  # time in ms, record, what it holds
+OnLeft = Callable[
+    [str, int, int], None
+]  # a topic, how many of its records are still to be folded, how many the log has
 
 
 class Folder:
@@ -60,10 +63,10 @@ class Folder:
     async def refresh(
         self,
         log: Log,
-        on_left: Callable[[str, int], None] = lambda topic, left: None,
+        on_left: OnLeft = lambda topic, left, held: None,
         follower: Follower | None = None,
     ) -> None:
-        """Fold what has come since the last time. on_left: called with a topic and how many of its records are left.
+        """Fold what has come since the last time. on_left: see `OnLeft`.
 
         follower: over FOLDED, of a caller that comes back every few seconds.
         """
@@ -77,12 +80,10 @@ class Folder:
         ):
             await asyncio.to_thread(self._index.begin_anew)
             reads = {}
-        starts = {
-            topic: {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in bounds[topic][0].items()}
-            for topic in FOLDED
-        }
+        starts = {topic: _starts(topic, bounds[topic][0], reads) for topic in FOLDED}
+        held = {topic: _left(*bounds[topic]) for topic in FOLDED}
         for topic, following in starts.items():
-            on_left(topic.name, _left(following, bounds[topic][1]))
+            on_left(topic.name, _left(following, bounds[topic][1]), held[topic])
         for topic, following in starts.items():
             ends = bounds[topic][1]
             if not _left(following, ends):
@@ -92,9 +93,16 @@ class Folder:
                     following |= {record.partition: record.offset + 1 for record in records}
                     claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in records]
                     await asyncio.to_thread(self.fold, topic, records, following, claims)
-                    on_left(topic.name, _left(following, ends))
+                    on_left(topic.name, _left(following, ends), held[topic])
             await asyncio.to_thread(self.fold, topic, (), following | ends, ())
-            on_left(topic.name, 0)
+            on_left(topic.name, 0, held[topic])
+
+    async def tell(self, log: Log, on_left: OnLeft) -> None:
+        """Say how much of each topic is still to be folded, and fold nothing."""
+        reads = self._index.reads()
+        for topic in FOLDED:
+            begins, ends = await log.bounds(topic)
+            on_left(topic.name, _left(_starts(topic, begins, reads), ends), _left(begins, ends))
 
     def fold(
         self,
@@ -259,6 +267,11 @@ class Folder:
 def members_of(found: Sequence[Found]) -> list[tuple[int, Experience]]:
     """Every experience of these records, with its record's time."""
     return [(time_ms, member) for time_ms, _, one in found if isinstance(one, Block) for member in one.experiences]
+
+
+def _starts(topic: Topic, begins: Mapping[int, int], reads: Mapping[tuple[str, int], int]) -> dict[int, int]:
+    """Where the folding of a topic goes on, by partition."""
+    return {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
 
 
 def _left(following: Mapping[int, int], ends: Mapping[int, int]) -> int:

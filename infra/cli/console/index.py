@@ -118,16 +118,26 @@ class ConsoleIndex:
         self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
         self.is_writer = False
         self.claim()
-        self.database = sqlite3.connect(path, timeout=60.0, check_same_thread=False)
-        self._inode = inode(path)
-        self.database.execute("PRAGMA journal_mode = WAL")
-        self.database.execute(ENDED)
-        self.database.execute(OLD)
-        # A cache of the log: what the machine loses of it is read again.
-        self.database.execute("PRAGMA synchronous = OFF" if self.is_writer else "PRAGMA query_only = ON")
-        self.database.execute("PRAGMA cache_size = -32000")
-        if self.is_writer and self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
+        self.database = self._connected()
+        (layout,) = self.database.execute("PRAGMA user_version").fetchone()
+        if self.is_writer and layout != LAYOUT:
+            if layout:  # of another release: to empty a long file takes as long as to read it
+                self.database.close()
+                for end in ("", "-wal", "-shm"):
+                    path.with_name(path.name + end).unlink(missing_ok=True)
+                self.database = self._connected()
             self.begin_anew()
+        self._inode = inode(path)
+
+    def _connected(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, timeout=60.0, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute(ENDED)
+        database.execute(OLD)
+        # A cache of the log: what the machine loses of it is read again.
+        database.execute("PRAGMA synchronous = OFF" if self.is_writer else "PRAGMA query_only = ON")
+        database.execute("PRAGMA cache_size = -32000")
+        return database
 
     def is_there(self) -> bool:
         """Whether the file is still where it was made: somebody may have removed it."""

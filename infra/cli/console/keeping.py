@@ -41,12 +41,15 @@ _log = logging.getLogger(__name__)
 
 
 class IndexState(msgspec.Struct):
-    """How far the indexes are. fault: why the log cannot be read now. left: records still to be folded, by topic.
-    is_caught_up: whether all was read that was there at the start. is_traced: whether the index of `trace` has it.
+    """How far the indexes are. fault: why the log cannot be read now. left: records still to be folded, by topic. held: that
+    the log has. tracing: records that the index of `trace` has still to note, of the topic that it is at. is_caught_up: whether
+    all was read that was there at the start. is_traced: whether the index of `trace` has it.
     """
 
     fault: str = ""
     left: dict[str, int] = {}
+    held: dict[str, int] = {}
+    tracing: dict[str, int] = {}
     is_caught_up: bool = False
     is_traced: bool = False
 
@@ -77,7 +80,8 @@ class Keeper:
                 self.looked.clear()
                 try:
                     await self._read_on(on_kept)
-                    self.kept.fault, self.kept.is_caught_up, wait_s = "", True, LOOKED_S
+                    self.kept.fault, wait_s = "", LOOKED_S
+                    self.kept.is_caught_up |= not any(self.kept.left.values())
                 except UnknownMajor as error:
                     self.kept.fault, wait_s = f"{error}", 30.0
                 except (HeadraceError, sqlite3.Error, OSError) as error:
@@ -93,12 +97,21 @@ class Keeper:
             await self._close()
 
     async def _read_on(self, on_kept: Callable[[], None]) -> None:
-        def on_left(topic: str, left: int) -> None:
-            self.kept.left[topic] = left
+        def on_left(topic: str, left: int, held: int) -> None:
+            self.kept.left[topic], self.kept.held[topic] = left, held
             if left:
                 on_kept()
 
-        await self._trace.refresh(self._log, follower=self._trace_follower)  # first: a tenth of the work
+        def on_read(topic: str, left: int) -> None:
+            if not self.kept.is_traced:
+                self.kept.tracing = {topic: left}
+                on_kept()
+
+        if not self.kept.is_traced:
+            await self._folder.tell(self._log, on_left)
+        # First: a tenth of the work.
+        await self._trace.refresh(self._log, on_read, follower=self._trace_follower)
+        self.kept.tracing = {}
         if not self.kept.is_traced:
             self.kept.is_traced = True
             on_kept()
@@ -110,6 +123,8 @@ class Keeper:
         if self.index.is_writer or self.index.take_over():
             await self._folder.refresh(self._log, on_left, self._follower)
             await asyncio.to_thread(self._prune)
+        else:
+            await self._folder.tell(self._log, on_left)
 
     def _prune(self) -> None:
         index = self.index
@@ -147,7 +162,8 @@ async def keep_apart(arguments: Sequence[str], kept: IndexState, looked: asyncio
                 except msgspec.DecodeError as error:
                     _log.error("keeper_said line=%r error=%s", line[:200], error)
                     break  # `_end` ends it
-                kept.fault, kept.left, kept.is_caught_up, kept.is_traced = msgspec.structs.astuple(new)
+                for name in IndexState.__struct_fields__:
+                    setattr(kept, name, getattr(new, name))
                 wait_s = LOOKED_S
         finally:
             passing.cancel()

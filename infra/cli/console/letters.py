@@ -1,31 +1,39 @@
 """What lay in a dead letter, as its page may show it.
 
-Guarantee: nothing sealed is opened for it but an event that is sealed as a whole, for a viewer whose key may and once the log
-has said so (`actions.open_sealed`); where a part of it is sealed, that is said in its place.
+Guarantee: nothing sealed is opened for it but for a viewer whose key may, once the log has said so (`actions.open_sealed`): an
+event that is sealed as a whole, and texts in one, each under the key of the answer it is about. Where a text stays shut, its
+place says why.
 """
 
 import json
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from infra.store.seal import Keys, is_sealed, open_event
+from infra.store.seal import Keys, is_sealed, open_event, open_text
 from schemas import DeadLetter
-from schemas.errors import BadFrame
+from schemas.errors import BadFrame, Sealed
+from schemas.ids import ANSWER_PREFIX, group_of, session_of
 from schemas.records import MAX_LETTER_BYTES
 
 MAX_SHOWN = 20_000  # characters
+MAX_OPENED = 64  # texts of one letter
+MAX_NAMED = 16  # answers that one letter names, tried for each text
 SHUT = "(sealed)"
+GONE = "(sealed; its user was forgotten)"
+OF_NOBODY = "(sealed; nothing here names the answer it is about)"
+TOO_MANY = f"(sealed; of one letter {MAX_OPENED} texts are opened)"
 
 
 class ShownLetter(msgspec.Struct, frozen=True):
     """What is shown of a dead letter. text: the JSON of the record, "" where none can be shown. why: there is none.
-    cut: characters that are not shown. is_sealed: as a whole, so that a key may open it.
+    cut: characters that are not shown. num_sealed: texts that a key may open; an event that is sealed as a whole is one.
     """
 
     text: str = ""
     why: str = ""
     cut: int = 0
-    is_sealed: bool = False
+    num_sealed: int = 0
 
 
 def shown_letter(letter: DeadLetter) -> ShownLetter:
@@ -34,32 +42,86 @@ def shown_letter(letter: DeadLetter) -> ShownLetter:
     if not value:
         return ShownLetter(why="It holds nothing.")
     if _is_shut(letter):
-        return ShownLetter(why="Sealed: it is about an answer of a named user.", is_sealed=True)
+        return ShownLetter(why="Sealed: it is about an answer of a named user.", num_sealed=1)
     try:
-        text = json.dumps(_without_sealed(msgspec.json.decode(value)), indent=2, ensure_ascii=False)
+        held = msgspec.json.decode(value)
+        num_sealed = sum(map(is_sealed, _texts(held)))
+        text = json.dumps(_changed(held, lambda one: SHUT if is_sealed(one) else one), indent=2, ensure_ascii=False)
     except (msgspec.DecodeError, RecursionError):
         is_whole = len(value) < MAX_LETTER_BYTES
         size = f"{len(value):,} bytes" if is_whole else f"the first {len(value):,} bytes of it were kept"
         return ShownLetter(why=f"Not JSON: {size}.")
-    return ShownLetter(text[:MAX_SHOWN], cut=max(0, len(text) - MAX_SHOWN))
+    return ShownLetter(text[:MAX_SHOWN], cut=max(0, len(text) - MAX_SHOWN), num_sealed=num_sealed)
 
 
 def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
-    """The letter with its event as it came. Blocks; raises StoreError, Sealed where its user is forgotten, and BadFrame where
-    it was altered or is not sealed as a whole.
+    """The letter with what was sealed as it came, or why it stays sealed. Blocks; raises StoreError, Sealed where nothing of it
+    opens since its user is forgotten, and BadFrame where it was altered or holds nothing that is sealed.
     """
-    if keys is None or not _is_shut(letter):
-        raise BadFrame("this letter is not sealed as a whole: there is nothing to open")
-    return msgspec.structs.replace(letter, value=open_event(letter.value, keys))
+    if keys is not None and _is_shut(letter):
+        return msgspec.structs.replace(letter, value=open_event(letter.value, keys))
+    try:
+        held = msgspec.json.decode(letter.value)
+        sealed = [text for text in _texts(held) if is_sealed(text)]
+    except (msgspec.DecodeError, RecursionError):
+        sealed = []
+    if keys is None or not sealed:
+        raise BadFrame("this letter holds nothing that is sealed: there is nothing to open")
+    answers = _named_in(held)
+    opened = {text: _opened(text, answers, keys) for text in list(dict.fromkeys(sealed))[:MAX_OPENED]}
+    found = set(opened.values())
+    if found <= {GONE, OF_NOBODY}:
+        raise (
+            Sealed("all of it is forgotten") if GONE in found else BadFrame("nothing here names the answer it is about")
+        )
+    try:
+        value = _changed(held, lambda one: opened.get(one, TOO_MANY) if is_sealed(one) else one)
+        return msgspec.structs.replace(letter, value=msgspec.json.encode(value))
+    except RecursionError as error:
+        raise BadFrame("it is nested too deep to be opened") from error
+
+
+def _opened(text: str, answers: list[str], keys: Keys) -> str:
+    """A text, or why it stays shut. Each is bound to its answer, so that it opens for that alone."""
+    for answer in answers:
+        try:
+            return open_text(text, keys, answer)
+        except Sealed:
+            return GONE  # of whatever answer: the key itself is gone
+        except BadFrame:
+            continue
+    return OF_NOBODY
+
+
+def _named_in(held: object) -> list[str]:
+    """Ids of answers of users that a record names."""
+    found: dict[str, None] = {}
+    for text in _texts(held):
+        name = text.removeprefix(ANSWER_PREFIX)
+        try:
+            if session_of(group_of(name)):
+                found[name] = None
+        except ValueError:
+            continue
+    return list(found)[:MAX_NAMED]
 
 
 def _is_shut(letter: DeadLetter) -> bool:
     return letter.value.startswith(b'"sealed:')
 
 
-def _without_sealed(value: object) -> object:
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a JSON value but for names of fields."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
+    elif isinstance(value, str):
+        yield value
+
+
+def _changed(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, dict):
-        return {name: _without_sealed(one) for name, one in value.items()}
+        return {name: _changed(one, change) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without_sealed(one) for one in value]
-    return SHUT if isinstance(value, str) and is_sealed(value) else value
+        return [_changed(one, change) for one in value]
+    return change(value) if isinstance(value, str) else value

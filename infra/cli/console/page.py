@@ -3,8 +3,9 @@
 Guarantee: whatever a template shows went through `printable` and was escaped; markup comes from our own code alone.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ SHORT = 140
 
 class Pages:
     """Templates over one run. command: the arguments by which a command of its own reads this run, none for an archive.
-    beside: other runs' indexes. spell: token ids as text, None where there is no tokenizer.
+    beside: other runs' indexes. load_spell: finds what token ids are as text, None where there is no tokenizer; blocks.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Pages:
         self.access = access
         self.command = tuple(command)
         self.beside = beside
-        self.spell: Spell | None = None
+        self.load_spell: Callable[[], Spell | None] = lambda: None
+        self._spell: Spell | None = None
+        self._is_spelled = False
         self.busy = False  # whether a reprocess runs
         self._environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
@@ -49,6 +52,13 @@ class Pages:
         self._environment.filters |= {
             "clock": clock, "iso": iso, "brief": brief, "short": short, "share": share, "signed": signed,
         }  # fmt: skip
+
+    async def spell(self) -> Spell | None:
+        """What token ids are as text; a tokenizer is opened for the first answer, so that no other page waits for it."""
+        if not self._is_spelled:
+            self._spell = await asyncio.to_thread(self.load_spell)
+            self._is_spelled = True
+        return self._spell
 
     def show(
         self, request: Request, viewer: Viewer | None, template: str, status: int = 200, **values: Any

@@ -54,7 +54,7 @@ async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: st
     if shown(trace, None, opened=False).shut == "forgotten":
         raise Refusal("its user was forgotten: it cannot be opened")
     await actions.open_sealed(pages.reading, viewer, trace.id, form)
-    view = shown(trace, pages.spell, opened=True)
+    view = shown(trace, await pages.spell(), opened=True)
     return await show_answer(pages, request, viewer, trace, view, opened=True)
 
 

@@ -1,8 +1,10 @@
 """The pages that show: each reads, fills a template, and changes nothing."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
@@ -10,14 +12,18 @@ from starlette.responses import RedirectResponse, Response
 
 from infra.cli.console import bounds, data, learning, versions
 from infra.cli.console.access import Viewer, ended_bound
+from infra.cli.console.alarms import MAX_SHOWN, alarms_of
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
-from infra.cli.console.flow import alarms_of, sentence
+from infra.cli.console.flow import sentence
 from infra.cli.console.index import MAX_TEXT, lists
 from infra.cli.console.letters import shown_letter
 from infra.cli.console.page import Pages
 from infra.cli.console.picture import ARROWS, HIGH, WIDE, boxes_of
+from infra.cli.console.rates import IN_PULSE, IN_TABLE, doings, together
+from infra.cli.console.reading import NotReadYet
 from infra.cli.console.search import Query, choices, query_of, search
+from infra.cli.status_screen import State
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
 from schemas import DeadLetter
@@ -34,24 +40,42 @@ HELP = (
     "runbook",
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
+FLOW_S = 0.7  # for the log: then the first page says that it is being read, and asks again
+PAGE_S = 5.0  # and another page that it is to be asked for again
 DRAWN_S = 10.0  # a curve that was drawn is shown again: drawing one of thousands of versions takes a processor's time
 COUNTED_S = 60.0  # rows that were counted
 SHOWN = 20  # answers on the page of what learned from them
 
 
 async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """The system, as it is now."""
-    state, history = await pages.reading.status(), await pages.reading.history()
-    pulse = [
-        (name, values[-1], spark(list(values), f"{name} over the last minutes"))
-        for name, values in sorted(pages.reading.pulse.items())
-        if any(values)
-    ]
-    template = "flow_live.html" if request.query_params.get("fragment") else "flow.html"
+    """The system, as it is now; until that was read once, that it is being read."""
+    is_live, reading = bool(request.query_params.get("fragment")), pages.reading
+    try:
+        state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
+    except NotReadYet as error:
+        live = "flow_wait.html"
+        return pages.show(request, viewer, live if is_live else "flow.html", live=live, sentence=str(error))
+    live, alarms, words = "flow_live.html", alarms_of(state, state["seen"]), sentence(state, time.time())
+    if reading.kept.fault:
+        words = f"The log cannot be read now. {words}"
     return pages.show(
-        request, viewer, template, boxes=boxes_of(state, history.stable), arrows=ARROWS, alarms=alarms_of(state),
-        sentence=sentence(state, time.time()), state=state, pulse=pulse, wide=WIDE, high=HIGH,
+        request, viewer, live if is_live else "flow.html", live=live, boxes=boxes_of(state, history.stable), arrows=ARROWS,
+        alarms=alarms[:MAX_SHOWN], num_alarms=len(alarms), sentence=words, state=state,
+        roles=[(role, *doings(role["role"], role["rates"], IN_TABLE)) for role in state["roles"]],
+        wide=WIDE, high=HIGH, **pulse_of(state, reading.pulse),
     )  # fmt: skip
+
+
+def pulse_of(state: State, pulse: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """What each kind of role counts a second, with a line of the last minutes; and how much more there is."""
+    rows, more = [], 0
+    for role, rates in sorted(together(state["roles"]).items()):
+        found, left = doings(role, rates, IN_PULSE)
+        more += left
+        for one in found:
+            line = spark(list(pulse.get(f"{role}/{one.name}", ())), f"{role}: {one.words}, over the last minutes")
+            rows.append((role, one, line))
+    return {"pulse": rows, "more_pulse": more}
 
 
 async def learn(pages: Pages, request: Request, viewer: Viewer) -> Response:
@@ -98,7 +122,9 @@ async def answer(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """One answer's whole life."""
     trace = await pages.reading.answer(str(request.path_params["ref"]))
     whole = request.query_params.get("whole") == "1"
-    return await show_answer(pages, request, viewer, trace, shown(trace, pages.spell, opened=False, whole=whole))
+    return await show_answer(
+        pages, request, viewer, trace, shown(trace, await pages.spell(), opened=False, whole=whole)
+    )
 
 
 async def show_answer(
@@ -117,12 +143,12 @@ async def show_answer(
 
 async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """The timeline, and every version with what was decided of it."""
-    history = await pages.reading.history()
+    history = await pages.reading.history(PAGE_S)
     query, _ = query_of(dict(request.query_params))
     evals = await pages.reading.ask(versions.evals_of)
     every = request.query_params.get("all") == "1"
     rows = versions.rows_of(history, evals, query.before, every=every)
-    state = await pages.reading.status()
+    state = await pages.reading.status(PAGE_S)
     return pages.show(
         request, viewer, "versions.html", rows=rows, stable=history.stable, timeline=versions.timeline(history),
         decisions=history.decisions[-30:][::-1], word=versions.word, learning=state["learning"], every=every,
@@ -133,7 +159,7 @@ async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Respon
 async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """One version: why it is where it is, and what it learned from."""
     number = _number(str(request.path_params["version"]))
-    history = await pages.reading.history()
+    history = await pages.reading.history(PAGE_S)
     events = [(time_ms, one) for time_ms, one in history.events if one.version == number]
     if not events:
         raise NotInLog(f"version {number} was never published")

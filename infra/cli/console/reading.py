@@ -22,10 +22,12 @@ import msgspec
 
 from infra.cli.channel import ChannelDecision, PolicyWords, decisions
 from infra.cli.clock import LogClock
+from infra.cli.console.alarms import noted
 from infra.cli.console.fold import MARK
 from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
-from infra.cli.expected import OVER, wanted_of
+from infra.cli.console.rates import by_labels, together
+from infra.cli.expected import wanted_of
 from infra.cli.heard import LastHour
 from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
@@ -38,15 +40,20 @@ from infra.log.log import Log
 from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
 from schemas import DeadLetter, PolicyEvent, topics
-from schemas.errors import BadFrame, BrokerUnavailable, NotInLog, StoreError
+from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog, StoreError
 
 HELD_S = 3.0
 MANY = 5000  # records of a topic that are said on every page
 PULSE = 120  # values held of each line of the flow
+READ_S = 2.0  # of the log, for one look at an answer
 TRACE_WAIT_S = 0.5  # for a process that reads the log into the index of `trace` meanwhile
 TRACE_WAITS = 8  # for an answer that the pages list
 
 Found = TypeVar("Found")
+
+
+class NotReadYet(HeadraceError):
+    """What was asked for may be in what is not read yet."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -67,6 +74,7 @@ class Reading:
         self.log = log
         self.kept = kept
         self.pulse: dict[str, deque[float]] = {}
+        self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
         ConsoleIndex(state / FILE).close()  # so that there is one to read
         self._path = state / FILE
         self._looked = looked
@@ -82,10 +90,16 @@ class Reading:
         self._words = PolicyWords(policy)
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
+        self._readings: dict[str, asyncio.Task[Any]] = {}  # that those who ask now wait for
+        self._running: set[asyncio.Task[Any]] = set()
+        self._decided = 0  # times that something was, here
         self._threads = threading.local()
 
     async def close(self) -> None:
         """Close the file, and what reads the log."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         followers = (self._trace_follower, self._newest_follower, self._words_follower, self._reports_follower)
         for follower in followers:
             await follower.close()
@@ -96,8 +110,8 @@ class Reading:
         self._looked.set()
         return await asyncio.to_thread(lambda: question(self._reader()))
 
-    async def status(self) -> State:
-        """What `headrace status` shows; at most HELD_S old."""
+    async def status(self, wait_s: float | None = None) -> State:
+        """What `headrace status` shows, at most HELD_S old, and when each alarm was first seen here. wait_s: see `held`."""
         serves = self.settings.gateway is not None
         wanted = wanted_of(self.settings.expect, serves=serves)
 
@@ -108,28 +122,33 @@ class Reading:
             )
             state["clock_off_s"] = self._clock.off_s
             beat(self.pulse, state["roles"])
+            self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
             return state
 
-        return await self.held("status", read)
+        return await self.held("status", read, wait_s=wait_s)
 
-    async def history(self) -> History:
-        """Every event of the policy, and every decision about it."""
+    async def history(self, wait_s: float | None = None) -> History:
+        """Every event of the policy, and every decision about it. wait_s: see `held`."""
         words = self._words
 
         async def read() -> History:
             await words.read_on(self.log, self._words_follower)
             return History([*words.events], words.stable, decisions(words.events, words.orders))
 
-        return await self.held("history", read)
+        return await self.held("history", read, wait_s=wait_s)
 
     async def answer(self, ref: str) -> AnswerTrace:
-        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog.
+        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog, and NotReadYet where it may
+        be in what is not read yet.
 
         What the pages list may not be in the index of `trace` yet: then it is waited for.
         """
-        if self.kept.is_traced:
+        if self.kept.is_traced or self._trace.is_ordered:
             with contextlib.suppress(NotInLog):
                 return await self._traced(ref, anew=False)
+        if not self.kept.is_traced:
+            # Who keeps it up reads the whole log into it, and a page does not.
+            raise NotReadYet(f"{ref[:200]}: {self.unread} Look again in a moment.")
         is_listed = await self.ask(lambda database: lists(database, ref))
         for _ in range(TRACE_WAITS - 1 if is_listed else 0):
             with contextlib.suppress(NotInLog):
@@ -138,11 +157,21 @@ class Reading:
         return await self._traced(ref, anew=True)
 
     async def _traced(self, ref: str, *, anew: bool) -> AnswerTrace:
-        """One look, in turn. anew: what has come since the last is read first."""
+        """One look, in turn. anew: what has come since the last is read first, for READ_S."""
         async with self._turn("trace"):
+            is_whole = True
             if anew:
-                await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
-            return await trace_answer(self.log, self._trace, ref)
+                try:
+                    async with asyncio.timeout(READ_S):
+                        await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
+                except TimeoutError:  # what was read stays read
+                    is_whole = False
+            try:
+                return await trace_answer(self.log, self._trace, ref)
+            except NotInLog:
+                if is_whole:
+                    raise
+        raise NotReadYet(f"{ref[:200]}: it may be in what is not read yet: look again in a moment.")
 
     async def letter(self, partition: int, offset: int) -> tuple[int, DeadLetter]:
         """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
@@ -156,40 +185,78 @@ class Reading:
         async with self._turn("trace"):
             return await trace_policy(self.log, self._trace, version)
 
-    async def held(self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S) -> Found:
-        """What `read` says, asked once for all who look within `held_s`; where the log is away, what it said last."""
+    async def held(
+        self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S, wait_s: float | None = None
+    ) -> Found:
+        """What `read` says, asked once for all who look within `held_s`; where the log is away, what it said last. wait_s: for
+        a reading that goes on, None for its end: then what it said last. Raises NotReadYet where that is nothing.
+        """
         self._looked.set()
-        async with self._turn(name):
-            known = self._held.get(name)
-            if known is not None and time.monotonic() - known[0] < held_s:
-                found: Found = known[1]
-                return found
-            try:
+        known: tuple[float, Found] | None = self._held.get(name)
+        if known is not None and known[0] == -math.inf:  # somebody decided something here, and wants to see it
+            wait_s = None
+        if known is not None and time.monotonic() - known[0] < held_s:
+            return known[1]
+        task: asyncio.Task[Found] | None = self._readings.get(name)
+        if task is None:
+            task = self._readings[name] = asyncio.create_task(self._read(name, read))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+        await asyncio.wait([task], timeout=wait_s)
+        if task.done():
+            return task.result()
+        if known is None:
+            raise NotReadYet("The log is being read: look again in a moment.")
+        return known[1]
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to who waits for it, if somebody does
+
+    async def _read(self, name: str, read: Callable[[], Awaitable[Found]]) -> Found:
+        decided = self._decided
+        try:
+            async with self._turn(name):
                 value = await read()
-            except (BrokerUnavailable, StoreError, BadFrame) as error:
-                self.kept.fault = str(error)
-                if known is None:
-                    raise
-                value = known[1]
-            self._held[name] = (time.monotonic(), value)
-            return value
+        except (BrokerUnavailable, StoreError, BadFrame) as error:
+            self.kept.fault = str(error)
+            if name not in self._held:
+                raise
+            value = self._held[name][1]
+        finally:
+            if self._readings.get(name) is asyncio.current_task():
+                del self._readings[name]
+        # What was read before somebody decided something here is old.
+        self._held[name] = (time.monotonic() if decided == self._decided else -math.inf, value)
+        return value
 
     def forget_fresh(self) -> None:
         """Read anew, since something was decided here; what was known stays for when the log is away."""
+        self._decided += 1
+        self._readings.clear()
         self._held = {name: (-math.inf, value) for name, (_, value) in self._held.items()}
 
     @property
     def folding(self) -> str:
-        """How much of the log is still to be read, in words; "" for next to nothing of a log that was read once."""
-        least = MANY if self.kept.is_caught_up else 1
-        left = {name: count for name, count in self.kept.left.items() if count >= least}
-        return _in_words(left) if left or self.kept.is_caught_up else "all records"
+        """How much of the log is read, in words; "" where next to nothing is left of a log that was read once."""
+        kept = self.kept
+        least = MANY if kept.is_caught_up else 1
+        left = {name: count for name, count in kept.left.items() if count >= least}
+        if kept.is_caught_up and not left:
+            return ""
+        held = sum(kept.held.values())
+        words = f"{held - sum(kept.left.values()):,} of {held:,} records are read" if held else "nothing is read yet"
+        words += f"; to be read: {_in_words(left)}" if left else ""
+        return words + (f"; before that, where they lie: {_in_words(kept.tracing)} to go" if kept.tracing else "")
 
     @property
     def unread(self) -> str:
         """What the index does not know yet, in words; "" where it knows all."""
         left = {name: count for name, count in self.kept.left.items() if count}
-        return f"Not read yet: the index is behind the log by {_in_words(left)}." if left else ""
+        if left:
+            return f"Not read yet: the index is behind the log by {_in_words(left)}."
+        return "" if self.kept.is_traced and self.kept.is_caught_up else "Not read yet: the index is being built."
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
@@ -204,13 +271,14 @@ class Reading:
 
 
 def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
-    """Add what is counted a second now, of all that run of one kind together."""
-    sums: dict[str, float] = {}
-    for role in roles:
-        for name, rate in role["per_s"].items():
-            if "seconds" not in name and not role["silent"] and role["state"] not in OVER:
-                key = f"{role['role']}/{name}"
-                sums[key] = sums.get(key, 0.0) + rate
+    """Add what is counted a second now, of all that run of one kind and over all labels; what nobody reports any more goes."""
+    sums = {
+        f"{role}/{name}": sum(labels.values())
+        for role, rates in together(roles).items()
+        for name, labels in by_labels(rates).items()
+    }
+    for key in pulse.keys() - sums.keys():
+        del pulse[key]
     for key, rate in sums.items():
         pulse.setdefault(key, deque(maxlen=PULSE)).append(rate)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,19 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         is_apart = bool(command)
         access = ConsoleAccess(store, link)
         run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
-        async with run as (app, _):
-            await serve(app, sock)
+        async with run as (app, known):
+            first = asyncio.create_task(_look_first(known))
+            try:
+                await serve(app, sock)
+            finally:
+                first.cancel()
     return 0
+
+
+async def _look_first(known: Reading) -> None:
+    """Read what the first page shows, before somebody opens it."""
+    with contextlib.suppress(HeadraceError):  # the page says it
+        await known.status()
 
 
 @asynccontextmanager
@@ -106,7 +117,7 @@ async def made(
         kept, looked = IndexState(), asyncio.Event()
         reading = Reading(settings, log, folder, kept, looked)
         pages = Pages(reading, access, command, beside_of(settings))
-        pages.spell = speller_of(settings)
+        pages.load_spell = partial(speller_of, settings)
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
         app = make_app(pages, access, hosts=hosts, port=port, own=settings.console.origin)
         if is_apart:

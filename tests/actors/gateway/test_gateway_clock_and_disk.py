@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
 from actors.gateway.recording.spool import Spool, SpoolFull
 from infra.observe.metrics import Metrics
-from tests.actors.gateway.gateway_rig import AwayBus, engine, says, serving
+from schemas.errors import ConfigError
+from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_feedback import ANSWER
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 from tests.actors.rig import until
@@ -108,6 +110,74 @@ def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_
             assert len(await served.recorded(1)) == 1
 
     asyncio.run(check())
+
+
+def test_a_segment_that_can_neither_be_written_nor_cut_takes_no_more_and_the_next_does(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=1_000_000)
+    spool.append([b"before"])
+    (segment,) = tmp_path.glob("*.spool")
+    kept = segment.rename(tmp_path / "kept")
+    segment.mkdir()  # neither opened nor cut off, as on a disk that turned read-only
+    with pytest.raises(SpoolFull, match="cannot be written"):
+        spool.append([b"refused"])
+    spool.append([b"after"])
+    with pytest.raises(OSError):
+        spool.oldest()
+    assert spool.leave_oldest() == 1 and spool.oldest() == (2, [b"after"])
+    segment.rmdir()
+    kept.rename(segment)
+    assert Spool(tmp_path, max_bytes=1_000_000).oldest() == (1, [b"before"])
+
+
+def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_left_once_the_disk_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        bus = AwayBus()
+        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+            client: AsyncOpenAI = served.client(served.key())
+            await served.keys_read()
+
+            async def ask(count: int) -> None:
+                for _ in range(count):
+                    done = await client.completions.create(model="main", prompt="Hi")
+                    assert done.choices[0].text == "Hello."
+
+            bus.away = True
+            await ask(3)
+            await until(lambda: served.count("spooled") == 3, seconds=60)
+            lost = (tmp_path / "spool").rename(tmp_path / "elsewhere")
+            await ask(1)
+            await until(lambda: served.count("shed") == 1, seconds=60)
+            bus.away = False
+            await until(lambda: unreadable(served) == 3, seconds=60)
+            while (
+                not await served.experiences()
+            ):  # what comes in before the drain has found that is given up, and counted
+                await ask(1)
+            await ask(1)
+            anew = len(await served.recorded(2))
+        assert "stay on disk for the next start" in caplog.text
+        shutil.rmtree(tmp_path / "spool", ignore_errors=True)
+        lost.rename(tmp_path / "spool")
+        async with serving(tmp_path, engine(says("Hello.")), bus=bus, store=served.store) as again:
+            assert len({one.id for one in await again.recorded(anew + 3)}) == anew + 3
+
+    def unreadable(served: RunningGateway) -> float:
+        return served.metrics.counters().get("shed{reason=spool unreadable}", 0.0)
+
+    asyncio.run(check())
+
+
+def test_a_gateway_whose_disk_cannot_be_written_to_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "spool").write_text("a file where the folder should be")
+
+    async def start() -> None:
+        async with serving(tmp_path):
+            raise AssertionError("unreachable")
+
+    with pytest.raises(ConfigError, match=r"spool.serve-0: cannot be written to \(Not a directory\)"):
+        asyncio.run(start())
 
 
 def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_was_not_kept(tmp_path: Path) -> None:

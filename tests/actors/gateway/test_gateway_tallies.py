@@ -9,7 +9,7 @@ from openai import APIStatusError
 from actors.config import REFUSALS
 from actors.engines.engine import EngineStopped
 from actors.gateway.config import GatewayConfig
-from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
+from actors.gateway.recording.tallies import MAX_CLIENTS, MAX_SEEN, MAX_VERSIONS, TOLD_CLIENTS, Asker, Tallies
 from infra.log.memory import MemoryBus
 from infra.observe.release import full_release
 from schemas import Answered, Client, Progress
@@ -35,6 +35,25 @@ def test_the_newest_versions_are_kept() -> None:
     assert [one.version for one in tallies.report()] == list(range(5, MAX_VERSIONS + 5))
     last = Answered(version=MAX_VERSIONS + 4, answers=2, failed=2, clients=(Client(client="a", sessions=1, failed=1),))
     assert tallies.report()[-1] == last
+
+
+def test_sessions_of_a_version_are_forgotten_with_it() -> None:
+    tallies = Tallies(())
+    for version in range(4 * MAX_VERSIONS):
+        for number in range(3):
+            tallies.answered(version, -1, ["Sure."], Asker("a", f"s{version}-{number}"))
+    assert tallies.num_seen == 3 * MAX_VERSIONS
+
+
+def test_sessions_remembered_as_counted_are_bounded_and_the_first_are_forgotten() -> None:
+    tallies = Tallies(())
+    for number in range(MAX_SEEN + 10):
+        tallies.answered(3, -1, ["Sure."], Asker("a", f"s{number}"))
+    assert tallies.num_seen == MAX_SEEN
+    tallies.answered(3, -1, ["Sure."], Asker("a", f"s{MAX_SEEN}"))
+    assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 10
+    tallies.answered(3, -1, ["Sure."], Asker("a", "s0"))
+    assert tallies.report()[0].clients[0].sessions == MAX_SEEN + 11
 
 
 def test_a_session_in_which_a_later_answer_fails_is_one_that_failed() -> None:

@@ -121,3 +121,23 @@ def test_one_connection_serves_many_calls_over_all_topics() -> None:
         await follower.close()
 
     asyncio.run(check())
+
+
+def test_a_call_that_begins_elsewhere_connects_anew_and_does_not_wait_behind_a_fetch_at_the_logs_end() -> None:
+    async def check() -> None:
+        log, bus = await log_of()
+        follower = Follower(log, FOLLOWED)
+        for topic in FOLLOWED:
+            await bus.send(log.name(topic), b"old", key=b"", partition=1)
+        nexts = {topic: (await log.bounds(topic))[1] for topic in FOLLOWED}
+        await bus.send(log.name(topics.VERIFIED), b"new", key=b"", partition=1)
+        assert len(await read(follower, log, topics.VERIFIED, nexts[topics.VERIFIED])) == 1
+        for topic in FOLLOWED:  # what came before it began to follow, of each topic
+            assert len(await read(follower, log, topic, dict.fromkeys(range(PARTS), 0))) in (1, 2)
+        assert bus.num_opened == 3
+        await bus.send(log.name(topics.VERIFIED), b"newer", key=b"", partition=1)
+        assert len(await read(follower, log, topics.VERIFIED, nexts[topics.VERIFIED])) == 1
+        assert bus.num_opened == 3
+        await follower.close()
+
+    asyncio.run(check())

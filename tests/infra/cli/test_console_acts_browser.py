@@ -1,12 +1,15 @@
 """What people with a key do from the pages alone, in a real browser: each act is one record of the log, with who and why."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from schemas import Directive, PolicyEvent
+from infra.store.seal import seal_text
+from schemas import DeadLetter, Directive, PolicyEvent, topics
+from schemas.ids import answer_id
 from tests.infra.cli.browser_rig import WatchedPage, browser
 from tests.infra.cli.console_rig import SECRET, SESSION, Console, at_work, console
 
@@ -86,6 +89,12 @@ def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator:
         picture.get_by_role("link", name=name).wait_for()
     for name in ("how groups ended, from Collect to Master", "hot reload, from Versions to Explorers"):
         picture.get_by_role("img", name=name).wait_for()
+    alarm = (
+        operator.page.get_by_role("region", name="Alarms").get_by_role("listitem").filter(has_text="chi2 of lane live")
+    )
+    assert "A value of a step is unhealthy: chi2 of lane live (estimate of χ²(π‖μ)), at train/1; " in alarm.inner_text()
+    roles = operator.page.get_by_role("region", name="Roles").inner_text()
+    assert "answers 2 end whole" in roles and "requests 3 route /v1/chat/completions" in roles
     operator.sound_by_day_and_night("flow-at-work", tmp_path)
 
 
@@ -167,6 +176,42 @@ def test_a_sealed_answer_is_opened_from_its_page_once_and_the_log_has_who_and_wh
     assert record.owner == owner(here, "unseal")
     page.goto(f"{here.url}/answers/{SEALED}")
     assert SECRET not in page.content() and "Sealed" in page.inner_text("main")
+
+
+def test_texts_sealed_in_a_dead_letter_are_opened_from_its_page_once_and_the_log_has_who_and_why(
+    stranger: WatchedPage, here: Console, tmp_path: Path
+) -> None:
+    assert here.log.keys is not None
+    said = {"answer_id": answer_id(SEALED), "text": seal_text(SECRET, here.log.keys, SEALED), "stars": 3}
+    lost = DeadLetter(
+        topic="feedback",
+        partition=0,
+        offset=77,
+        stage="feedback crm",
+        reason="event invalid",
+        value=json.dumps(said).encode(),
+    )
+    here.publish(lost, topics.DEAD_LETTERS)
+    page = stranger.page
+    stranger.sign_in(here.keys["unseal"])
+    link = page.get_by_role("link", name="feedback/0@77")
+    for _ in range(60):
+        page.goto(f"{here.url}/data")
+        if link.count():
+            break
+        page.wait_for_timeout(500)
+    link.click()
+    page.get_by_text("1 text of a named user sealed in it.").wait_for()
+    assert SECRET not in page.content()
+    stranger.sound_by_day_and_night("letter", tmp_path)
+    page.get_by_label("Why").fill("a complaint")
+    page.get_by_role("button", name="Open it once").click()
+    page.get_by_text("Opened for this look alone").wait_for()
+    assert SECRET in page.inner_text("main")
+    stranger.sound_by_day_and_night("letter-opened", tmp_path)
+    record = here.newest(Directive)
+    assert (record.order, record.owner, record.reason) == ("open", owner(here, "unseal"), "a complaint")
+    assert record.about.startswith("dead-letters/")
 
 
 def test_the_forms_of_an_operator_can_be_used_by_anybody(operator: WatchedPage, tmp_path: Path) -> None:

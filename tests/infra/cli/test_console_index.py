@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.cli.console.fold import FOLDED, Folder
-from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.index import ConsoleIndex, inode, reader_of
 from infra.cli.console.learning import CURVES
 from infra.cli.console.search import PAGE, Query, choices, query_of, search
 from infra.cli.console.serve import source_of
@@ -53,8 +53,10 @@ def test_what_became_of_answers_is_what_the_audit_says(tmp_path: Path) -> None:
 def test_what_is_still_to_be_read_of_every_topic_is_said_before_any_of_it_is_read(tmp_path: Path) -> None:
     log, index, folder = run_of(tmp_path)
     said: list[tuple[str, int, int]] = []
+    held: dict[str, int] = {}
 
-    def on_left(topic: str, left: int) -> None:
+    def on_left(topic: str, left: int, of: int) -> None:
+        held[topic] = of
         said.append((topic, left, index.database.execute("SELECT count(*) FROM answers").fetchone()[0]))
 
     async def main() -> None:
@@ -68,6 +70,7 @@ def test_what_is_still_to_be_read_of_every_topic_is_said_before_any_of_it_is_rea
     assert first["batches"][0] > 0 and first["evals"][0] > 0
     assert {answers for _, answers in first.values()} == {0}
     assert {topic: left for topic, left, _ in said} == dict.fromkeys(first, 0)
+    assert held == {topic: left for topic, (left, _) in first.items()}, "and how much the log has of it"
 
 
 def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:
@@ -309,6 +312,10 @@ def test_an_index_of_another_layout_is_made_anew(tmp_path: Path) -> None:
         old.execute("CREATE TABLE answers (x)")
         old.execute("PRAGMA user_version = 999")
     old.close()
+    reader, before = reader_of(path), inode(path)  # who reads it keeps it there
     index = ConsoleIndex(path)
     assert index.database.execute("SELECT count(*) FROM fates").fetchone() == (0,)
+    assert inode(path) != before, "as another file: to empty a long one takes as long as to read it"
+    assert index.is_there()
+    reader.close()
     index.close()

@@ -120,7 +120,7 @@ def test_an_opened_answer_is_listed_however_many_users_were_forgotten_after_it(t
 def test_a_rate_is_that_of_all_roles_of_a_kind_together() -> None:
     pulse: dict[str, deque[float]] = {}
     roles = [
-        {"role": "explore", "silent": False, "state": "serving", "per_s": {"answers": rate}} for rate in (3.0, 4.0)
+        {"role": "explore", "silent": False, "state": "serving", "rates": {"answers": rate}} for rate in (3.0, 4.0)
     ]
-    beat(pulse, [*roles, {"role": "explore", "silent": True, "state": "serving", "per_s": {"answers": 100.0}}])
+    beat(pulse, [*roles, {"role": "explore", "silent": True, "state": "serving", "rates": {"answers": 100.0}}])
     assert [*pulse["explore/answers"]] == [7.0]

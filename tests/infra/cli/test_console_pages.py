@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.cli.console import flow
+from infra.cli.console.alarms import alarms_of
 from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.fold import Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
-from infra.cli.console.keeping import FILE
+from infra.cli.console.keeping import FILE, IndexState
 from infra.cli.console.learning import charts_of
 from infra.cli.console.pages_look import HELP, HOWTO
 from infra.cli.console.search import Query, search
@@ -164,7 +164,7 @@ def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_no
         async with looking(tmp_path, log) as (client, reading):
             for path in PAGES:
                 assert (await client.get(path)).status_code == 200
-            bus.is_away = True
+            bus.is_away, kept = True, reading.kept
             await until(lambda: "away" in reading.kept.fault)
             reading.forget_fresh()
             for path in PAGES:
@@ -172,10 +172,11 @@ def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_no
                 assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in text_of(page))
                 assert "The log cannot be read now; this is what was known." in text_of(page), path
             assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
-            reading.kept.left["experiences"] = 9000  # nothing counts on while the log is away
-            assert "The index is being built: 9,000 of experiences are still to be read." in text_of(
-                await client.get("/")
-            )
+            counted = IndexState(left={"experiences": 9000}, held={"experiences": 21_000, "batches": 9}, is_traced=True)
+            reading.kept = counted
+            said = "The index is being built: 12,009 of 21,009 records are read; to be read: 9,000 of experiences."
+            assert said in text_of(await client.get("/"))
+            reading.kept = kept
             bus.is_away = False
             await until(lambda: not reading.kept.fault)
             assert "cannot be read" not in text_of(await client.get(FIRST))
@@ -228,7 +229,7 @@ def test_a_page_of_a_version_does_not_take_what_is_unread_for_what_is_not_there(
                 database.execute("DELETE FROM answers")
                 database.execute("DELETE FROM evals")
             assert "None of them is in the kept log." in text_of(await client.get("/versions/5"))
-            reading.kept.left["batches"] = 3
+            reading.kept = IndexState(left={"batches": 3}, is_caught_up=True, is_traced=True)
             page = text_of(await client.get("/versions/5"))
             assert "Not read yet: the index is behind the log by 3 of batches." in page
             assert "None of them is in the kept log." not in page and "no suite answered it" not in page
@@ -297,7 +298,8 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
 def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
     tmp_path: Path, alarm: str, section: str
 ) -> None:
-    assert flow.alarms_of({"alarms": [alarm]}) == [(alarm, section)]
+    (shown,) = alarms_of({"roles": [], "alarms": [alarm]}, {})
+    assert (shown.about, shown.page) == (alarm, section)
     page, _, name = section.partition("#")
 
     async def main() -> None:

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from infra.cli.console.index import reader_of
-from infra.cli.console.search import Query, query_of, search, terms_of
+from infra.cli.console.search import PAGE, Query, query_of, search, terms_of
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from schemas import Block, Feedback, Score, topics
 from schemas.ids import answer_id
-from tests.infra.cli.console_rig import ANN, fill, live, looking
+from tests.infra.cli.console_rig import ANN, SESSION, fill, live, looking
 from tests.infra.cli.test_console_index import run_of
 
 LONG = "x " * 3000 + "behind"
@@ -86,3 +86,37 @@ def test_what_looks_like_an_id_and_is_none_is_searched_for(tmp_path: Path) -> No
             assert listed.status_code == 303 and listed.headers["location"].endswith(ANN)
 
     asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]:
+    """An index of all that the rig's run has."""
+    log, index, folder = run_of(tmp_path_factory.mktemp("whole"))
+
+    async def main() -> None:
+        await fill(log)
+        await folder.refresh(log)
+
+    asyncio.run(main())
+    index.close()
+    database = reader_of(index.path)
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "num"),
+    [
+        (Query(), PAGE), (Query(lane="live"), 15), (Query(lane="none"), 0), (Query(tenant="acme"), 15),
+        (Query(suite="dev"), 48), (Query(suite="dev", version=5), 6), (Query(version=5), 6), (Query(version=4, lane="live"), 8),
+        (Query(task="add-3"), 8), (Query(session=SESSION), 15), (Query(session="n" * 64), 0), (Query(fate="too short"), 1),
+        (Query(fate="trained"), 1), (Query(fate="pending", lane="live"), 13), (Query(said="yes"), 1), (Query(made="yes"), 1),
+        (Query(learned=5), 1), (Query(learned=4), 0), (Query(rated_from=1.0), 1), (Query(low=1.0), 1), (Query(low=1.1), 0),
+        (Query(score="exact", low=1.0, lane="live"), 10), (Query(fate="trained", said="yes", text="refunds", tenant="acme"), 1),
+        (Query(fate="trained", said="no"), 0),
+    ],
+)  # fmt: skip
+def test_each_field_of_the_form_finds_what_the_log_says_and_fields_together_narrow(
+    whole: sqlite3.Connection, query: Query, num: int
+) -> None:
+    assert len(search(whole, query).rows) == num

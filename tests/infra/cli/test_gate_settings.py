@@ -1,8 +1,17 @@
 """What the master is given of the settings of other parts."""
 
+import msgspec
+
 from actors.config import GateConfig, MasterConfig, PeopleConfig
 from infra.cli.settings import Settings
-from streams.config import FeedbackConfig, From
+from streams.config import FeedbackConfig, From, StreamsConfig
+
+
+def test_the_file_has_every_table_of_the_streams_wing_with_its_type_and_default() -> None:
+    of_file = {one.name: one for one in msgspec.structs.fields(Settings)}
+    for table in msgspec.structs.fields(StreamsConfig):
+        assert of_file[table.name] == table
+    assert Settings(app="bot").streams() == StreamsConfig()
 
 
 def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waited_for_unless_said_otherwise() -> None:

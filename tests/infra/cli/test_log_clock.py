@@ -13,6 +13,7 @@ from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Progress, topics
+from tests.infra.cli.test_heard_hour import CountingFollower
 from tests.infra.cli.test_status_command import shown
 from tests.simulator.virtual_loop import VirtualLoop
 
@@ -118,6 +119,25 @@ def test_who_looks_again_and_again_finds_the_time_without_waiting(off_s: float) 
             assert scene.true_s() - before_s < 0.1
         assert now_s == pytest.approx(scene.true_s(), abs=3.0)
         speaking.cancel()
+        return {}
+
+    scene.play(act)
+
+
+def test_a_report_is_read_once_however_often_one_looks() -> None:
+    scene = Scene(0.0)
+    counted = CountingFollower(scene.log, (topics.REPORTS,))
+    clock = LogClock(scene.log, counted, silent_s=GONE_S, wall_s=scene.true_s)
+
+    async def act() -> dict[str, Any]:
+        await scene.speak(11, for_s=10.0)
+        for _ in range(3):
+            await clock.glance_s(10.0)
+        assert counted.num_read == 1
+        await scene.speak(11, for_s=10.0)
+        await clock.glance_s(10.0)
+        assert counted.num_read == 1 + 5
+        await counted.close()
         return {}
 
     scene.play(act)

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import CHAIN_VALUES, FEW_MOVES, decode_chain, decode_pieces, decode_tensor, encode_tensor
+from infra.policies.delta import CHAIN_VALUES, decode_chain, decode_pieces, decode_tensor, encode_tensor
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -210,7 +210,7 @@ def test_a_chain_of_whole_values_and_differences_leads_to_its_end_at_once() -> N
     assert decode_chain([(one.encoder, one.payload) for one in steps], states[0]) == states[-1]
 
 
-@pytest.mark.parametrize("num_steps", [1, FEW_MOVES, FEW_MOVES + 1])
+@pytest.mark.parametrize("num_steps", [1, 3, 16])
 def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: int) -> None:
     size = 2 * CHAIN_VALUES + 1_001
     states = [changed_tensor(size, 0.0, 1)[0]]

@@ -12,6 +12,7 @@ from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, enco
 from infra.policies.policy import Policy, Probe
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, save_tensors
+from infra.store.digests import digest_of
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
@@ -232,7 +233,9 @@ def with_anchor(tensors: dict[str, Tensor]) -> tuple[MemoryStore, PolicyEvent]:
     store.put(key, data)
     event = put(store, 0, first_weights())
     manifest = read_manifest(store, event.manifest)[0]
-    source = msgspec.structs.replace(manifest.sources[0], shards=(Shard(key, sha256_hex(data), len(data)),))
+    source = msgspec.structs.replace(
+        manifest.sources[0], shards=(Shard(key=key, num_bytes=len(data), digest=digest_of((data,))),)
+    )
     manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=entries_of(tensors))
     encoded = encode_manifest(manifest)
     store.put("policies/main/17/manifests/1.json", encoded)
@@ -285,18 +288,37 @@ def test_a_tensor_listed_but_not_stored_is_refused_by_name() -> None:
     assert "layers.0.w is missing" in refused(*forged(without_shards))
 
 
+def with_shard(manifest: PolicyManifest, **changed: str) -> PolicyManifest:
+    """The manifest with something else said of its first object."""
+    source = manifest.sources[0]
+    first = msgspec.structs.replace(source.shards[0], **changed)
+    shards = (first, *source.shards[1:])
+    return msgspec.structs.replace(manifest, sources=(msgspec.structs.replace(source, shards=shards),))
+
+
 FORGERIES: dict[str, tuple[Callable[[PolicyManifest], PolicyManifest], str]] = {
     "another version": (lambda manifest: msgspec.structs.replace(manifest, version=7), "is version 7 of main"),
     "another policy": (lambda manifest: msgspec.structs.replace(manifest, policy="x"), "is version 1 of x"),
     "no tensors": (lambda manifest: msgspec.structs.replace(manifest, tensors=()), "empty"),
     "twice": (lambda m: msgspec.structs.replace(m, tensors=(*m.tensors, m.tensors[0])), "twice"),
     "no sources": (lambda manifest: msgspec.structs.replace(manifest, sources=()), "no anchor"),
-    "newer format": (lambda manifest: msgspec.structs.replace(manifest, format=4), "upgrade headrace"),
+    "newer format": (lambda manifest: msgspec.structs.replace(manifest, format=5), "upgrade headrace"),
     "foreign object": (
         lambda m: msgspec.structs.replace(
-            m, sources=(msgspec.structs.replace(m.sources[0], shards=(Shard("keys/tenant", "0", 1),)),)
+            m, sources=(msgspec.structs.replace(m.sources[0], shards=(Shard("keys/tenant", 1, digest="blake3:0"),)),)
         ),
         "keys/tenant is not an object of main",
+    ),
+    "unknown digest": (
+        lambda m: with_shard(m, digest=f"md5:{32 * '0'}"),
+        "got algorithm 'md5', expected blake3 or sha256: upgrade headrace here first",
+    ),
+    "no digest": (lambda m: with_shard(m, digest=""), "has no digest of it"),
+    "two digests": (lambda m: with_shard(m, sha256=64 * "0"), "has no digest of it"),
+    "digest of another format": (lambda m: msgspec.structs.replace(m, format=1), "has no digest of it"),
+    "digest of another algorithm": (
+        lambda m: with_shard(m, digest=m.sources[0].shards[0].digest.replace("blake3", "sha256")),
+        "another sha256 than its manifest says",
     ),
     "circle": (
         lambda m: msgspec.structs.replace(m, sources=(msgspec.structs.replace(m.sources[0], kind="delta", base=1),)),

@@ -153,6 +153,30 @@ def test_a_worker_that_begins_with_a_summary_of_policies_judges_with_the_newest_
 
 
 @pytest.mark.slow
+def test_a_version_from_before_the_summary_judges_where_the_newest_is_refused(
+    folder: Path, weights: dict[str, Tensor]
+) -> None:
+    store = MemoryStore()
+    score = Model(folder=str(folder), policy="reward", wait_s=120)
+
+    async def run() -> None:
+        log = Log(MemoryBus(), "test", store=store)
+        await log.create_topics(partitions=1, keep_ms=1000)
+        for version in (1, 2):
+            await log.publish(POLICIES, published(store, version, versions_of(weights, 10.0)))
+        for key in store.keys("policies/reward/0/anchors/2/"):
+            store.put(key, store.get(key)[:-1] + b"\x55")
+        for version in range(3 * LOOK):
+            other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
+            await log.publish(POLICIES, other)
+        summarize(log)
+        async with following(score, log, Metrics("test")):
+            assert (await verdict(score))[1] == "1+reward-1"
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["shape", "adapter"])
 def test_weights_of_another_shape_and_adapters_are_refused(
     folder: Path, weights: dict[str, Tensor], wrong: str
