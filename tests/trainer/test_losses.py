@@ -176,7 +176,7 @@ def test_objectives_say_what_they_need_of_the_learner():
 @pytest.mark.parametrize(
     ("lane", "message"),
     [
-        (LaneConfig(loss="pppo"), 'got "pppo", expected one of cispo'),
+        (LaneConfig(loss="pppo"), 'got "pppo", expected one of '),
         (LaneConfig(loss="dppo", options={"dleta": 0.1}), 'did you mean "delta"'),
         (LaneConfig(loss="decoupled", options={"minibatches": 1}), "minibatches: got 1, expected 2 or more"),
         (LaneConfig(loss="decoupled", options={"proximal": "none"}), "proximal"),

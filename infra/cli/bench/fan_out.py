@@ -124,11 +124,11 @@ def _published(store: Store, plan: FanOutPlan) -> list[PolicyEvent]:
 
 def _one_client(context: ForkServerContext, place: Place, num_bytes: int) -> dict[str, float]:
     """MB/s of one connection and of a store's `get` and `put`, by a process of its own."""
-    told = context.Queue()
-    process = context.Process(target=transfer, args=(place, num_bytes, told))
+    results = context.Queue()
+    process = context.Process(target=transfer, args=(place, num_bytes, results))
     process.start()
     try:
-        figures: dict[str, float] | str = told.get(timeout=WAIT_S)
+        figures: dict[str, float] | str = results.get(timeout=WAIT_S)
     finally:
         process.join()
     if isinstance(figures, str):
@@ -140,8 +140,8 @@ def _one_client(context: ForkServerContext, place: Place, num_bytes: int) -> dic
     return figures
 
 
-def transfer(place: Place, num_bytes: int, told: Any) -> None:
-    """Read and write through a throttled door; the speeds go to `told`, or what went wrong."""
+def transfer(place: Place, num_bytes: int, results: Any) -> None:
+    """Read and write through a throttled door; the speeds go to `results`, or what went wrong."""
     import numpy as np
 
     try:
@@ -159,26 +159,26 @@ def transfer(place: Place, num_bytes: int, told: Any) -> None:
         found["one_connection_get_mb_per_s"] = mb_per_s(lambda: store.read("large", 0, few), few)
         found["get_mb_per_s"] = mb_per_s(lambda: store.get("large"), num_bytes)
     except Exception as error:  # the parent would wait for ever
-        told.put(f"{type(error).__name__}: {error}")
+        results.put(f"{type(error).__name__}: {error}")
     else:
-        told.put(found)
+        results.put(found)
 
 
 def _followed(
     context: ForkServerContext, places: list[Place], events: list[PolicyEvent], doors: list[ThrottledPort]
 ) -> list[Arrivals]:
     """What it took until a process at each place had one version, and then the next."""
-    told, starts = context.Queue(), context.RawArray("d", len(events))
-    processes = [context.Process(target=follow, args=(place, events, starts, told)) for place in places]
+    results, starts = context.Queue(), context.RawArray("d", len(events))
+    processes = [context.Process(target=follow, args=(place, events, starts, results)) for place in places]
     for process in processes:
         process.start()
     arrived = []
     try:
-        _all_told(told, len(processes))
+        _all_results(results, len(processes))
         for number, _ in enumerate(events):
             read_before = sum(door.bytes_read for door in doors)
             starts[number] = time.monotonic() + AHEAD_S
-            last = max(_all_told(told, len(processes)))
+            last = max(_all_results(results, len(processes)))
             read_bytes = sum(door.bytes_read for door in doors) - read_before
             arrived.append(Arrivals(read_bytes / len(doors), last - starts[number]))
     finally:
@@ -188,30 +188,31 @@ def _followed(
     return arrived
 
 
-def _all_told(told: Any, count: int) -> list[float]:
+def _all_results(results: Any, count: int) -> list[float]:
     """What so many followers tell. Raises RuntimeError where one failed."""
-    found = [told.get(timeout=WAIT_S) for _ in range(count)]
+    found = [results.get(timeout=WAIT_S) for _ in range(count)]
     if wrong := [one for one in found if isinstance(one, str)]:
         raise RuntimeError(f"{len(wrong)} of {count} followers failed: {wrong[0]}")
     return found
 
 
-def follow(place: Place, events: list[PolicyEvent], starts: Sequence[float], told: Any) -> None:
-    """A follower: that it is ready, and the time at which it has each version, go to `told`, or what went wrong. starts: when
-    each version is announced, on the clock of the machine; 0 before that is known.
+def follow(place: Place, events: list[PolicyEvent], starts: Sequence[float], results: Any) -> None:
+    """A follower. That it is ready, and the time at which it has each version, go to `results`, or what went wrong.
+
+    starts: when each version is announced, on the clock of the machine; 0 before that is known.
     """
     try:
         store: Store = place.store()
         if place.cache:
             store = CachedStore(store, HostCache(Path(place.cache), max_bytes=10**12, metrics=Metrics("follower")))
         fetcher = PolicyFetcher(store, "main")
-        told.put(0.0)
+        results.put(0.0)
         for number, event in enumerate(events):
             while not starts[number]:
                 time.sleep(AHEAD_S / 10)
             time.sleep(max(0.0, starts[number] - time.monotonic()))
             fetcher.confirm(fetcher.fetch(event))
-            told.put(time.monotonic())
+            results.put(time.monotonic())
     except Exception as error:  # the parent would wait for ever
-        told.put(f"{type(error).__name__}: {error}")
+        results.put(f"{type(error).__name__}: {error}")
     signal.pause()  # until everybody has arrived

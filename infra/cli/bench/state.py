@@ -29,7 +29,7 @@ from trainer.state.stored import Index, encode_index, index_hash, open_state
 if TYPE_CHECKING:
     from trainer.learners.deepspeed import DeepSpeedLearner
 
-Said = dict[str, Any]  # what a rank told, and its memory over time
+Said = dict[str, Any]  # what a rank measured, and its memory over time
 T = TypeVar("T")
 FOLDER = "checkpoints/bench/000000000001-0"
 VERSION = NewVersion(policy="bench", token=0, version=1, parent=-1, step=1)
@@ -74,34 +74,34 @@ def run(plan: StatePlan, say: Callable[[str], None] = print) -> dict[str, float]
         for num_ranks in plan.restore_on:
             say(f"{num_ranks} ranks: the state is read")
             found = _group(top, f"restore-{num_ranks}", num_ranks)
-            figures |= _restored(found, num_ranks, saved[0]["told"]["hash"])
+            figures |= _restored(found, num_ranks, saved[0]["facts"]["hash"])
     return figures
 
 
 def _saved(ranks: list[Said]) -> dict[str, float]:
-    told = ranks[0]["told"]
-    shard_bytes = told["state_bytes"] / len(ranks)
-    write_s = told["write"][1] - told["write"][0]
+    facts = ranks[0]["facts"]
+    shard_bytes = facts["state_bytes"] / len(ranks)
+    write_s = facts["write"][1] - facts["write"][0]
     return {
-        "parameters_m": told["parameters"] / 1e6,
-        "state_gib": told["state_bytes"] / GIB,
-        "snapshot_s": told["snapshot"][1] - told["snapshot"][0],
+        "parameters_m": facts["parameters"] / 1e6,
+        "state_gib": facts["state_bytes"] / GIB,
+        "snapshot_s": facts["snapshot"][1] - facts["snapshot"][0],
         "upload_s": write_s,
-        "orders_done_beside_the_upload": told["orders_beside"],
-        "save_peak_gib_above_shards": _peak(ranks, (told["snapshot"][0], told["write"][1]), shard_bytes),
-        "publish_s": told["publish"][1] - told["publish"][0],
-        "publish_peak_gib_above_parts": _peak(ranks, told["publish"], told["version_bytes"] / len(ranks)),
+        "orders_done_beside_the_upload": facts["orders_beside"],
+        "save_peak_gib_above_shards": _peak(ranks, (facts["snapshot"][0], facts["write"][1]), shard_bytes),
+        "publish_s": facts["publish"][1] - facts["publish"][0],
+        "publish_peak_gib_above_parts": _peak(ranks, facts["publish"], facts["version_bytes"] / len(ranks)),
         "peak_gib_of_all_ranks": sum(max(size for _, size in one["memory"]) for one in ranks) / GIB,
     }
 
 
 def _restored(ranks: list[Said], num_ranks: int, expected: str) -> dict[str, float]:
-    told = ranks[0]["told"]
+    facts = ranks[0]["facts"]
     return {
-        f"ranks_{num_ranks}_equal_hash": float(told["hash"] == expected),
-        f"ranks_{num_ranks}_load_s": told["load"][1] - told["load"][0],
-        f"ranks_{num_ranks}_load_peak_gib": _peak(ranks, told["load"]),
-        **({f"ranks_{num_ranks}_silence_survived_s": told["silence_s"]} if told["silence_s"] else {}),
+        f"ranks_{num_ranks}_equal_hash": float(facts["hash"] == expected),
+        f"ranks_{num_ranks}_load_s": facts["load"][1] - facts["load"][0],
+        f"ranks_{num_ranks}_load_peak_gib": _peak(ranks, facts["load"]),
+        **({f"ranks_{num_ranks}_silence_survived_s": facts["silence_s"]} if facts["silence_s"] else {}),
     }
 
 
@@ -161,12 +161,12 @@ def _measured(path: Path) -> Iterator[dict[str, object]]:
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
-    told: dict[str, object] = {}
-    yield told
+    facts: dict[str, object] = {}
+    yield facts
     done.set()
     thread.join()
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({"told": told, "memory": memory}))
+    partial.write_text(json.dumps({"facts": facts, "memory": memory}))
     partial.rename(path)
 
 
@@ -189,22 +189,22 @@ def main(top: Path, phase: str) -> None:
         ranks_timeout=f"{plan.timeout_s:g}s",
     )
     store = DirectoryStore(top / "store")
-    with _measured(top / f"{phase}-{os.environ['RANK']}.json") as told:
+    with _measured(top / f"{phase}-{os.environ['RANK']}.json") as facts:
         buffers = {"zero_optimization": {"reduce_bucket_size": plan.bucket, "sub_group_size": plan.bucket}}
         learner = DeepSpeedLearner(str(top / "model"), config, stage=plan.stage, json=buffers)
         if learner.rank:
             learner.follow(store)
         elif phase == "save":
-            _save(learner, store, told)
+            _save(learner, store, facts)
             learner.close()
         else:
-            _restore(learner, store, told, plan.silence_s if phase == "restore-2" else 0.0)
+            _restore(learner, store, facts, plan.silence_s if phase == "restore-2" else 0.0)
             learner.close()
     if phase == "save":
         time.sleep(LIMIT_S)  # until SIGKILL
 
 
-def _save(learner: "DeepSpeedLearner", store: Store, told: dict[str, object]) -> None:
+def _save(learner: "DeepSpeedLearner", store: Store, facts: dict[str, object]) -> None:
     """What rank 0 does first: a step, so that there are moments, then a snapshot, and orders while it is written."""
     from infra.cli.bench.adding import Problem, demonstration
     from trainer.batch.batch import pack
@@ -212,13 +212,13 @@ def _save(learner: "DeepSpeedLearner", store: Store, told: dict[str, object]) ->
     batch = pack([demonstration(Problem("a", (1, 20, 21), (22, 23, 2)))], max_tokens=64)
     if not learner.step(batch, learning_rate=1e-4, seed=1).finite:
         raise RuntimeError("the step was refused")
-    told["parameters"] = sum(one.num_bytes // 4 for name, one in learner.layout().items() if name.startswith("model/"))
-    told["state_bytes"] = sum(one.num_bytes for _, one in learner.layout().items())
-    event = _timed(told, "publish", lambda: learner.weights().publish(store, VERSION, previous=None, probe=None))
-    told["version_bytes"] = event.stats["full_bytes"]
-    snapshot = _timed(told, "snapshot", lambda: learner.snapshot(store, FOLDER))
+    facts["parameters"] = sum(one.num_bytes // 4 for name, one in learner.layout().items() if name.startswith("model/"))
+    facts["state_bytes"] = sum(one.num_bytes for _, one in learner.layout().items())
+    event = _timed(facts, "publish", lambda: learner.weights().publish(store, VERSION, previous=None, probe=None))
+    facts["version_bytes"] = event.stats["full_bytes"]
+    snapshot = _timed(facts, "snapshot", lambda: learner.snapshot(store, FOLDER))
     written: list[Index] = []
-    thread = threading.Thread(target=lambda: _timed(told, "write", lambda: written.append(snapshot.write())))
+    thread = threading.Thread(target=lambda: _timed(facts, "write", lambda: written.append(snapshot.write())))
     thread.start()
     orders = 0
     while thread.is_alive():
@@ -226,24 +226,24 @@ def _save(learner: "DeepSpeedLearner", store: Store, told: dict[str, object]) ->
         orders += 1
     data = encode_index(written[0])
     store.put(f"{FOLDER}/index.msgpack", data)
-    told["hash"] = index_hash(written[0])
-    told["orders_beside"] = orders
+    facts["hash"] = index_hash(written[0])
+    facts["orders_beside"] = orders
 
 
-def _restore(learner: "DeepSpeedLearner", store: Store, told: dict[str, object], silence_s: float) -> None:
+def _restore(learner: "DeepSpeedLearner", store: Store, facts: dict[str, object], silence_s: float) -> None:
     """What rank 0 does in a later group: read the state, be silent, and hash what all ranks then hold."""
     key = f"{FOLDER}/index.msgpack"
     state = open_state(store, FOLDER, key, hashlib.sha256(store.get(key)).hexdigest())
-    _timed(told, "load", lambda: learner.load(state))
+    _timed(facts, "load", lambda: learner.load(state))
     time.sleep(silence_s)
-    told["silence_s"] = silence_s
-    told["hash"] = learner.state_hash()
+    facts["silence_s"] = silence_s
+    facts["hash"] = learner.state_hash()
 
 
-def _timed(told: dict[str, object], name: str, work: Callable[[], T]) -> T:
+def _timed(facts: dict[str, object], name: str, work: Callable[[], T]) -> T:
     began_s = time.time()
     found = work()
-    told[name] = (began_s, time.time())
+    facts[name] = (began_s, time.time())
     return found
 
 

@@ -3,7 +3,7 @@
     python -m infra.cli.bench.versions MODEL FOLDER
 
 Each version is one step of the demo's size and learning rate, after a warm-up as the demo's; the samples are demonstrations, so
-that the process needs no engine. At most one version is left that nobody has taken, so that the trainer steps as often as its
+that the process needs no engine. At most one version is left that was not taken yet, so that the trainer steps as often as its
 versions are loaded.
 """
 

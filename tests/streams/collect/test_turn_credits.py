@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.ids import request_group, session_name
-from streams.collect.credit import FeedbackRules
+from streams.collect.credit import FeedbackRules, Late
 from streams.collect.feedback import take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, Group, LaterCredit, LoggedFeedback
 from streams.collect.turns import (
@@ -107,12 +107,12 @@ def test_what_is_taken_back_is_taken_back_from_who_heard_it() -> None:
 
 
 def test_a_closed_turn_hears_nothing_new_of_sources_whose_late_words_are_dropped() -> None:
-    sources = {"csat": FeedbackRules(1, late="amend"), "judge": FeedbackRules(1, late="drop")}
-    credit = LaterCredit(2, {"csat": 0.75, "judge": 1.0})
-    assert late_credit(None, credit, sources) == LaterCredit(2, {"csat": 0.75})
-    assert late_credit(LaterCredit(1, {"csat": 0.1, "judge": 0.5}), credit, sources) == LaterCredit(
-        2, {"csat": 0.75, "judge": 0.5}
-    )
+    late: dict[str, Late] = {"csat": "amend", "thumbs": "retrain", "judge": "drop"}
+    sources = {name: FeedbackRules(1, late=one) for name, one in late.items()}
+    credit = LaterCredit(2, {"csat": 0.75, "thumbs": 0.25, "judge": 1.0})
+    assert late_credit(None, credit, sources) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25})
+    before = LaterCredit(1, {"csat": 0.1, "thumbs": 1.0, "judge": 0.5})
+    assert late_credit(before, credit, sources) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25, "judge": 0.5})
 
 
 def test_what_counts_of_a_turn_is_of_the_attempt_that_won_or_else_of_the_first() -> None:
