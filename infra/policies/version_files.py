@@ -4,10 +4,11 @@
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
 
 Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: that of a
-tensor is there before its first byte. A file has its name once it is filled and was found to be what its manifest says; whoever finds one looks again, and one that is not goes. Nobody writes to it
-from then on. It goes with the last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from
-a killed one, and what that one left goes when the next version is placed. Whoever asks for a version that another process
-fills waits for it, at most `wait_s`. Where no place can be used, the tensors are the process's own.
+tensor is there before its first byte. A file has its name once it is filled and was found to be what its manifest says;
+whoever finds one looks again, and one that is not goes. Nobody writes to it from then on. It goes with the last process that
+holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed one, and what that one left goes when
+the next version is placed. Whoever asks for a version that another process fills waits for it, at most `wait_s`. Where no
+place can be used, the tensors are the process's own.
 """
 
 import errno
