@@ -25,6 +25,7 @@ from infra.store.store import Store
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
 PUT_AT_ONCE = 4  # each over several connections
+LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object of its own
 
 
 class HashedTensors(dict[str, Tensor]):
@@ -171,13 +172,14 @@ class Share:
 
     def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[NewShard]:
         sizes = {name: self._tensors[name].num_bytes for name in names}
+        limit = min(self._shard_bytes, max(LEAST_BYTES, sum(sizes.values()) // PUT_AT_ONCE))
         return [
             NewShard(
                 f"{wanted.folder}/{folder}/{wanted.version}",
                 "safetensors",
                 list(pieces_of({name: self._tensors[name] for name in run})),
             )
-            for run in split_runs(sizes, self._shard_bytes)
+            for run in split_runs(sizes, limit)
         ]
 
     def _delta(self, wanted: WantedObjects) -> tuple[list[NewShard], tuple[DeltaPart, ...]]:

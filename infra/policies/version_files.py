@@ -3,11 +3,12 @@
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by whoever holds the version
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
 
-Guarantees: room for the whole file is there before its first byte, else the next place is asked. A file gets its name once it
-is filled and matches its manifest. A process that finds a file checks it again, and removes one that does not match. A named
-file is never written to. It goes with the last process that holds any of its tensors: each keeps a lock on it, which the
-kernel takes from a killed one, and what that one left goes when the next version is placed. A process that asks for a version
-which another one fills waits for it, at most `wait_s`. Where no place can be used, the tensors are the process's own.
+Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room of
+a tensor is reserved before its first byte. A file gets its name once it is filled and matches its manifest. A process that finds
+a file checks it again, and removes one that does not match. A named file is never written to. It goes with the last process
+that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed one, and what that one left goes
+when the next version is placed. A process that asks for a version which another one fills waits for it, at most `wait_s`. Where
+no place can be used, the tensors are the process's own.
 """
 
 import errno
@@ -161,10 +162,12 @@ class VersionFiles:
         header, places = layout({entry.name: (entry.dtype, entry.shape) for entry in entries})
         num_bytes = len(header) + max((stop for _, stop in places.values()), default=0)
         free = self._free(path.parent)
-        if free < num_bytes + MARGIN_BYTES or not _reserved(file, num_bytes):
+        if free < num_bytes + MARGIN_BYTES:
             log.warning("version_file place=%s free=%d needed=%d: no room", path.parent, free, num_bytes)
             self._count_no_room()
             return None
+        os.truncate(file, 0)
+        os.truncate(file, num_bytes)
         _write(file, header, 0)
         mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         begin = len(header)
@@ -201,7 +204,10 @@ def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]
         if not since and lying.get(name) is tensor:
             seen(memoryview(tensor.data))
             return tensor
+        # Reserved tensor by tensor, while other threads decode: a mapping of what is not there would kill the process.
         # Written, since a mapping that is written to costs a fault for each page of it.
+        if stop > start:
+            os.posix_fallocate(file, start, stop - start)
         at = start
         for piece in decode_pieces(since, tensor):
             _write(file, piece, at)
@@ -233,18 +239,6 @@ def _begun(part: Path) -> int | None:
         os.close(file)
         return None
     return file
-
-
-def _reserved(file: int, num_bytes: int) -> bool:
-    """Whether the file has its size now: a mapping of one without its bytes would kill the process."""
-    try:
-        os.truncate(file, 0)
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return False
-    return True
 
 
 def _held(file: int, path: Path, mapped: mmap.mmap | None = None) -> FileTensors | None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -242,3 +243,19 @@ def test_a_forked_child_lets_go_of_nothing_that_its_parent_holds(tmp_path: Path)
         os._exit(0 if path.exists() else 1)
     assert os.waitpid(child, 0)[1] == 0 and path.exists()
     assert VersionFiles([tmp_path]) and path.exists(), "its lock is held still"
+
+
+def test_a_place_that_fills_up_while_a_file_is_written_is_passed_over_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    files.metrics = Metrics("explore")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(to: Put) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # the kernel gives no more
+        try:
+            fill(to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert files.place(SHA256, ENTRIES, full, check) is None
+    assert files.metrics.counters() == {"version_files_no_room": 1} and not left(tmp_path)
