@@ -105,7 +105,7 @@ def test_the_codecs_shapes_have_a_row_for_every_target() -> None:
 
 @pytest.mark.slow
 def test_the_console_has_a_row_for_every_target() -> None:
-    figures = bench_console.run(experiences=500)
+    figures = bench_console.run(experiences=1024, looks=1)
     rows, failures = run(["console"], lambda line: None, _printing({"console": figures}).__getitem__)
     assert not failures and [one.what for one in rows] == list(TARGETS["console"])
 

@@ -55,7 +55,7 @@ def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
 
 
 def doings(role: str, rates: Rates, at_most: int) -> tuple[list[Doing], int]:
-    """The counters that grew, in the order of the metrics' table, those of this role alone first; and how many more there are."""
+    """The counters that grew, as the table of metrics has them, those of this role alone first; and how many more there are."""
     known = {one.name: (one.roles != role, at, one) for at, one in enumerate(MEASURES)}
     last: tuple[bool, int, Measure | None] = (True, len(MEASURES), None)
     grown = {name: labels for name, labels in by_labels(rates).items() if sum(labels.values()) > 0}
