@@ -1,7 +1,8 @@
 """Measures the console over an index of a million experiences: its first page, searches, and its memory.
 
 The index is folded here from encoded records, as a console does from a log. Then a console starts in a process of its own, over
-that index and an empty log, and is asked as browsers ask.
+that index and an empty log, and is asked as browsers ask. Last one starts on a log of as many experiences without an index
+(`console_first`).
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
+from infra.cli.bench.console_first import LINK, LOOKS, first_start, keeper
 from infra.cli.bench.console_load import cpu_of
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.fold import Folder
@@ -23,7 +26,6 @@ from schemas import Block, Feedback, Message, PolicyEvent, Score, Span, encode, 
 from schemas.ids import experience_id, request_group, session_name
 
 CHUNK = 2000
-LINK = "bench"
 WORDS = [
     "where", "is", "my", "order", "refund", "late", "parcel", "broken", "screen", "cancel", "invoice", "address", "change",
     "thanks", "wrong", "size", "blue", "red",
@@ -34,7 +36,7 @@ VIEWS = ("/", "/?fragment=1", "/learning", "/answers", "/versions", "/data", "/p
 ROUNDS = 10  # of all views
 
 
-def run(*, experiences: int = 1_000_000, seed: int = 0) -> dict[str, float]:
+def run(*, experiences: int = 1_000_000, seed: int = 0, looks: int = LOOKS) -> dict[str, float]:
     """Seconds to fold and to the first page, milliseconds of a search, MB of the console's process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -45,7 +47,7 @@ def run(*, experiences: int = 1_000_000, seed: int = 0) -> dict[str, float]:
         figures["index_mb"] = path.stat().st_size / 2**20
         began_s = time.perf_counter()
         child = subprocess.Popen(
-            [sys.executable, "-m", "infra.cli.bench.console", str(folder)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "infra.cli.bench.console", str(folder), "0"], stdout=subprocess.PIPE, text=True
         )
         try:
             assert child.stdout is not None
@@ -57,7 +59,7 @@ def run(*, experiences: int = 1_000_000, seed: int = 0) -> dict[str, float]:
         finally:
             child.terminate()
             child.wait(timeout=30)
-    return figures
+        return figures | first_start(folder / "old", experiences, looks)
 
 
 def fill(folder: Path, experiences: int, seed: int) -> None:
@@ -150,22 +152,24 @@ def _block(number: int, experiences: int, drawn: random.Random) -> Block:
     return Block((one,))
 
 
-async def serve(folder: Path) -> None:
-    """A console over the index in `folder` and an empty log, until a signal ends it."""
+async def serve(folder: Path, experiences: int) -> None:
+    """A console over the index in `folder` and a log of so many experiences, until a signal ends it."""
+    from infra.cli.bench.made_log import APP, MadeBus
     from infra.cli.console import serve as serving
     from infra.cli.settings import Settings
     from infra.log.log import Log
-    from infra.log.memory import MemoryBus
     from infra.store.memory import MemoryStore
 
     store = MemoryStore()
-    log = Log(MemoryBus(), "bench", store=store)
-    await log.create_topics(partitions=1, keep_ms=-1)
+    log = Log(MadeBus(experiences), APP, store=store)
     sock = serving.bound("127.0.0.1:0")
     port = sock.getsockname()[1]
     address = f"127.0.0.1:{port}"
-    settings = Settings(app="bench", folder=folder)
-    run = serving.made(settings, log, folder / "state", access=ConsoleAccess(store, LINK), command=(), address=address)
+    settings = Settings(app=APP, folder=folder)
+    apart = partial(keeper, experiences=experiences) if experiences else None
+    run = serving.made(
+        settings, log, folder / "state", access=ConsoleAccess(store, LINK), command=(), address=address, keeper=apart
+    )  # fmt: skip
     async with run as (app, _):
         sock.listen()
         print(port, flush=True)
@@ -173,4 +177,4 @@ async def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2])))

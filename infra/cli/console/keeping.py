@@ -201,22 +201,27 @@ async def _end(child: Process) -> None:
 async def run_keeper(state: Path, settings: Settings) -> None:
     """Keep the indexes up until the end of the input. Raises BrokerUnavailable where the log cannot be reached at all."""
     async with connected(settings, deadline_s=10.0) as log:
-        keeper = Keeper(settings, log, state, IndexState(), asyncio.Event())
+        await keep(state, settings, log)
 
-        def say() -> None:
-            sys.stdout.buffer.write(msgspec.json.encode(keeper.kept) + b"\n")
-            sys.stdout.buffer.flush()
 
-        keeping = asyncio.create_task(keeper.run(say))
-        listening = asyncio.create_task(_listen(keeper.looked))
-        try:
-            await asyncio.wait([keeping, listening], return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                keeping.result()
-        finally:
-            listening.cancel()
-            keeping.cancel()
-            await asyncio.gather(keeping, listening, return_exceptions=True)
+async def keep(state: Path, settings: Settings, log: Log) -> None:
+    """`run_keeper` over a log that is open."""
+    keeper = Keeper(settings, log, state, IndexState(), asyncio.Event())
+
+    def say() -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(keeper.kept) + b"\n")
+        sys.stdout.buffer.flush()
+
+    keeping = asyncio.create_task(keeper.run(say))
+    listening = asyncio.create_task(_listen(keeper.looked))
+    try:
+        await asyncio.wait([keeping, listening], return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
+    finally:
+        listening.cancel()
+        keeping.cancel()
+        await asyncio.gather(keeping, listening, return_exceptions=True)
 
 
 async def _listen(looked: asyncio.Event) -> None:

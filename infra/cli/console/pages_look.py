@@ -40,7 +40,7 @@ HELP = (
     "runbook",
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
-FLOW_S = 0.7  # for the log: then the first page says that it is being read, and asks again
+FLOW_S = 0.5  # for the log: then the first page says that it is being read, and asks again
 PAGE_S = 5.0  # and another page that it is to be asked for again
 DRAWN_S = 10.0  # a curve that was drawn is shown again: drawing one of thousands of versions takes a processor's time
 COUNTED_S = 60.0  # rows that were counted

@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,9 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         print(f"console {where}", file=sys.stderr, flush=True)
         print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
         # An archive lies in this process alone, and no role is at work beside it.
-        is_apart = bool(command)
+        keeper = partial(keeper_of, command=command) if command else None
         access = ConsoleAccess(store, link)
-        run = made(settings, log, state, access=access, command=command, address=address, is_apart=is_apart)
+        run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
         async with run as (app, known):
             first = asyncio.create_task(_look_first(known))
             try:
@@ -106,10 +106,10 @@ async def made(
     access: ConsoleAccess,
     command: Sequence[str],
     address: str,
-    is_apart: bool = False,
+    keeper: Callable[[Path], Sequence[str]] | None = None,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
     """The application and what it reads, kept up inside the `with`. access: its doors. address: host:port that it
-    is asked for. is_apart: it is kept up by a process of its own, see `keep_apart`.
+    is asked for. keeper: what starts a process of its own that keeps it up in a folder (see `keep_apart`), None for this one.
     """
     host, port = address.lower().rpartition(":")[::2]
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
@@ -120,8 +120,8 @@ async def made(
         pages.load_spell = partial(speller_of, settings)
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
         app = make_app(pages, access, hosts=hosts, port=port, own=settings.console.origin)
-        if is_apart:
-            kept_up = keep_apart(keeper_of(folder, command), kept, looked)
+        if keeper is not None:
+            kept_up = keep_apart(keeper(folder), kept, looked)
         else:
             kept_up = Keeper(settings, log, folder, kept, looked).run()
         try:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ import pytest
 
 from infra.cli.connect import connected
 from infra.cli.console.access import ConsoleAccess
-from infra.cli.console.keeping import IndexState, keep_apart
+from infra.cli.console.keeping import IndexState, keep_apart, keeper_of
 from infra.cli.console.serve import command_of, made
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
@@ -72,7 +73,7 @@ def test_a_process_that_no_role_notices_keeps_the_index_up_and_one_that_dies_is_
                     access=ConsoleAccess(MemoryStore(), LINK),
                     command=command_of(config, []),
                     address="127.0.0.1:1",
-                    is_apart=True,
+                    keeper=partial(keeper_of, command=command_of(config, [])),
                 ) as (app, reading),
                 httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
             ):
