@@ -122,6 +122,7 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "console": _flat,
     "console-load": _flat,
     "growth": _growth,
+    "overlap": _flat,
 }
 
 
