@@ -123,6 +123,7 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "console-load": _flat,
     "growth": _growth,
     "overlap": _flat,
+    "start": _flat,
 }
 
 
