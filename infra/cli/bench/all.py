@@ -109,6 +109,19 @@ def _growth(name: str, figures: Any) -> list[BenchRow]:
     ]
 
 
+def _train(name: str, figures: Any) -> list[BenchRow]:
+    """How many times as soon as TRL each side of headrace arrived, by the clock."""
+    from infra.cli.bench.train import SOONER, TRL, TrainRun, sooner
+
+    found = msgspec.convert(figures, list[TrainRun])
+    peers = {one.seed: one.wall_s for one in found if one.side == TRL}
+    return [
+        BenchRow(name, f"seed {one.seed}, {one.side}, {TRL}{times[0]}", times[1], one.wall_s, peers[one.seed], SOONER)
+        for one in found
+        if one.side != TRL and (times := sooner(found, one.seed, one.side)) is not None
+    ]
+
+
 BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "codec": _codec,
     "hop": _beside,
@@ -124,6 +137,7 @@ BENCHES: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "growth": _growth,
     "overlap": _flat,
     "start": _flat,
+    "train": _train,
 }
 
 

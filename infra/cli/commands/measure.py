@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
-from infra.cli.commands.measure_whole import overlap, start
+from infra.cli.commands.measure_whole import overlap, start, train
 from infra.cli.commands.plan import plan
 
 DTYPES = ("float32", "bfloat16")
@@ -392,6 +392,6 @@ def state(
 
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
-    codec, hop, transport, gateway_peers, growth, overlap, start, weights, takeover, audit, console_load, fan_out,
+    codec, hop, transport, gateway_peers, growth, overlap, start, train, weights, takeover, audit, console_load, fan_out,
     families, reload, offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip

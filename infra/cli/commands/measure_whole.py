@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from infra.cli.benches import Found, one_of, some_of, tell
@@ -35,3 +36,29 @@ def start(
     wanted = tuple(some_of("--roles", roles, ROLES)) or ROLES
     plan = StartPlan(roles=wanted, rounds=repeat, engine=one_of("--engine", engine, ENGINES), demo=demo)
     return Found(run(plan, tell))
+
+
+def train(
+    seeds: Annotated[int, typer.Option("--seeds", "--repeat", min=1, help="Seeds of task, weights and samples.")] = 3,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Of each side at most, after its warm-up.")] = 10.0,
+    engine: Annotated[str, typer.Option(help="What samples for headrace: vllm or torch.")] = "vllm",
+    alone: Annotated[bool, typer.Option(help="Also headrace with rewards alone.")] = True,
+) -> Found:
+    """Time to 0.9 of the demo's additions from the same warmed-up weights, beside TRL's GRPOTrainer: by the clock and CPU.
+
+    The peer comes from an environment of its own, which `make bench-deps` makes; where it is missing it is named and left
+    out. Up to half an hour a seed.
+    """
+    from infra.cli.bench.beside import OURS
+    from infra.cli.bench.tables import train_table
+    from infra.cli.bench.train import REWARDS, TrainPlan, run
+    from infra.cli.demo.settings import ENGINES
+
+    plan = TrainPlan(
+        seeds=tuple(range(seeds)),
+        minutes=minutes,
+        engine=one_of("--engine", engine, ENGINES),
+        sides=(OURS, REWARDS) if alone else (OURS,),
+    )
+    found = run(plan, tell)
+    return Found(msgspec.to_builtins(found), lambda: [train_table(found)], width=130)
