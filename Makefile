@@ -99,7 +99,8 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(IMAGE) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
 	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --constraint $(CUDA) --no-annotate --output-file infra/requirements/image-cuda.lock
 	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
-	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(BENCH)
+	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet \
+	  --overrides infra/requirements/bench-overrides.txt --output-file $(BENCH)
 
 extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
 	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)

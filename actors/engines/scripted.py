@@ -189,7 +189,7 @@ class ScriptedEngine:
             check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
             begin = time.perf_counter()
             table = to_numpy(policy.tensors[TENSOR])
-            scores = [_score(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
+            scores = [bigram_logprobs(table, tokens) for tokens in policy.probe.sequences] if policy.probe else []
             difference = self._gate.check(policy, scores)
             self._table, self._version = table, policy.version
             self._rows.clear()
@@ -197,10 +197,11 @@ class ScriptedEngine:
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprob of every token but the first."""
-        return _score(self._table, tokens)
+        return bigram_logprobs(self._table, tokens)
 
 
-def _score(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
+def bigram_logprobs(table: np.ndarray, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Logprob of every token but the first under a table of bigrams, [V, V]."""
     rows = _log_softmax(table[np.asarray(tokens[:-1], np.int64)])
     return tuple(float(row[token]) for row, token in zip(rows, tokens[1:], strict=True))
 

@@ -17,12 +17,16 @@ def exact(experience: Experience, *, strip: bool = True, case: bool = True, answ
     expected = experience.reference(answer)
     if expected is None:
         return None
-    response, wanted = experience.response, str(expected)
+    return float(is_exact(experience.response, str(expected), strip=strip, case=case))
+
+
+def is_exact(response: str, wanted: str, *, strip: bool = True, case: bool = True) -> bool:
+    """Whether two texts are one, as `exact` compares them."""
     if strip:
         response, wanted = response.strip(), wanted.strip()
     if len(response) > MAX_PARTS * len(wanted):
-        return 0.0
-    return float(_normal(response, case) == _normal(wanted, case))
+        return False
+    return _normal(response, case) == _normal(wanted, case)
 
 
 def _normal(text: str, case: bool) -> str:

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from tests.simulator.virtual_loop import START_S, Process, Stuck, VirtualLoop
+from infra.cli.bench.virtual_time import START_S, Stuck
+from tests.simulator.virtual_loop import Process, VirtualLoop
 
 
 def test_time_jumps_to_the_next_timer() -> None:

@@ -6,16 +6,15 @@ stalled one's wait until it goes on: what SIGKILL and SIGSTOP do. Work for threa
 """
 
 import asyncio
-import heapq
-import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any, TypeVar
 
+from infra.cli.bench.virtual_time import VirtualTime
+
 T = TypeVar("T")
-START_S = 1_000.0
 MAX_THREAD_S = 0.004
 
 
@@ -38,10 +37,6 @@ class Process:
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
-class Stuck(Exception):
-    """Nothing is ready and no timer runs: everybody waits for somebody."""
-
-
 class Listening:
     """What `create_server` gives: no socket behind it. factory: makes a protocol per connection."""
 
@@ -57,20 +52,15 @@ class Listening:
         """Nothing is left open."""
 
 
-class VirtualLoop(asyncio.BaseEventLoop):
+class VirtualLoop(VirtualTime):
     """See the module. `random` orders what is ready together and times the work of threads. servers: who listens."""
 
     def __init__(self, random: Random) -> None:
         super().__init__()
-        self.now_s = START_S
         self._random = random
         self._tasks: list[asyncio.Task[Any]] = []
         self.servers: dict[Process, Listening] = {}
         self.set_task_factory(self._make_task)
-
-    def time(self) -> float:
-        """Virtual seconds."""
-        return self.now_s
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run it in this thread after a moment, in which others go on."""
@@ -123,19 +113,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._tasks = [one for one in self._tasks if not one.done()]
         return task
 
-    def _run_once(self) -> None:
-        scheduled = self._scheduled
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)._scheduled = False
-        if not self._ready and not self._stopping:
-            if not scheduled:
-                raise Stuck("nothing is ready and no timer runs")
-            self.now_s = max(self.now_s, scheduled[0]._when)
-        while scheduled and scheduled[0]._when <= self.now_s:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            if not handle._cancelled:
-                self._ready.append(handle)
+    def _run_ready(self) -> None:
+        """See VirtualTime; but what dead and stalled processes have to do."""
         for handle in self._in_turn():
             if handle._cancelled:
                 continue
@@ -165,25 +144,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         turns = [iter(handles) for handles in lanes.values()]
         return [next(turns[lane]) for lane in keys]
 
-    def _process_events(self, event_list: Any) -> None:
-        """There are no sockets."""
-
-    def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
-
     def _asyncgen_finalizer_hook(self, generator: Any) -> None:
         """A generator left behind belongs to a dead process."""
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time, for what waits for a log in memory and for no socket, thread or process."""
-    with asyncio.Runner(loop_factory=lambda: _OneThread(Random(0))) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(Random(0))) as runner:
         return runner.run(coroutine)
-
-
-class _OneThread(VirtualLoop):
-    """Time would not wait for the work of another thread."""
-
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        assert threading.get_ident() == self._thread_id, f"a thread of its own in virtual time: {callback}"  # type: ignore[attr-defined]
-        return self.call_soon(callback, *args, context=context)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from schemas import BatchItem, Lane, Span, make_experience
+from schemas import BatchItem, Lane, Span, Task, make_experience
 
 if TYPE_CHECKING:
     from actors.engines.torch import TorchEngine
+    from actors.tasksets.taskset import Demonstration
+    from infra.model.model import Tokenizer
     from infra.policies.policy import Policy
     from trainer.batch.batch import TrainItem
     from trainer.config import TrainerConfig
@@ -51,9 +53,14 @@ def problems(folder: Path, seed: int) -> Problems:
     found: dict[str, list[Problem]] = {TRAIN: [], HELD_OUT: []}
     for task in arithmetic(seed=seed):
         if task.split in found:
-            answer = (*tokenizer.encode(task.answer or ""), tokenizer.eos_ids[0])
-            found[task.split].append(Problem(task.id, tuple(tokenizer.encode_chat(task.messages)), answer))
+            found[task.split].append(problem_of(task, tokenizer))
     return Problems(tuple(found[TRAIN]), tuple(found[HELD_OUT]))
+
+
+def problem_of(row: "Task | Demonstration", tokenizer: "Tokenizer") -> Problem:
+    """An addition as a taskset has it."""
+    answer = (*tokenizer.encode(row.answer or ""), tokenizer.eos_ids[0])
+    return Problem(row.id, tuple(tokenizer.encode_chat(row.messages)), answer)
 
 
 def item_of(

@@ -167,10 +167,24 @@ def _gate(name: str, figures: Any) -> list[BenchRow]:
     ]
 
 
+def _train(name: str, figures: Any) -> list[BenchRow]:
+    """How many times as soon as TRL each side of headrace arrived, by the clock."""
+    from infra.cli.bench.train import SOONER, TRL, TrainRun, sooner
+
+    found = msgspec.convert(figures, list[TrainRun])
+    peers = {one.seed: one.wall_s for one in found if one.side == TRL}
+    return [
+        BenchRow(name, f"seed {one.seed}, {one.side}, {TRL}{times[0]}", times[1], one.wall_s, peers[one.seed], SOONER)
+        for one in found
+        if one.side != TRL and (times := sooner(found, one.seed, one.side)) is not None
+    ]
+
+
 READERS: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {
     "codec": _codec,
     "learner": _learner,
     "growth": _growth,
     "families": _families,
     "gate": _gate,
+    "train": _train,
 }

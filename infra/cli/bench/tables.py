@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infra.cli.bench.gate import Figures as GateFigures
     from infra.cli.bench.growth import GrowthLine, GrowthPoint
     from infra.cli.bench.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
+    from infra.cli.bench.train import TrainRun
 
 
 def figures_table(name: str, figures: dict[str, float]) -> Table:
@@ -142,6 +143,23 @@ def _grown(point: "GrowthPoint") -> str:
     if point.why:
         return f"left out: {point.why}"
     return f"{number(float(f'{point.cpu_s:.3g}'))}, {number(round(point.mb))}"
+
+
+def train_table(found: "Sequence[TrainRun]") -> Table:
+    """One row a side and seed: when it arrived, or that it did not, and how many times as soon as the peer."""
+    from infra.cli.bench.train import SOONER, TRL, sooner
+
+    table = Table("seed", "", title="bench train: to 90 % of the development set, from the same weights")
+    for title in ("begins at", "arrives", "sooner than TRL by", "target"):
+        table.add_column(title, justify="right")
+    for one in found:
+        times = None if one.side == TRL else sooner(found, one.seed, one.side)
+        said, style = "", ""
+        if times is not None:
+            said, style = f"{times[0].lstrip(': ')} {times[1]:.2f} times", "green" if times[1] >= SOONER else "red"
+        target = "" if one.side == TRL else f"at least {number(SOONER)}"
+        table.add_row(str(one.seed), one.side, f"{one.begun:.1%}", one.words, Text(said.strip(), style=style), target)
+    return table
 
 
 def families_table(found: "Sequence[Family]") -> Table:

@@ -99,5 +99,10 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
         "pages_failed": (0.0, 0.0),
     },
     "trace": {"after_1000_more_s": (0.0, 1.0), "answer_ms_p99": (0.0, 1000.0), "policy_ms": (0.0, 1000.0)},
+    "overlap": {
+        **{f"sigma_0.5_waves_{waves}_busier": (0.95, float("inf")) for waves in (1, 4)},
+        **{f"sigma_{sigma}_waves_{waves}_faster": (1.8, float("inf")) for sigma in ("0.5", "1") for waves in (1, 4)},
+    },
+    "start": {f"demo_{kind}_wall_s": (0.0, 40.0) for kind in ("cold", "warm")},
     "sandbox": {"overhead_ms_p50": (0.0, 60.0), "orphans": (0.0, 0.0), "zombies": (0.0, 0.0)},
 }

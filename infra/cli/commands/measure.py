@@ -13,6 +13,7 @@ import typer
 
 from infra.cli.benches import Found, beside, command, one_of, some_of, tell
 from infra.cli.commands.every import every_of
+from infra.cli.commands.measure_whole import overlap, start, train
 from infra.cli.commands.plan import plan
 from infra.cli.commands.weights_bench import weights
 
@@ -352,6 +353,6 @@ def state(
 
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
-    codec, hop, transport, gateway_peers, growth, weights, takeover, audit, console_load, fan_out, families, reload,
-    offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
+    codec, hop, transport, gateway_peers, growth, overlap, start, train, weights, takeover, audit, console_load, fan_out,
+    families, reload, offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip
