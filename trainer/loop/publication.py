@@ -37,7 +37,7 @@ PROBE_TOKENS = 64  # of a sequence that a loaded policy is checked with
 
 class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
-    published again. past: what is said there; whoever follows the topic folds on what comes. adapter: of which all versions
+    published again. past: the fold of the topic so far; its follower folds on what comes. adapter: of which all versions
     are, None for whole models.
     """
 
