@@ -81,7 +81,7 @@ class SandboxChild:
     def finish(self) -> int | None:
         """Close its input once that is written, wait for its end, and return its exit code; None where it was stopped.
 
-        128 + n stands for signal n. Raises SandboxUnavailable where it was never started.
+        128 + n means signal n. Raises SandboxUnavailable where it was never started.
         """
         while self._step(close_input=True):
             pass
@@ -151,7 +151,7 @@ class SandboxChild:
             self._pending = b""
 
     def _read(self, descriptor: int) -> bool:
-        """Take one chunk; False where there is none."""
+        """Take one chunk; False where nothing can be read."""
         try:
             chunk = os.read(descriptor, CHUNK_BYTES)
         except BlockingIOError:

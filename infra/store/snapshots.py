@@ -115,7 +115,7 @@ def save(
 
 
 def candidates(store: Store, series: str, refused: Refused) -> Iterator[SnapshotManifest]:
-    """Whole snapshots, newest first; refused: told the reason and a line for each that is none. Raises StoreError."""
+    """Whole snapshots, newest first; refused: called with a reason and a line for each that is not whole. Raises StoreError."""
     for key in sorted(store.keys(_folder(series, "manifests")), reverse=True):
         try:
             data = store.get(key)

@@ -5,6 +5,7 @@ A fence says what it holds: `sh` (commands), `sh curl` and `python client` (run 
 """
 
 import asyncio
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -28,6 +29,7 @@ from infra.cli.docs_text import labelled
 from infra.cli.init import files_of
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
+from infra.settings.config import Section
 from tests.actors.gateway.gateway_rig import engine, says, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +43,8 @@ BESIDE = {
 }
 # Packages every record of which says what each of its fields means.
 DOCUMENTED = (
-    "schemas", "infra.chain", "infra.ledger", "infra.local", "infra.log", "infra.model", "infra.observe", "infra.roles",
-    "infra.sandbox", "infra.settings",
+    "schemas", "streams", "trainer", "infra.chain", "infra.ledger", "infra.local", "infra.log", "infra.model",
+    "infra.observe", "infra.roles", "infra.sandbox", "infra.settings",
 )  # fmt: skip
 SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
 
@@ -102,25 +104,46 @@ def test_every_setting_says_what_it_means() -> None:
     assert not list(silent(Settings, ""))
 
 
-def records() -> Iterator[type[msgspec.Struct]]:
-    """Those of the packages of DOCUMENTED, and those that `headrace` exports."""
+def records() -> Iterator[type]:
+    """Structs, named tuples and dataclasses of the packages of DOCUMENTED, and those that `headrace` exports."""
     held = []
     for package in map(importlib.import_module, DOCUMENTED):
         names = [one.name for one in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
         things = [thing for name in names for thing in vars(importlib.import_module(name)).values()]
         held += [thing for thing in things if getattr(thing, "__module__", "").startswith(f"{package.__name__}.")]
     for thing in (*held, *(getattr(headrace, name) for name in headrace.__all__)):
-        if isinstance(thing, type) and issubclass(thing, msgspec.Struct) and not thing.__name__.startswith("_"):
+        if isinstance(thing, type) and not thing.__name__.startswith("_") and fields_of(thing):
             yield thing
+
+
+def fields_of(record: type) -> list[str]:
+    """Names of its fields, but for those that hold a table of the settings, whose own docstring describes it."""
+    if issubclass(record, msgspec.Struct):
+        return [one.name for one in msgspec.structs.fields(record) if docs.section_of(one.type) is None]
+    if dataclasses.is_dataclass(record):
+        return [one.name for one in dataclasses.fields(record)]
+    return list(getattr(record, "_fields", ()))
+
+
+def meanings_of(record: type) -> dict[str, str]:
+    """What its docstring, and those of its bases, say of each field."""
+    names = {name: name for name in fields_of(record)}
+    found = dict(docs.COMMON) if issubclass(record, Section) else {}
+    for one in reversed(record.__mro__):
+        found |= labelled(inspect.cleandoc(vars(one).get("__doc__") or ""), names)[1]
+    return found
 
 
 def test_every_field_of_a_record_of_the_log_of_its_packages_and_of_the_public_face_says_what_it_means() -> None:
     found = list(records())
-    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {one.__name__ for one in found}
-    for record in found:
-        names = [one.name for one in msgspec.structs.fields(record) if docs.section_of(one.type) is None]
-        meanings = labelled(inspect.getdoc(record) or "", {name: name for name in names})[1]
-        assert [name for name in names if not meanings.get(name)] == [], record.__name__
+    named = {"Experience", "Batch", "Progress", "Completion", "LossInputs", "Group", "Microbatch", "Run", "Tree"}
+    assert named <= {one.__name__ for one in found}
+    silent = {
+        record.__qualname__: names
+        for record in found
+        if (names := [name for name in fields_of(record) if not meanings_of(record).get(name)])
+    }
+    assert silent == {}
 
 
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
