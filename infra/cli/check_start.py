@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from collections.abc import Sequence
 
-from infra.cli.roles import told_engine, webhooks_of
+from infra.cli.roles import engine_defaults, webhooks_of
 from infra.cli.settings import Settings
 from infra.settings.config import Use
 from infra.settings.plugin import check_names, find
@@ -52,9 +52,9 @@ def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
 def check_engine(settings: Settings, use: Use, where: str) -> list[str]:
     """Find an engine and compare its options with those it takes; what cannot be compared here. Raises ConfigError."""
     found = find(use.use, where)
-    told = told_engine(settings, use)
+    defaults = engine_defaults(settings, use)
     takes = inspect.signature(found).parameters if callable(found) else {}
-    options = {**told, **use.options}
+    options = {**defaults, **use.options}
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()):
         check_names(options, takes, where.removesuffix(".use"))
         return []

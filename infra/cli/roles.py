@@ -56,22 +56,22 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     stop = asyncio.Event()
     with ExitStack() as ending:
 
-        def told_to_stop() -> None:
+        def begin_stop() -> None:
             if not stop.is_set():
                 stop.set()
                 ending.enter_context(ends_within(f"the stop of {role}", STOP_S))
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+            asyncio.get_running_loop().add_signal_handler(number, begin_stop)
         if role == "train":
             adopt_slurm(os.environ)
-        told_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
+        stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
             code = await train_on_ranks(settings, config, sets, stop)
-            return code or (told_code if stop.is_set() else 0)
+            return code or (stop_code if stop.is_set() else 0)
         try:
             await _run(role, settings, stop)
-            return told_code if stop.is_set() else 0
+            return stop_code if stop.is_set() else 0
         except HeadraceError as error:
             await say_failed(role, settings, str(error))
             raise
@@ -151,7 +151,7 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
         if tokenizer.writing.chosen:
             await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
         use = settings.engine
-        engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "engine")
+        engine: Engine = load(use.use, {"model": folder, **engine_defaults(settings, use), **use.options}, "engine")
         role = role_of("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
@@ -175,7 +175,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
-    engine: Engine = load(use.use, {"model": folder, **told_engine(settings, use), **use.options}, "gateway.engine")
+    engine: Engine = load(use.use, {"model": folder, **engine_defaults(settings, use), **use.options}, "gateway.engine")
 
     def listening(port: int) -> None:
         forget_loaded()
@@ -254,7 +254,7 @@ def gateway_of(settings: Settings) -> GatewayConfig:
     return config.as_canary() if config.channel == "canary" else config
 
 
-def told_engine(settings: Settings, use: Use) -> dict[str, object]:
+def engine_defaults(settings: Settings, use: Use) -> dict[str, object]:
     """What other tables say that an engine must know when it starts, where it takes it: what the trainer adapts of the model
     as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
     """
