@@ -54,7 +54,7 @@ class BrokerUnavailable(HeadraceError):
 
 
 class BrokerDenies(BrokerUnavailable):
-    """The broker does not let this user do it. It may pass: whoever grants rights can grant this one."""
+    """The broker does not let this user do it. It may pass: an administrator can grant the right."""
 
 
 class OffsetOutOfRange(HeadraceError):

@@ -11,7 +11,7 @@ Finite = Annotated[float, Bounds(ge=-_MAX_FLOAT, le=_MAX_FLOAT)]
 Weight = Annotated[float, Bounds(ge=0, le=_MAX_FLOAT)]
 Id = Annotated[str, Bounds(min_length=1, max_length=1024)]
 Count = Annotated[int, Bounds(ge=0)]
-Number = Annotated[int, Bounds(ge=-1)]  # -1 stands for none
+Number = Annotated[int, Bounds(ge=-1)]  # -1 for none
 Ids = Annotated[tuple[Id, ...], Bounds(max_length=65_536)]
 Counts = Annotated[dict[str, Count], Bounds(max_length=65_536)]
 Numbers = Annotated[dict[str, float], Bounds(max_length=4096)]  # measurements: infinite where what they measure is

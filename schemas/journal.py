@@ -144,7 +144,7 @@ class Effective:
     """Tells of each record of a journal, in its order, whether it counts: the same for every reader.
 
     Steps below one already journaled under an older token are re-executions and never journaled again, so (token, step) is
-    unique per reader; a repeated one is a retried send. Of a journal whose beginning was trimmed the first record stands for
+    unique per reader; a repeated one is a retried send. Of a journal whose beginning was trimmed the first record counts as
     the fence before it: the trainer begins what it keeps with one that counted. token: highest fence so far.
     """
 

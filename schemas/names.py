@@ -68,7 +68,7 @@ def is_of(session: str, tenant: str, secret: bytes) -> bool:
 
 
 def tenant_in(group: str) -> str:
-    """What tells the tenant in the group of a gateway's request, "" for a group of any other kind.
+    """The part that names the tenant in the group of a gateway's request, "" for a group of any other kind.
 
     >>> tenant_in("mddrffqvmjcncqrrjhvnrntq.7-3")
     'mddrffqv'

@@ -83,8 +83,8 @@ class Issued(Struct, frozen=True):
 class Task(Struct, frozen=True, tag_field="kind", tag="task"):
     """Something to do, and what is known of its right answer.
 
-    id: unique in its taskset, without "." at its end. messages: the prompt. answer: the reference answer, None where there
-    is none. meta: the user's own, handed on to the experience. issued: by the master, None in a taskset. workflow: name of
+    id: unique in its taskset, without "." at its end. messages: the prompt. answer: the reference answer, None without
+    one. meta: the user's own, handed on to the experience. issued: by the master, None in a taskset. workflow: name of
     how it is run, in [explore.workflows]. difficulty: 0 (easy) to 1. split: "train", or the name of the eval suite it is
     kept for. parent: the task it is a variation of. priority: how often the curriculum draws it, relative to the others; 0
     is never.

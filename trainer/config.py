@@ -57,7 +57,7 @@ class LaneConfig(Section, frozen=True):
 
     tenant_share, subject_share: how much of a step's sequences of an unpaced lane one tenant, and one user, may make up
     where others have something to draw too; what is above it waits. 1 for no limit. An even split is always allowed, so a
-    lone tenant is not held back, and a step is filled up to `least` sequences from whoever has them. max_waiting: groups of
+    lone tenant is not held back, and a step is filled up to `least` sequences from those who have more. max_waiting: groups of
     an unpaced lane that wait; at a draw the oldest above it are dropped.
 
     Example: LaneConfig(loss="sft", weight=0.1, max_uses=4)

@@ -56,8 +56,8 @@ async def run_trainer(
     """Train until the role is stopped or `max_steps` are done. Raises FencedOut when a newer trainer takes the run,
     ConfigError where log and store do not belong together.
 
-    report: what it tells of itself. chain: what every drawn batch passes before it is journaled. image_inputs: of a model that
-    takes pictures. max_tokens: of a sequence that the model takes, 0 for any.
+    report: its counters. chain: what every drawn batch passes before it is journaled. image_inputs: of a model that takes
+    pictures. max_tokens: of a sequence that the model takes, 0 for any.
     """
     log, floor = role.log, role.floor
     name = floor.run or floor.app

@@ -57,22 +57,22 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
     stop = asyncio.Event()
     with ExitStack() as ending:
 
-        def told_to_stop() -> None:
+        def begin_stop() -> None:
             if not stop.is_set():
                 stop.set()
                 ending.enter_context(ends_within(f"the stop of {role}", STOP_S))
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
+            asyncio.get_running_loop().add_signal_handler(number, begin_stop)
         if role == "train":
             adopt_slurm(os.environ)
-        told_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
+        stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
         if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
             code = await train_on_ranks(settings, config, sets, stop)
-            return code or (told_code if stop.is_set() else 0)
+            return code or (stop_code if stop.is_set() else 0)
         try:
             await _run(role, settings, stop)
-            return told_code if stop.is_set() else 0
+            return stop_code if stop.is_set() else 0
         except HeadraceError as error:
             await say_failed(role, settings, str(error))
             raise

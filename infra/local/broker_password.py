@@ -34,7 +34,7 @@ def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
 
 
 def password_of(folder: Path) -> str:
-    """The password of a broker's folder, made where there is none. The caller holds the folder's lock."""
+    """The password of a broker's folder, made if it is not there. The caller holds the folder's lock."""
     path = folder / EMBEDDED_PASSWORD
     if not path.exists():
         temporary = folder / f"{EMBEDDED_PASSWORD}.tmp"

@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 def class_path(folder: Path | None = None) -> str:
     """Java class path of the broker, from `folder`, else `HEADRACE_KAFKA_JARS`, else the cache (fetched if absent).
 
-    Raises ConfigError, naming the ways out, where there is none.
+    Raises ConfigError, naming the ways out, without one.
     """
     if folder is None and (given := os.environ.get(JARS_VARIABLE)):
         folder = Path(given)

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
     watch_fd, parent = int(arguments[0]), int(arguments[1])
     os.set_inheritable(watch_fd, False)
     code = watch(spawn(arguments[2:], watch_fd), watch_fd, parent)
-    if code < 0:  # end as the command did, so that whoever waits sees the same signal
+    if code < 0:  # end as the command did, so that its parent sees the same signal
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

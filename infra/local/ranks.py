@@ -1,7 +1,7 @@
 """The ranks of one trainer on one machine: started together, stopped together, and together again when one dies.
 
     group      waits for  the first of its processes to end
-    rank 0 done           it has asked the others to end; whoever stays is killed
+    rank 0 done           it has asked the others to end; a rank that stays is killed
     another one done      rank 0 asked it to, and is about to end; it has as long as a stop may take
     anyone dead           the group cannot go on (its next collective would wait for ever): all are killed, and start again
 

@@ -71,7 +71,7 @@ def access_of(floor: Floor) -> Access:
 
 
 def embedded_access(folder: Path) -> Access:
-    """What the embedded broker of a folder asks for: its password, or nothing where there is none. Raises ConfigError."""
+    """What the embedded broker of a folder asks for: its password, or nothing without one. Raises ConfigError."""
     try:
         password = (folder / EMBEDDED_PASSWORD).read_text(encoding="ascii")
     except FileNotFoundError:

@@ -84,7 +84,7 @@ def read_claim(value: bytes) -> Claim:
 
 
 def redeem(store: Store, value: bytes) -> bytes:
-    """The frame a claim stands for.
+    """The frame that a claim names.
 
     Raises BadFrame where it is gone or altered (trying again cannot help), StoreError where the store failed (it can).
     """

@@ -136,7 +136,7 @@ class Bus(Protocol):
         """Next offset of each partition."""
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
-        """Of each partition the first offset appended at `timestamp_ms` or later; its end where there is none."""
+        """Of each partition the first offset appended at `timestamp_ms` or later; its end without such a record."""
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """Committed next-to-read offsets; partitions without one are absent."""
@@ -158,7 +158,7 @@ class Bus(Protocol):
 
 
 def check_size(topic: str, key: bytes, value: bytes, headers: Headers) -> None:
-    """Raise RecordTooLarge for what no broker configured as `schemas.topics` says would take."""
+    """Raise RecordTooLarge for a record that a broker configured as in `schemas.topics` would refuse."""
     size = len(key) + len(value) + sum(len(name) + len(data) + HEADER_BYTES for name, data in headers) + BATCH_BYTES
     if size > MAX_RECORD_BYTES:
         raise RecordTooLarge(f"record for {topic}: got {size} bytes, expected at most {MAX_RECORD_BYTES}")

@@ -42,7 +42,9 @@ class Controls:
         named = {one.content: (token, one) for token, one in added.items() if obeys and one.content}
         self._flags = {name: one for name, (_, one) in named.items() if one.special or name in also}
         self.ids: Mapping[str, int] = {name: named[name][0] for name in self._flags}
-        unknown = self.ids.get(getattr(backend.model, "unk_token", None) or "")  # what no word stands for has this id
+        unknown = self.ids.get(
+            getattr(backend.model, "unk_token", None) or ""
+        )  # a text without a token of its own has this id
         self._controls = frozenset(self.ids.values()) - {unknown}
         nonce = secrets.token_hex(16)  # a text cannot guess the names of the control tokens in the copy
         self._secret = {name: f"\uf8ff{nonce}{index}\uf8ff" for index, name in enumerate(self.ids)}

@@ -42,7 +42,7 @@ class NoModel(ConfigError):
 
 
 class Vision:
-    """Of one model. family: one of FAMILIES. token: the id that stands for a part of a picture. num_places: how many of it make
+    """Of one model. family: one of FAMILIES. token: the id at a part of a picture. num_places: how many of it make
     a picture.
 
     patch: pixels a side of what the vision tower makes one feature of.

@@ -151,7 +151,7 @@ class SandboxChild:
             self._pending = b""
 
     def _read(self, descriptor: int) -> bool:
-        """Take one chunk; False where there is none."""
+        """Take one chunk; False where nothing can be read."""
         try:
             chunk = os.read(descriptor, CHUNK_BYTES)
         except BlockingIOError:

@@ -24,7 +24,7 @@ IOCTL = 16
 NAMESPACES = 0x80 | 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000
 TERMINAL_INJECTION = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 FCNTL = 72
-# F_SETLEASE and F_NOTIFY hold up whoever opens a file of the host; F_SETPIPE_SZ enlarges what no limit counts.
+# F_SETLEASE and F_NOTIFY hold up other processes that open a file of the host; F_SETPIPE_SZ enlarges what no limit counts.
 HOLDS = (1024, 1026, 1031)
 
 # Name and number (x86-64) of what nothing in a sandbox needs, and what attacks on kernels and neighbours begin with.

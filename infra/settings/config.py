@@ -131,7 +131,7 @@ class Kafka(Section, frozen=True):
 class StoreConfig(Section, frozen=True):
     """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment. keys: the
     same, for what signs and seals (objects below `keys/` and `gateway/`), "" for the same place. Apart, weights and checkpoints
-    can be shared with whoever must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
+    can be shared with people who must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
     trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
     stop the app and copy both folders. use: a store of your own instead of url, as `module:name`. options: what it is built
     with. cache: a folder (relative to the TOML) in which explorers and gateways of one machine keep the weights they fetched,

@@ -228,5 +228,5 @@ def _floats_of(values: list[float]) -> Logprobs | None:
     tagged = np.frombuffer(raw[len(raw) % _TAGGED.itemsize :], _TAGGED)
     if len(tagged) != len(values) or (tagged["tag"] != _FLOAT).any():
         return None
-    with np.errstate(over="ignore"):  # what no float32 holds becomes infinite, and is refused as such
+    with np.errstate(over="ignore"):  # a number outside float32 becomes infinite, and is refused as such
         return tagged["value"].astype(np.float32)

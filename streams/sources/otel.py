@@ -34,11 +34,8 @@ def evaluation_result(
     if "resourceLogs" in record:
         raise ValueError("resourceLogs: expected log records of OTLP as JSON")
     attributes = attributes_of(record)
-    event, evaluation = (
-        record.get("eventName") or attributes.get("event.name"),
-        attributes.get("gen_ai.evaluation.name"),
-    )
-    if event != EVENT or evaluation != name:
+    event = record.get("eventName") or attributes.get("event.name")
+    if event != EVENT or attributes.get("gen_ai.evaluation.name") != name:
         return None
     value, label = attributes.get("gen_ai.evaluation.score.value"), attributes.get("gen_ai.evaluation.score.label")
     said: dict[str, Any] = {}

@@ -199,7 +199,7 @@ def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
     assert {one.min_version for one in run_virtual(run())} == {1}
 
 
-def test_a_master_that_is_told_to_stop_says_so_last_of_all() -> None:
+def test_a_master_that_stops_says_so_last_of_all() -> None:
     async def run() -> list[tuple[str, str | None]]:
         log, stop = await memory_log(), asyncio.Event()
         reports = TopicArrivals(log, REPORTS)

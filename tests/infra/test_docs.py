@@ -41,9 +41,8 @@ BESIDE = {
 }
 # Packages every record of which says what each of its fields means.
 DOCUMENTED = (
-    "schemas", "infra.chain", "infra.ledger", "infra.local", "infra.log", "infra.model", "infra.observe", "infra.roles",
-    "infra.sandbox", "infra.settings",
-    "actors", "infra.cli", "infra.policies", "infra.store",
+    "schemas", "streams", "actors", "trainer", "infra.chain", "infra.cli", "infra.ledger", "infra.local", "infra.log",
+    "infra.model", "infra.observe", "infra.policies", "infra.roles", "infra.sandbox", "infra.settings", "infra.store",
 )  # fmt: skip
 SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
 

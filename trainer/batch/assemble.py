@@ -17,7 +17,12 @@ from trainer.buffer.draw import Candidate
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch says of itself besides its items. masked_below: see `Batch`, whatever there is to mask."""
+    """What a batch says of itself besides its items. See `Batch` for all fields.
+
+    run: whose journal it is. token: of the lease. step: from 0. version: policy version before the step. phase: of the run.
+    seed: of everything random in the step. config_hash: of the settings that shape the step. masked_below: as in `Batch`, even
+    where no token is masked.
+    """
 
     run: str
     token: int

@@ -26,7 +26,9 @@ from trainer.batch.tree import Branch, Tree, grow, in_order
 
 
 class TrainItem(msgspec.Struct, frozen=True):
-    """One experience with the numbers the journal gave it, and what it shows.
+    """One experience with the numbers the journal gave it, and its pictures.
+
+    experience: its tokens are read when it is packed. item: as journaled. pictures: None for text alone.
 
     Example: TrainItem(experience=..., item=BatchItem(id="add-3745.2.0-7-0", ..., advantage=0.93))
     """
@@ -37,19 +39,19 @@ class TrainItem(msgspec.Struct, frozen=True):
 
 
 class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward. B rows of T input tokens; N sampled tokens, each read at its predecessor.
+    """One forward. B rows of T input tokens; N sampled tokens, each read at its predecessor. Indexes are int64.
 
-    tokens_BT, positions_BT int64. reach_BT int64: one past the last index of the row that may attend here.
-    predecessor_N int64: index into B*T. target_N int64. behaviour_N float32: log μ as recorded. advantage_N, weight_N,
-    temperature_N float32. version_N int64: behaviour version. ratio_N bool: μ is the policy's own. exact_N bool: μ is exactly
-    that version's, not sampled with keys and values of older ones (`Span.kv`). lane_N int64: index
-    into LANES. sequence_N int64: index into the packed items. pair_N int64: 2p for the chosen, 2p + 1 for the rejected
-    side of the step's pair p, -1 for none. teacher_N float32: the teacher's logprob, NaN for none. reward_N float32: the
-    sequence's reward at its last sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped.
-    bootstrap_N int64: index into B*T where what follows the last sampled token of such a sequence is valued, -1
-    elsewhere. pixels_I3HW float32: its pictures. places_P int64: indexes into B*T of their tokens, picture after
-    picture, equally many each. experts_BTLk int16: the experts that each token was sampled with, -1 where none are known
-    (see `trainer.batch.routing`); [0, 0, 0, 0] where the routers choose for all of them.
+    tokens_BT, positions_BT: int64. reach_BT: one past the last index of the row that may attend here. predecessor_N: index
+    into B*T. target_N: id of the sampled token. behaviour_N: float32, log μ as recorded. advantage_N, weight_N, temperature_N:
+    float32. version_N: behaviour version. ratio_N: bool, μ is the policy's own. exact_N: bool, μ is exactly that version's,
+    not sampled with keys and values of older ones (`Span.kv`). lane_N: index into LANES. sequence_N: index into the packed
+    items. pair_N: 2p for the chosen, 2p + 1 for the rejected side of the step's pair p, -1 for a token outside any pair.
+    teacher_N: float32, the teacher's logprob, NaN without a teacher. reward_N: float32, the sequence's reward at its last
+    sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped. bootstrap_N: index into B*T where what
+    follows the last sampled token of such a sequence is valued, -1 elsewhere. pixels_I3HW: float32, its pictures. places_P:
+    indexes into B*T of their tokens, picture after picture, equally many each. experts_BTLk: int16, the experts that each
+    token was sampled with, -1 where they are unknown (see `trainer.batch.routing`); [0, 0, 0, 0] where the routers choose for
+    all of them.
     """
 
     tokens_BT: np.ndarray
@@ -76,12 +78,13 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step trains on. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the
-    whole step, over all ranks and microbatches: the denominators of the lanes' means.
+    """What one optimizer step trains on.
 
-    version: policy version before the step. exact: the weights before the step are that version's own (no optimizer
-    step since it was published), so that tokens of this version measure engine against trainer. max_tokens: positions
-    that a microbatch may have, 0 for those of the largest.
+    microbatches: this process's. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the whole step,
+    over all ranks and microbatches: the denominators of the lanes' means. num_sequences: of all lanes together. version:
+    policy version before the step. exact: the weights before the step are that version's own (no optimizer step since it was
+    published), so that tokens of this version measure engine against trainer. max_tokens: positions that a microbatch may
+    have, 0 for those of the largest.
     """
 
     microbatches: tuple[Microbatch, ...]

@@ -14,9 +14,10 @@ from trainer.batch.routing import laid_out
 
 
 class Paths(NamedTuple):
-    """Some sequences of a microbatch, side by side. tokens_GL int64, padded on the right. node_P int64: index into B*T of
-    each of their P tokens. cell_P int64: index into G*L of the same. pixels_I3HW, places_P, experts: see
-    `Microbatch`, into G*L.
+    """G sequences of a microbatch side by side, the longest of L tokens, P tokens together.
+
+    tokens_GL: int64, padded on the right. node_P: int64, index into B*T of each token. cell_P: int64, index into G*L of the
+    same. pixels_I3HW, places_P, experts: see `Microbatch`, with indexes into G*L.
     """
 
     tokens_GL: np.ndarray

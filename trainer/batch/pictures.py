@@ -11,8 +11,10 @@ import numpy as np
 
 
 class Pictures(msgspec.Struct, frozen=True):
-    """The pictures at the image tokens of one sequence. names: hashes of its I images. places_P int64: indexes of its
-    tokens, picture after picture, equally many each. pixels: [3, H, W] float32 of each, as the vision tower takes it.
+    """The pictures at the image tokens of one sequence.
+
+    names: hashes of its I images. places_P: int64, indexes of its tokens, picture after picture, equally many each. pixels:
+    [3, H, W] float32 of each, as the vision tower takes it.
     """
 
     names: tuple[str, ...]
@@ -21,8 +23,10 @@ class Pictures(msgspec.Struct, frozen=True):
 
 
 class Gallery(msgspec.Struct, frozen=True):
-    """The pictures of all sequences, numbered as these come. number: of each token of the sequences end to end, the number
-    of its place over all pictures, -1 for none. pixels: [3, H, W] of each. per_picture: places of one.
+    """The pictures of all sequences, numbered in the order of the sequences.
+
+    number: of each token of the sequences end to end, the number of its place over all pictures, -1 for a token of text.
+    pixels: [3, H, W] of each. per_picture: places of one.
     """
 
     number: np.ndarray
@@ -31,12 +35,12 @@ class Gallery(msgspec.Struct, frozen=True):
 
 
 def no_pixels() -> np.ndarray:
-    """Of text alone."""
+    """The pixels of text alone."""
     return np.zeros((0, 3, 0, 0), np.float32)
 
 
 def no_places() -> np.ndarray:
-    """Of text alone."""
+    """The places of text alone."""
     return np.zeros(0, np.int64)
 
 

@@ -14,7 +14,7 @@ from trainer.batch.tree import Tree
 
 
 def no_experts() -> np.ndarray:
-    """Of a batch that is routed by the model's own routers."""
+    """The experts of a batch that the model's own routers route."""
     return np.zeros((0, 0, 0, 0), np.int16)
 
 

@@ -7,8 +7,10 @@ import numpy as np
 
 
 class Branch(NamedTuple):
-    """One sequence as it goes into a tree. tokens [num], numbers [num] of the picture places there (-1: none;
-    () for text alone): its inputs. at_N: indexes of its sampled tokens. together: it may not be parted from the one before.
+    """One sequence as it goes into a tree.
+
+    sequence: index into the packed items. tokens: [num], its inputs. at_N: indexes of its sampled tokens. together: it may not
+    be parted from the one before. numbers: [num] of the picture places there, -1 for a token of text; () for text alone.
     is_turn: it is a turn of a session, whose earlier turns take no room beside it.
     """
 
@@ -21,9 +23,11 @@ class Branch(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Nodes in depth-first order: token, position (depth), reach (one past the last descendant), number of a picture place
-    ([0] for text alone). sequences; predecessors: of each its sampled tokens' nodes; ends: of each its last input; firsts:
-    of each the first node that is not of a sequence before it.
+    """Nodes in depth-first order.
+
+    token: id of each node. position: its depth. reach: one past its last descendant. number: of a picture place, [0] for text
+    alone. sequences: indexes into the packed items. predecessors: of each sequence the nodes before its sampled tokens. ends:
+    of each its last input. firsts: of each the first node that no sequence before it has.
     """
 
     token: np.ndarray

@@ -15,7 +15,10 @@ from schemas.errors import BadFrame, OffsetOutOfRange
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A block as it lies in `buffer`. frame: to keep in memory. digest: of the record, as the journal lists it."""
+    """A block as it lies in `buffer`.
+
+    block: decoded. frame: to keep in memory. digest: of the record, as the journal lists it.
+    """
 
     block: Block
     frame: bytes
@@ -33,7 +36,7 @@ def frame_of(message: LogMessage, block: Block) -> bytes:
 
 
 def stored(message: LogMessage) -> Stored:
-    """The block of a record of `buffer`; BadFrame naming its offset if it is none."""
+    """The block of a record of `buffer`; BadFrame naming its offset if it holds something else."""
     if not isinstance(message.value, Block):
         raise BadFrame(f"buffer offset {message.offset}: {message.error or 'not a block'}")
     return Stored(message.value, frame_of(message, message.value), digest_of(message))

@@ -136,7 +136,7 @@ class Buffer:
         return blocks
 
     def count_use(self, one: Candidate) -> None:
-        """One more use of a group, drawn now or re-executed from the journal, which may tell of another revision."""
+        """One more use of a group, drawn now or re-executed from the journal, which may name another revision."""
         self.uses.add(use_key(one.group, one.retrained, one.lane), one.offset)
         offset = self._held.get((one.group, one.lane))
         if offset is None or (held := self._candidates[one.lane][offset]).retrained != one.retrained:

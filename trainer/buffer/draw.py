@@ -15,12 +15,13 @@ from schemas import Lane
 class Candidate(msgspec.Struct, frozen=True):
     """One group in the buffer, from its header alone.
 
-    sequence: issue order, -1 where it was not issued. min_version, max_version: oldest and newest sampled token's. offset:
-    of its block in `buffer`. uses: how often it was trained. has_ratio: every span's logprob is the policy's own. digest:
-    of its record. is_pair: the two sides of a preference pair. weight: multiplies its loss terms, where the draw was not
-    fair. key_id: what it is sealed under, "" for nothing. retrained: see Experience. num_tokens: sampled ones. tenant,
-    subject: whose data, "" for none. has_signal: not all of its advantages are 0. join: name of what it is drawn
-    together with, "" for alone.
+    group: its id. lane: that trains it. offset: of its block in `buffer`. num_experiences: sequences of the block. sequence:
+    issue order, -1 where it was not issued. revision: of the copy held. min_version, max_version: of the oldest and newest
+    sampled token, -1 without one. priority: how often it is drawn, relative to others. uses: how often it was trained.
+    has_ratio: every span's logprob is the policy's own. digest: of its record. is_pair: the two sides of a preference pair.
+    weight: multiplies its loss terms, where the draw was not fair. key_id: what it is sealed under, "" for an open block.
+    retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose data, "" for data without one. has_signal: not
+    all of its advantages are 0. join: name of what it is drawn together with, "" for alone.
 
     Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
     """
@@ -49,8 +50,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet. held_back:
-    experiences that waited because their tenant or user had its share.
+    """What a draw decided.
+
+    taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet. held_back: experiences
+    that waited because their tenant or user had its share.
     """
 
     taken: tuple[Candidate, ...] = ()

@@ -14,7 +14,10 @@ from trainer.buffer.pool import Party, Pool, enough
 
 
 class ShareLimits(msgspec.Struct, frozen=True):
-    """Shares of a batch in experiences, 1 for no limit. least: see the module.
+    """Shares of a batch in experiences, 1 for no limit.
+
+    tenant: of one tenant at most. subject: of one user of a tenant at most. least: experiences to which a batch is filled up
+    even past the shares, see the module.
 
     Data without a tenant or user ("") is never above its share; it counts as one of the others.
 
@@ -32,7 +35,9 @@ AHEAD = 4  # times as many are looked at first where some may be passed over
 
 
 class Filled(msgspec.Struct, frozen=True):
-    """taken: places in the order that was filled from. full: who reached a share and has more. held_back: experiences
+    """What fits into a batch.
+
+    taken: places in the order that was filled from. full: parties that reached a share and have more. held_back: experiences
     that were passed over for it.
     """
 
@@ -42,8 +47,10 @@ class Filled(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What a batch from a pool may hold. wanted: experiences asked for. size: those there is room for. allowed_C: of each
-    party, by code; None where no share can be reached. least: experiences that it is filled up to.
+    """What a batch from a pool may hold.
+
+    wanted: experiences asked for. size: those there is room for. allowed_C: experiences of each party, by code; None where no
+    share can be reached. least: experiences that it is filled up to.
     """
 
     wanted: int

@@ -34,7 +34,10 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Candidates in an order. row_N: [N] int64, where each lies in `held` and in the columns. codes: of tenants and users.
+    """N candidates in an order.
+
+    row_N: int64, where each lies in `held` and in the columns. held: candidates by row, None in a free one. columns:
+    by name, see COLUMNS. codes: of tenants and users.
 
     Example: pool.chosen(pool.column("uses") < 4)[0].group
     """
@@ -54,7 +57,7 @@ class Pool:
         return map(self._held, self.row_N.tolist())
 
     def chosen(self, which: np.ndarray | slice) -> "Pool":
-        """Those at these places, in their order, or where a mask says so."""
+        """The candidates at these places, in their order, or where a mask is set."""
         return Pool(self.row_N[which], self.held, self.columns, self.codes)
 
     def replaced(self, others: Mapping[int, Candidate]) -> "Pool":

@@ -28,7 +28,10 @@ def keys_of(group: str, revision: int, retrained: int, lane: str) -> list[bytes]
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A key's count, and the newest offset of `buffer` at which its group was delivered."""
+    """How often a key was used.
+
+    count: of uses. offset: the newest of `buffer` at which its group was delivered.
+    """
 
     count: int
     offset: int
@@ -47,7 +50,7 @@ class Uses:
         return ((key, _known(packed)) for key, packed in self._packed.items())
 
     def copy(self) -> "Uses":
-        """As it is now."""
+        """A copy of the counts as they are now."""
         other = Uses()
         other._packed = dict(self._packed)
         return other

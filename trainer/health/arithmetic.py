@@ -19,7 +19,9 @@ WITH_FROZEN_WEIGHTS = 2 / FORWARD_AND_BACKWARD  # of a backward the half that ma
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """cost: of the model. share: of a forward and a whole backward, what is needed. peak: operations a second of all cards
+    """Operations of a step against those that the cards can do.
+
+    cost: of the model. share: of a forward and a whole backward, what is needed. peak: operations a second of all cards
     together, 0 where they are not known.
 
     Example: Arithmetic(cost=TokenCost(position=1.2e9, pair=1.1e5, head=2.7e8), peak=989.5e12)

@@ -40,10 +40,11 @@ THRESHOLDS: Mapping[str, tuple[float, float]] = {
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What one forward saw of N sampled tokens; all [N].
 
-    clipped: what the loss silenced. version: of the behaviour policy. exact: the trainer's weights were those of the
-    policy version itself, and the token was sampled with keys and values of its own version, so that at staleness 0 it compares
-    engine with trainer. lane: index into LANES. kl, entropy:
-    what the lane's penalty measured, NaN where it has none. rerouted: see `PackedModel.rerouted`.
+    logprob: log π_θ. behaviour: log μ as recorded. advantage: that the loss used. staleness: policy version before the step
+    minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: what the loss silenced.
+    exact: the trainer's weights were those of the policy version itself, and the token was sampled with keys and values of its
+    own version, so that at staleness 0 it compares engine with trainer. lane: index into LANES. sequence: index into the
+    packed items. kl, entropy: what the lane's penalty measured, NaN where it has none. rerouted: see `PackedModel.rerouted`.
     """
 
     logprob: np.ndarray
@@ -63,6 +64,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 class OutOfRange(msgspec.Struct, frozen=True):
     """A value outside its healthy range.
+
+    name: `<lane>/<name>`. value: as measured. low, high: the range, infinite where it is open.
 
     Example: OutOfRange(name="usual/ess", value=0.12, low=0.3, high=inf)
     """

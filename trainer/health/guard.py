@@ -24,7 +24,11 @@ ANY_FINITE = sys.float_info.max
 
 
 class GuardState(msgspec.Struct, frozen=True):
-    """skips: consecutive steps that changed nothing. norms, entropies, rewards: of the last steps that did, oldest first."""
+    """What the guard compares the next step with.
+
+    skips: consecutive steps that changed nothing. norms, entropies, rewards: of the last steps that changed the weights,
+    oldest first.
+    """
 
     skips: int = 0
     norms: tuple[float, ...] = ()

@@ -39,7 +39,10 @@ _PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
 
 class CheckpointPlace(NamedTuple):
-    """One checkpoint of a run: after which step, by which trainer. Of two after the same step the later trainer's is newer."""
+    """One checkpoint of a run. Of two after the same step the later trainer's is newer.
+
+    step: after which it was taken. token: of the trainer's lease.
+    """
 
     step: int
     token: int
@@ -48,9 +51,10 @@ class CheckpointPlace(NamedTuple):
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's place in the log after `step`.
 
-    step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up.
-    buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen. guard: of the
-    steps so far. settled: issue numbers below it are not waited for after a restart.
+    step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up. warmed_up: the
+    warm-up has ended. buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen.
+    config_hash: "", kept for the stored form. guard: of the steps so far. settled: issue numbers below it are not
+    waited for after a restart.
     """
 
     step: int = -1
@@ -67,8 +71,10 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A verified checkpoint. learner: its tensors, here or read from the store when asked for (StoredState). references:
-    offsets of undrawn buffer blocks. uses: of what was trained.
+    """A verified checkpoint.
+
+    position: to go on from. learner: its tensors, here or read from the store when asked for (StoredState). uses: of what was
+    trained. references: offsets of undrawn buffer blocks.
     """
 
     position: Position
@@ -83,12 +89,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a checkpoint valid: the position, size and sha256 of its state object, key and sha256 of its index ("" in
-    one of an earlier release).
+    """What makes a checkpoint valid.
 
-    learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 where there is none.
-    oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`; None where
-    neither was written down.
+    position: as in Checkpoint. state: key of the state object. size: of that object in bytes. sha256: of the same. token: of
+    the trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0
+    without one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`;
+    None where neither was written down. index, index_sha256: key and hash of the index, "" in a checkpoint of an earlier
+    release.
     """
 
     position: Position
@@ -132,8 +139,8 @@ def hash_like(recorded: str, state: Mapping[str, Tensor]) -> str:
 
 
 def state_sha256(state: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are. What journals of earlier
-    releases tell.
+    """Hash of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are. Journals of earlier
+    releases hold it.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -192,7 +199,7 @@ Take = Callable[[StoredState], Mapping[str, Tensor]]
 def load_newest(
     store: Store, run: str, *, before: CheckpointPlace | None = None, take: Take = dict
 ) -> Checkpoint | None:
-    """The newest checkpoint (older than `before`) that verifies, or None where there is none. take: see `load`.
+    """The newest checkpoint (older than `before`) that verifies, None without one. take: see `load`.
 
     Raises StoreError where the store fails: only what is known to be broken is passed over.
     """
@@ -257,7 +264,7 @@ def load_manifest(store: Store, run: str, place: CheckpointPlace) -> Manifest:
 
 
 def manifests(store: Store, run: str) -> list[Manifest]:
-    """Those that can be read, oldest first."""
+    """The manifests that can be read, oldest first."""
     found = []
     for place in places(store, run):
         try:

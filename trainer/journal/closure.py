@@ -3,7 +3,7 @@
 Followed from each definition is every name in it that its module defines or imports, annotations and bases included, so
 that methods are reached with their class; of a module that is reached, also what runs at import. Nothing is imported here.
 
-Guarantee: the hash changes with the text of what is reached, and with what its names stand for. Comments, docstrings,
+Guarantee: the hash changes with the text of what is reached, and with what its names mean. Comments, docstrings,
 layout, files that are not reached, and where a definition lies change nothing.
 """
 
@@ -18,14 +18,20 @@ IMPORT_TIME = ""  # the "definition" of a module that is all it does besides def
 
 
 class Definition(NamedTuple):
-    """A definition: its module and its name there."""
+    """A definition in the sources.
+
+    module: dotted name. name: in the module, IMPORT_TIME for all that the module does besides defining.
+    """
 
     module: str
     name: str
 
 
 class Module(NamedTuple):
-    """definitions: name to the statements that bind it. imports: name to where it comes from, name "" for a module."""
+    """The names of one module.
+
+    definitions: name to the statements that bind it. imports: name to its source, whose own name is "" for a module.
+    """
 
     definitions: dict[str, list[ast.stmt]]
     imports: dict[str, Definition]
@@ -57,7 +63,7 @@ class Sources:
         return frozenset(found)
 
     def digest(self, roots: Iterable[Definition]) -> str:
-        """Of all that is reached, with what each name in it stands for."""
+        """The hash of all that is reached, with what each name in it means."""
         lines = sorted(self._line(place) for place in self.reached(roots))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -77,7 +83,7 @@ class Sources:
         return None
 
     def uses(self, place: Definition) -> dict[str, Definition]:
-        """Names in a definition to what they stand for."""
+        """Names in a definition to the definitions they mean."""
         if place in self._uses:
             return self._uses[place]
         module = self._module(place.module)
@@ -91,7 +97,7 @@ class Sources:
         return found
 
     def _targets(self, name: str, module: Module, dotted: str) -> Iterator[Definition]:
-        """What `a` or `a.b` stands for."""
+        """The definitions that `a` or `a.b` means."""
         first, _, second = dotted.partition(".")
         if first in module.definitions:
             yield Definition(name, first)
@@ -103,7 +109,7 @@ class Sources:
                 yield home
 
     def _line(self, place: Definition) -> str:
-        """A definition, and what its names stand for, in one line without the place where it lies."""
+        """A definition, and what its names mean, in one line without the place where it lies."""
         names = [f"{name}={self._text(target)}" for name, target in sorted(self.uses(place).items())]
         return f"{self._text(place)} {' '.join(names)}"
 

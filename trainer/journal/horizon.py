@@ -13,7 +13,12 @@ from trainer.journal.checkpoint import CheckpointPlace, Manifest
 
 
 class CheckpointTime(msgspec.Struct, frozen=True, order=True):
-    """A checkpoint and when it was made. Example: CheckpointTime(place=CheckpointPlace(40, 17), time_ms=1763715600000)."""
+    """A checkpoint and when it was made.
+
+    place: step and token. time_ms: log time of its Saved record.
+
+    Example: CheckpointTime(place=CheckpointPlace(40, 17), time_ms=1763715600000)
+    """
 
     place: CheckpointPlace
     time_ms: int
@@ -43,14 +48,14 @@ def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int) -> set[C
 
 
 def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
-    """Offset of `buffer` below which no checkpoint that stays needs anything; 0 where there is none."""
+    """Offset of `buffer` below which no checkpoint that stays needs anything; 0 without such checkpoints."""
     return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
 
 
 def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
     """Offset of `batches` that the journal may begin with, and the token it must have; (0, -1) while all of it is needed.
 
-    The record before the first one that a checkpoint that stays goes on with, so that whoever reads from there knows the lease
+    The record before the first one that a checkpoint that stays goes on with, so that a reader from there on knows the lease
     in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
     runs have written there.
     """

@@ -21,7 +21,10 @@ Fate = Literal["trained", "skipped", "quarantined", "open"]
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What counts in the journal, in order. next_offset: where the next read goes on. token: highest fence seen."""
+    """What counts in the journal.
+
+    entries: in order. next_offset: where the next read goes on. token: highest fence seen.
+    """
 
     entries: tuple[Entry, ...] = ()
     next_offset: int = 0
@@ -29,7 +32,11 @@ class Journal(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The right to write. token: offset of the lease event in `policies`; a higher one takes the right away."""
+    """The right to write the journal of a run.
+
+    run: its name. token: offset of the lease event in `policies`; a higher one takes the right away. owner: instance of the
+    trainer.
+    """
 
     run: str
     token: int
@@ -78,10 +85,10 @@ async def read_journal(log: Log, lease: Lease, *, start: int = 0, token: int = -
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """A journaled batch that a state does not contain yet, and what the journal says became of it.
+    """A journaled batch that a state does not contain yet.
 
-    fate: trained; skipped (it changed nothing); quarantined (rolled back since); open: the last one, of which the journal
-    says nothing yet.
+    batch: as journaled. fate: trained; skipped (it changed nothing); quarantined (rolled back since); open: the last one,
+    whose result the journal does not hold yet.
     """
 
     batch: Batch

@@ -27,7 +27,7 @@ Across = Callable[[Callable[..., torch.Tensor], QueryKeyValue, torch.Tensor | No
 
 class Abilities(msgspec.Struct, frozen=True):
     """What was found of a family when its model was opened. dense: it reads a packed row under a mask of T × T. tree: its
-    layers take the attention of this module. window: the shortest sliding window of its layers, 0 for none.
+    layers take the attention of this module. window: the shortest sliding window of its layers in tokens, 0 for none.
     """
 
     dense: bool
@@ -221,7 +221,7 @@ class InBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of query, key, value and sinks."""
+        """Gradients of query, key, value and sinks."""
         query, key, value, sinks_H, found, sums_BHT = ctx.saved_tensors
         totals = [torch.zeros_like(one) for one in (query, key, value, sinks_H) if one is not None]
         for start, stop in _blocks(query.shape[2]):

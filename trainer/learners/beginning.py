@@ -21,13 +21,13 @@ def begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
         torch.set_num_threads(config.threads)
     import deepspeed
 
-    _alone_unless_told(os.environ)
+    _default_to_one_rank(os.environ)
     deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
     deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
 
 
-def _alone_unless_told(environment: MutableMapping[str, str]) -> None:
-    """One rank, where no launcher said otherwise."""
+def _default_to_one_rank(environment: MutableMapping[str, str]) -> None:
+    """One rank, where no launcher set the environment."""
     if "WORLD_SIZE" not in environment:
         environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

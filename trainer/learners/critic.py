@@ -17,7 +17,10 @@ from trainer.learners.forward import PackedModel
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Of N sampled tokens: values before the step, what they are pulled to, and advantages. All [N] float32."""
+    """The critic's numbers for N sampled tokens, all [N] float32.
+
+    value: before the step. target: what the value is pulled to. advantage: of the token.
+    """
 
     value: np.ndarray
     target: np.ndarray

@@ -205,7 +205,7 @@ class DeepSpeedLearner:
         return np.asarray(self._call(Order(name="distances", counts=Counts.of(batch)), [batch]))
 
     def numerics(self) -> dict[str, str]:
-        """Those of one process, ranks, and the stage of ZeRO."""
+        """The numerics of one process, the ranks, and the stage of ZeRO."""
         return numerics(self._model.device, adapted=self.adapter is not None) | {
             "attention": self._model.reading,
             "ranks": str(self._world),

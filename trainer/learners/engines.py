@@ -25,7 +25,11 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 class Opened(NamedTuple):
-    """A model, what computes with it on all ranks together, and its parameters. run: name of a method, and its arguments."""
+    """A model on one rank.
+
+    packed: reads rows. run: computes with the model on all ranks together; takes the name of a method and its arguments.
+    named: its parameters by name.
+    """
 
     packed: PackedModel
     run: Any

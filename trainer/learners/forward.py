@@ -59,7 +59,7 @@ class PackedModel:
         if activation_checkpointing:
             again = {} if self._replay is None else {"context_fn": self._replay.again}
             self.module.gradient_checkpointing_enable({"use_reentrant": False, **again})
-            self.module.train()  # transformers recomputes in training mode only; dropout there is none to turn on
+            self.module.train()  # transformers recomputes in training mode only; the model has no dropout to turn on
             _refuse_dropout(self.module, folder)
         self.device = torch.device(device)
         self._body = getattr(self.module, self.module.base_model_prefix)

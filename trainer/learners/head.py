@@ -26,7 +26,7 @@ class Head:
 
     @property
     def num_tokens(self) -> int:
-        """Of the vocabulary."""
+        """Tokens of the vocabulary."""
         return int(self._layer.out_features)
 
     def logprobs(self, hidden_ND: torch.Tensor, target_N: torch.Tensor, temperature_N: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,9 @@ from trainer.losses.penalty import lane_penalty
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """What is the same for all microbatches of one optimizer step.
 
-    denominators: of each lane, global: see `denominators`. num_tokens: of each lane, likewise. version: policy version
-    before the batch. exact: the weights are that version's. bounds: what losses measured over the whole step.
+    objectives: by lane. denominators: of each lane, global: see `denominators`. num_tokens: sampled ones of each lane, global.
+    version: policy version before the batch. exact: the weights are that version's. staleness_decay: λ of λ^staleness, 1 is
+    off. bounds: what losses measured over the whole step.
     """
 
     objectives: Mapping[Lane, Objective]
@@ -53,7 +54,7 @@ def step_context(
     staleness_decay: float,
     bounds: Mapping[Lane, float],
 ) -> StepContext:
-    """Of minibatch `index` of `parts`. batch: the whole step."""
+    """The context of minibatch `index` of `parts`. batch: the whole step."""
     return StepContext(
         objectives=objectives,
         denominators=denominators(objectives, batch, parts),
@@ -124,7 +125,7 @@ def bounds(
 
 
 def check_step(objectives: Mapping[Lane, Objective], batch: PackedBatch, learning_rate: float) -> None:
-    """ValueError for what no step could be made of; nothing has been computed yet."""
+    """ValueError for a batch that no step can be made of; nothing has been computed yet."""
     if not batch.num_tokens:
         raise ValueError("batch: got no sampled tokens, expected at least one")
     if not (learning_rate > 0 and math.isfinite(learning_rate)):
@@ -217,7 +218,11 @@ def microbatch_loss(
 
 
 class Tokens(NamedTuple):
-    """What forwards gave for the sampled tokens of a microbatch; [N] each."""
+    """What forwards gave for the N sampled tokens of a microbatch; [N] each.
+
+    logprob: log π_θ, with its gradient. proximal: log π_p, None where no loss asked for it. reference: log π_ref, None
+    likewise. entropy: over the vocabulary, None likewise.
+    """
 
     logprob: torch.Tensor
     proximal: torch.Tensor | None
@@ -234,7 +239,7 @@ def _inputs(
     advantage: np.ndarray,
     staleness: np.ndarray,
 ) -> LossInputs:
-    """Of one lane's tokens, at `mine`."""
+    """What the loss of one lane gets: its tokens, at `mine`."""
     device = given.logprob.device
     at = torch.from_numpy(mine).to(device)
     _, sequence = np.unique(one.sequence_N[mine], return_inverse=True)

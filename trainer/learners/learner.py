@@ -37,12 +37,12 @@ LEARNERS: Mapping[str, tuple[str, ...]] = {
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did. finite False: nothing was changed. values: those of `trainer.health.diagnostics`, by name.
+    """What one step did.
 
-    loss: of the whole step (the mean over its minibatches where there are several). grad_norm: before clipping, the
-    largest.
-    reward: mean of what it trained on, which the loop fills in; None where nothing has one.
-    seconds: by part of the step, of learners that can tell without waiting for a card: "gradients" (forward and backward),
+    finite: False where a loss or gradient was not, and nothing was changed. loss: of the whole step (the mean over its
+    minibatches where there are several). grad_norm: before clipping, the largest. values: those of
+    `trainer.health.diagnostics`, by name. reward: mean of what it trained on, which the loop fills in; None without rewards.
+    seconds: by part of the step, of learners that can measure without waiting for a card: "gradients" (forward and backward),
     "update" (work that a card goes on with counts in the part that waits for it).
     """
 
@@ -101,14 +101,14 @@ class Learner(Protocol):
 
 
 class Snapshot(Protocol):
-    """A learner's state as it was, in the memory of whoever computes with it; later steps do not reach it."""
+    """A learner's state as it was, in the memory of the processes that compute with it; later steps do not reach it."""
 
     def write(self) -> Index:
         """Put it into the store, in a thread beside the learner's. Nothing names it before a manifest does. Blocking."""
 
 
 class Weights(Protocol):
-    """Weights as they were, in the memory of whoever computes with them; later steps do not reach them. Calls block."""
+    """Weights as they were, in memory of the processes that compute with them; later steps do not reach them. Calls block."""
 
     def not_finite(self) -> str:
         """Name of a tensor that holds NaN or infinity, "" where none does."""
@@ -154,7 +154,10 @@ class Ranks(Protocol):
 
 
 class WholeSnapshot(msgspec.Struct, frozen=True):
-    """Of a learner of one process."""
+    """The snapshot of a learner of one process.
+
+    tensors: the whole state by name. store: where it is written. folder: key of it there.
+    """
 
     tensors: Mapping[str, Tensor]
     store: Store

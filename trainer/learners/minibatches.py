@@ -20,8 +20,10 @@ from trainer.losses.offpolicy import effective_share, ess_learning_rate
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """One minibatch. applied False: its loss or gradient was refused, and it changed nothing. loss, grad_norm, seconds: as in
-    StepStats. observed: of its microbatches; of all ranks on rank 0, () on the others.
+    """One minibatch.
+
+    applied: False where its loss or gradient was refused, and it changed nothing. loss, grad_norm, seconds: as in StepStats.
+    observed: of its microbatches; of all ranks on rank 0, () on the others.
     """
 
     applied: bool

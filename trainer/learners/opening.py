@@ -30,7 +30,10 @@ UNABLE = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeEr
 
 
 class Sample(NamedTuple):
-    """Two sequences with a common beginning: packed into one row, and each for itself."""
+    """Two sequences with a common beginning.
+
+    packed: both in one row. branches_2T: int64, each for itself.
+    """
 
     packed: Microbatch
     branches_2T: torch.Tensor

@@ -2,7 +2,7 @@
 
 Guarantees: no rank gets more than it asked for or computes with: rows and pieces go to their rank alone. Idle ranks hear a
 heartbeat, so that silence is no reason to end, however long it lasts; a rank that does not answer one is named, and the
-process ends, so that whoever keeps the ranks running starts all of them again.
+process ends, so that the launcher of the ranks starts all of them again.
 """
 
 import logging
@@ -29,8 +29,12 @@ Encoded = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective call. num_parts: minibatches of a step. folder, index, sha256: of a state in the store.
-    names, dtypes: of tensors that follow, or that are taken over.
+    """One collective call.
+
+    name: of the call. counts: of the batch of a step. num_parts: minibatches of a step. learning_rate: of the step.
+    max_grad_norm: gradients are clipped to it. seed: of the step. phase: that begins. sequences: whose logprobs are asked for,
+    as token ids. folder, index, sha256: of a state in the store. names, dtypes: of tensors that follow, or that are taken
+    over.
 
     Example: Order(name="begin_phase", phase="train")
     """
@@ -51,7 +55,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of a PackedBatch, all but its rows."""
+    """A PackedBatch without its rows.
+
+    lane_tokens, lane_sequences, num_sequences, version, exact: as there.
+    """
 
     lane_tokens: dict[Lane, int]
     lane_sequences: dict[Lane, int]
@@ -61,7 +68,7 @@ class Counts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "Counts":
-        """Those of a batch."""
+        """The counts of a batch."""
         return cls(dict(batch.lane_tokens), dict(batch.lane_sequences), batch.num_sequences, batch.version, batch.exact)
 
     def batch(self) -> PackedBatch:

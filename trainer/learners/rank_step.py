@@ -140,8 +140,8 @@ class RankStep:
             arrays = [decode_array(one) for data in every for one in msgspec.msgpack.decode(data, type=list[Encoded])]
             whole = msgspec.structs.replace(batch, microbatches=tuple(microbatches))
             found = {lane: float(value) for lane, value in bounds(objectives, whole, arrays).items()}
-        told = self._channel.broadcast(None if found is None else msgspec.msgpack.encode(found))
-        return msgspec.msgpack.decode(told, type=dict[Lane, float])
+        sent = self._channel.broadcast(None if found is None else msgspec.msgpack.encode(found))
+        return msgspec.msgpack.decode(sent, type=dict[Lane, float])
 
     def move_reference(self, decay: float) -> None:
         """The reference as `decay` of itself and the rest the policy. Collective."""
@@ -199,8 +199,8 @@ class RankStep:
         if not self._config.scale_by_ess:
             return learning_rate
         rate = 0.0 if self._channel.rank else scaled_rate(self._config, learning_rate, observed)
-        told = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
-        return msgspec.msgpack.decode(told, type=float)
+        sent = self._channel.broadcast(None if self._channel.rank else msgspec.msgpack.encode(rate))
+        return msgspec.msgpack.decode(sent, type=float)
 
     def _apply(self, order: Order, learning_rate: float, loss: float, *, sound: bool) -> tuple[bool, float]:
         """One optimizer step, where its gradient may make one; whether it did, and the gradient's norm before clipping.

@@ -24,8 +24,8 @@ from trainer.learners.values import measured
 from trainer.losses.loss import Objective
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What all ranks need of all. counts: chosen tokens of each minibatch. spread: see `spread_of`."""
+class _Totals(msgspec.Struct, frozen=True):
+    """Totals over all ranks. counts: chosen tokens of each minibatch. spread: see `spread_of`."""
 
     counts: tuple[int, ...]
     spread: tuple[float, float] | None
@@ -56,7 +56,7 @@ class RankCritic:
 
 
 class RankValues:
-    """Of one step; every call is collective."""
+    """The critic's part in one step; every call is collective."""
 
     def __init__(self, critic: RankCritic, objectives: Mapping[Lane, Objective], parts: Sequence[Rows]) -> None:
         self._critic = critic
@@ -64,19 +64,19 @@ class RankValues:
         lanes = [LANES.index(lane) for lane, one in objectives.items() if one.critic]
         self._chosen = [[np.isin(one.lane_N, lanes) for one in part.mine] for part in parts]
         found = [self._valued(part, chosen) for part, chosen in zip(parts, self._chosen, strict=True)]
-        told = self._together(found)
-        self._counts = told.counts
+        totals = self._together(found)
+        self._counts = totals.counts
         self._estimates = [
-            [estimated(*one, mine, told.spread) for one, mine in zip(of_part, chosen, strict=True)]
+            [estimated(*one, mine, totals.spread) for one, mine in zip(of_part, chosen, strict=True)]
             for of_part, chosen in zip(found, self._chosen, strict=True)
         ]
         # As the lanes' denominators: a token weighs the same whichever minibatch it falls into.
-        self._num_tokens = sum(told.counts) / len(parts)
+        self._num_tokens = sum(totals.counts) / len(parts)
         self._losses: list[float] = []
         self._pending = False
 
     def advantages(self, part: int) -> list[np.ndarray]:
-        """Of each of this rank's microbatches of a part, [N]; 0 in lanes without a critic."""
+        """Advantages of each of this rank's microbatches of a part, [N]; 0 in lanes without a critic."""
         return [one.advantage for one in self._estimates[part]]
 
     def accumulate(self, part: int) -> bool:
@@ -136,7 +136,7 @@ class RankValues:
                 found.append(advantages(one, every, chosen[index], self._critic.config))
         return found
 
-    def _together(self, found: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> _Told:
+    def _together(self, found: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> _Totals:
         """Computed on rank 0 from the tokens of all ranks, and broadcast."""
         channel = self._critic.channel
         mine = [
@@ -150,10 +150,10 @@ class RankValues:
             ]
             for data in channel.gather(msgspec.msgpack.encode(mine))
         ]
-        told = None
+        totals = None
         if not channel.rank:
             counts = [sum(len(one) for of_rank in every for one in of_rank[part]) for part in range(len(found))]
             flat = [one for of_rank in every for of_part in of_rank for one in of_part]
             spread = spread_of(flat) if self._critic.config.normalize and flat else None
-            told = msgspec.msgpack.encode(_Told(tuple(counts), spread))
-        return msgspec.msgpack.decode(channel.broadcast(told), type=_Told)
+            totals = msgspec.msgpack.encode(_Totals(tuple(counts), spread))
+        return msgspec.msgpack.decode(channel.broadcast(totals), type=_Totals)

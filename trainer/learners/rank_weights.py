@@ -45,7 +45,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class LastPublished(msgspec.Struct):
-    """What a rank keeps of the version that was published last: the base of the next delta. number: of its weights."""
+    """What a rank keeps of the version that was published last: the base of the next delta.
+
+    number: of its weights, -1 before the first. tensors: this rank's own.
+    """
 
     number: int = -1
     tensors: HashedTensors | None = None
@@ -117,13 +120,13 @@ class RankWeights:
             event = publish_shares(store, new, _RankShares(self, number), probe)
             published = True
         finally:
-            self._tell_end(published=published)
+            self._send_end(published=published)
         return event
 
     def let_go(self) -> None:
         """See Weights."""
         if not self._ended:
-            self._tell_end(published=False)
+            self._send_end(published=False)
 
     def serve(self) -> None:
         """Do what rank 0 asks for until it ends. Blocks."""
@@ -156,7 +159,7 @@ class RankWeights:
             case _Request(name="entries"):
                 return self._tensors.entries
             case _Request(name="look"):
-                assert self._store is not None, "whoever serves has a store"
+                assert self._store is not None, "a rank that serves has a store"
                 self._share = Share(self._store, self._tensors, self._base(request.previous))
                 return self._share.look()
         assert self._share is not None, "they are looked at first"
@@ -171,7 +174,7 @@ class RankWeights:
             raise ValueError(f"previous: got weights {number}, expected {self._last.number}, which were published last")
         return self._last.tensors
 
-    def _tell_end(self, *, published: bool) -> None:
+    def _send_end(self, *, published: bool) -> None:
         self._channel.broadcast(msgspec.msgpack.encode(_Request(name="end", published=published)))
         self._end(published=published)
 

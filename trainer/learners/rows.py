@@ -14,8 +14,10 @@ from trainer.learners.orders import Channel, Encoded, decode_arrays, encode_arra
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """What one rank computes of a batch. mine: its microbatches. most: how many the rank with most has. filler: None where
-    this rank is that one.
+    """What one rank computes of a batch.
+
+    mine: its microbatches. most: how many the rank with most has. filler: computed in the turns that this rank has no
+    microbatch for; None where this rank has most.
     """
 
     mine: tuple[Microbatch, ...]

@@ -74,7 +74,7 @@ class ScriptedLearner:
         return min(1.0, self._steps / 10)
 
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
-        """As if every logprob were now 0."""
+        """The distances that a policy would have whose logprobs are all 0."""
         sums = np.zeros(batch.num_sequences)
         for one in batch.microbatches:
             moved = np.where(one.ratio_N, np.abs(one.behaviour_N), 0.0)

@@ -2,7 +2,7 @@
 
     through the layers  each of the N ranks of a group holds 1/N of every row's tokens, a stretch of them in their order
     inside attention    it holds all tokens for 1/N of the heads: our own attention reads whole trees
-    at the head         it reads the sampled tokens whose states it holds, and tells the others their logprobs
+    at the head         it reads the sampled tokens whose states it holds, and sends the others their logprobs
 
 Guarantees: logprobs and gradients are those of one rank up to rounding; a model that this does not hold for is refused by
 name before its weights are loaded, or, where only its numbers tell, when it is opened. Rows are padded to a multiple of N.
@@ -31,8 +31,10 @@ MOVING_ROPE = ("dynamic", "longrope")  # their angles depend on the longest posi
 
 
 class SequenceGroup(msgspec.Struct, frozen=True):
-    """The ranks that compute the same rows together. size: N. place: this rank's among them, whose stretch of tokens and
-    whose heads it has. groups: how many there are. process_group: torch's; None where every rank is one of its own.
+    """The ranks that compute the same rows together.
+
+    size: N ranks. place: this rank's among them, whose stretch of tokens and whose heads it has. groups: how many there are.
+    process_group: torch's; None where every rank is one of its own.
     """
 
     size: int = 1
@@ -97,8 +99,10 @@ def require_divisible(folder: str, size: int) -> None:
 
 
 class Part(NamedTuple):
-    """What one rank computes of a microbatch. tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens
-    it reads; at_R: where, indexes into B*P. experts_BPLk: see `Microbatch`.
+    """What one rank computes of a microbatch: P of the T tokens of each row, R of the N sampled ones.
+
+    tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens it reads. at_R: where it reads them,
+    indexes into B*P. experts_BPLk: see `Microbatch`.
     """
 
     tokens_BP: np.ndarray
@@ -163,11 +167,11 @@ class SplitModel(PackedModel):
         target_N, temperature_N = self._targets(one)
         found = read(state_PD[self._tensor(part.at_R)], target_N[read_R], temperature_N[read_R])
         differs_R = None if given is None else given.shares()[self._tensor(part.at_R)]
-        self._rerouted_N = None if differs_R is None else self._told(differs_R, read_R, len(target_N))
-        return self._told(found, read_R, len(target_N))
+        self._rerouted_N = None if differs_R is None else self._gathered(differs_R, read_R, len(target_N))
+        return self._gathered(found, read_R, len(target_N))
 
-    def _told(self, found: torch.Tensor, read_R: torch.Tensor, num_N: int) -> torch.Tensor:
-        every: torch.Tensor = Told.apply(found, read_R, num_N, self._group.process_group)  # type: ignore[no-untyped-call]
+    def _gathered(self, found: torch.Tensor, read_R: torch.Tensor, num_N: int) -> torch.Tensor:
+        every: torch.Tensor = Gathered.apply(found, read_R, num_N, self._group.process_group)  # type: ignore[no-untyped-call]
         return every
 
 
@@ -207,7 +211,7 @@ def _attended(
     return attend(*(one.transpose(1, 2) for one in (query, key, value)), sinks)
 
 
-class Told(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
     """An all-gather of what each rank of a group read, [..., R], to [..., N]. All of them make the same loss of it, so each
     has the gradient of what it read already: nothing is exchanged on the way back.
     """
@@ -223,6 +227,6 @@ class Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of what this rank read."""
+        """The gradient of what this rank read."""
         (read_R,) = ctx.saved_tensors
         return gradients[0][..., read_R], None, None, None

@@ -39,8 +39,8 @@ def load_sharded(
     parts = None if channel.rank else _reading(module, folder, dtype)
     partitioned: Any = None  # a parameter that is, which knows how to do it
     while True:
-        told = channel.broadcast(None if parts is None else msgspec.msgpack.encode(next(parts)))
-        part = msgspec.msgpack.decode(told, type=_Part)
+        sent = channel.broadcast(None if parts is None else msgspec.msgpack.encode(next(parts)))
+        part = msgspec.msgpack.decode(sent, type=_Part)
         if part.error:
             raise ConfigError(part.error)
         for name, one in part.buffers.items():
@@ -60,7 +60,7 @@ def load_sharded(
 
 
 def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:
-    """On rank 0: fill the model part by part, and tell of each."""
+    """On rank 0: fill the model part by part, and say what each holds."""
     try:
         parts = FolderParts(module, folder, dtype=dtype)
         for names in parts:

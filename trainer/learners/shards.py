@@ -22,14 +22,20 @@ NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Source(NamedTuple):
-    """Where the bytes of one tensor come from. read: bytes, from and to. dtype: a safetensors name."""
+    """Where the bytes of one tensor come from.
+
+    read: bytes, from and to. dtype: a safetensors name.
+    """
 
     read: Callable[[int, int], memoryview]
     dtype: str
 
 
 class Fragment(NamedTuple):
-    """What a rank holds of one tensor of the state. start: of its values in the flat tensor. values: flat, the engine's own."""
+    """What a rank holds of one tensor of the state.
+
+    name: of the tensor. start: of its values in the flat tensor. values: flat, the engine's own.
+    """
 
     name: str
     start: int
@@ -166,7 +172,7 @@ class Shards:
             found = [float(zero.scaled_global_norm())]
         else:
             found = [float(one) for one in zero._get_norm_groups()]
-        return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 stands for one that is not finite
+        return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 means one that is not finite
 
     def whole(self, name: str) -> torch.Tensor:
         """A trained weight in float32, on every rank. Collective."""
@@ -191,7 +197,7 @@ class Shards:
             return
         self._spoil_gradient()
         self._engine.step()
-        if self.stage == 3:  # a rank that holds nothing of a small weight would keep what no step writes over
+        if self.stage == 3:  # a rank that holds nothing of a small weight would keep a value that no step writes over
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
@@ -275,7 +281,7 @@ class Shards:
             self._gather_small()
 
     def _gather_small(self) -> None:
-        """Those that stay whole on every rank."""
+        """Gather the parameters that stay whole on every rank."""
         if small := self._engine.optimizer.persistent_parameters:
             small[0].all_gather(small)
 

@@ -48,7 +48,7 @@ class Values:
         self._num_tokens = sum(int(chosen.sum()) for part in self._chosen for chosen in part) / len(parts)
 
     def advantages(self, part: int) -> list[np.ndarray]:
-        """Of each microbatch of a part, [N]; 0 in lanes without a critic."""
+        """Advantages of each microbatch of a part, [N]; 0 in lanes without a critic."""
         return [one.advantage for one in self._estimates[part]]
 
     def accumulate(self, part: int) -> bool:

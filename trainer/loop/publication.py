@@ -39,8 +39,8 @@ KNOWN_VERSIONS = 256  # newest ones of which the events are kept in memory
 class WeightPublisher:
     """One trainer's way to the `policies` topic. events: what was published before, by version, from the first on that may be
     published again; of what this one publishes the newest KNOWN_VERSIONS are remembered, and a number below them is taken.
-    past: what is said there; whoever follows the topic folds on what comes. adapter: of which all versions
-    are, None for whole models.
+    past: the fold of the topic so far; its follower folds on what comes. adapter: of which all versions are, None for whole
+    models.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What the trainer tells about itself: metrics, and a Progress record every few seconds.
+"""What the trainer reports about itself: metrics, and a Progress record every few seconds.
 
-Counters only grow within one process; whoever sums them over restarts adds instances up.
+Counters only grow within one process; a sum over restarts adds the instances up.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class TrainerReport:
         self.gauges: dict[str, float] = {}
         self.state = "starting"
         self.life: Life = "starting"
-        self.worth_showing: dict[str, float] = {}  # of the newest step, for whoever looks at the version that follows
+        self.worth_showing: dict[str, float] = {}  # of the newest step, shown with the version that follows
         self.board = board
         self.arithmetic = arithmetic
 

@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class Unwritten(msgspec.Struct, frozen=True):
-    """A checkpoint in memory. checkpoint: all of it but the learner's state. made_with: as in Saved."""
+    """A checkpoint in memory.
+
+    checkpoint: all of it but the learner's state. snapshot: the learner's state. made_with: as in Saved. began_s: by the clock
+    of `time.monotonic`, when it was taken.
+    """
 
     checkpoint: Checkpoint
     snapshot: Snapshot

@@ -31,7 +31,10 @@ Result = TypeVar("Result")
 class Learning:
     """A learner and its position: all that executing a journaled step takes, and nothing that could write.
 
-    position: after what was executed last.
+    floor: settings of every role. config: the trainer's. learner: that holds the model. report: counters of this process.
+    position: after what was executed last. image_inputs: what a model that takes pictures needs besides the log, None for text
+    alone. probe_sequences: token ids whose logprobs are compared between versions. executor: one thread for the learner, so
+    that its CPU kernels keep their thread settings and the event loop keeps reading.
     """
 
     floor: Floor
@@ -39,10 +42,8 @@ class Learning:
     learner: Learner
     report: TrainerReport
     position: Position
-    # What a model that takes pictures needs besides the log; None for text alone.
     image_inputs: ImageInputs | None = None
     probe_sequences: tuple[tuple[int, ...], ...] = ()
-    # One thread for the learner: its CPU kernels keep their thread settings, and the event loop keeps reading.
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="learner"))
 
     def advance(self, **changes: object) -> None:
@@ -62,7 +63,10 @@ class Learning:
 
 
 class Unread(msgspec.Struct, frozen=True):
-    """Where the journal is read from to find what is still to be executed again, and the highest fence before it."""
+    """Where the journal is read from to find what is still to be executed again.
+
+    journal_next: offset of the first such record. journal_token: the highest fence before it.
+    """
 
     journal_next: int
     journal_token: int
@@ -70,16 +74,18 @@ class Unread(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True)
 class Saving:
-    """How far checkpoints are. saved_step: of the newest own one; trimmed: offset of `buffer` below which this process has
-    removed everything; journal_begin: the same of `batches`. tasks: where checkpoints and versions are stored beside the next
-    steps; without it steps wait.
+    """How far checkpoints are.
+
+    saved_step: of the newest own one, -2 before the first. trimmed: offset of `buffer` below which this process has removed
+    everything. journal_begin: the same of `batches`. unread: while journaled steps are executed again, where a checkpoint of
+    that time sends a restart back to; `position.journal_next` is past these steps already, since new records are appended
+    there. tasks: where checkpoints and versions are stored beside the next steps; without it steps wait. running: the one that
+    is being stored. executor: one thread for the store.
     """
 
     saved_step: int = -2
     trimmed: int = 0
     journal_begin: int = 0
-    # While journaled steps are executed again, position.journal_next is past them all already: what is appended lies
-    # there. A checkpoint of that time must still send a restart back to them.
     unread: Unread | None = None
     tasks: asyncio.TaskGroup | None = None
     running: asyncio.Task[None] | None = None
@@ -107,8 +113,11 @@ class Saving:
 
 @dataclass(kw_only=True)
 class Run(Learning):
-    """One trainer. position changes only after what it says is confirmed. published_probe: of the version this process
-    published last. chain: what a drawn batch passes.
+    """One trainer. Its position changes only after what it says is confirmed.
+
+    log: of the app. store: of checkpoints and versions. lease: the right to write the journal. publisher: of versions. supply:
+    what waits to be trained. saving: how far checkpoints are. chain: what a drawn batch passes. published_probe: of the
+    version this process published last.
     """
 
     log: Log

@@ -207,7 +207,11 @@ async def write_and_publish_due(run: Run, weights: Weights | None = None) -> Non
 
 
 class Unpublished(msgspec.Struct, frozen=True):
-    """A version in memory: the weights after `step`, and what they say of a few sequences."""
+    """A version in memory: the weights after `step`.
+
+    version: its number. parent: the version before. step: last executed. weights: as they were then. probe: logprobs of a few
+    sequences under them, None where nothing is probed. stats: of the newest step, shown with the version.
+    """
 
     version: int
     parent: int
@@ -245,7 +249,7 @@ async def publish(run: Run, one: Unpublished) -> None:
 
 
 async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None:
-    """Restore the weights of the newest checkpoint before step `newest` (of any, where there is none) as a new, higher
+    """Restore the weights of the newest checkpoint before step `newest` (of any, without one) as a new, higher
     version; the batches since it are quarantined.
     """
     await run.saving.finished()

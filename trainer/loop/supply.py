@@ -1,6 +1,6 @@
 """What a step is drawn from, and the draw: the paced lane decides, the others follow in proportion.
 
-Nothing is taken out of the buffer or dropped here: that is up to whoever asked.
+Nothing is taken out of the buffer or dropped here: the caller does that.
 """
 
 import math
@@ -28,8 +28,11 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 
 @dataclass(kw_only=True)
 class Supply:
-    """What waits to be trained, and what the lanes want of it. given_up: issue number to when it was first waited for.
-    published_s: when this process took what it published last, by the clock of the intake.
+    """What waits to be trained, and what the lanes want of it.
+
+    config: the trainer's. pacing: how far training may lag behind. intake: what came of the log. seed: of the draws.
+    objectives: of the lanes, opened at the start. given_up: issue number to when it was first waited for, by the clock of the
+    intake. published_s: when this process took what it published last, by the same clock.
     """
 
     config: TrainerConfig

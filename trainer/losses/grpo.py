@@ -19,7 +19,7 @@ def grpo(
 ) -> LossOutput:
     """-min(wA, clip(w, 1-low, 1+high)A) + kl·KL(π_θ, π_ref). arXiv 2402.03300 eq. 3 and 4.
 
-    estimator: k3 is differentiated as it stands, as in eq. 4, which is not the gradient of this KL; k1 so, would have no
+    estimator: k3 is differentiated as written in eq. 4, which is not the gradient of this KL; k1 so, would have no
     gradient on average (2506.09477), so it enters as the weight of log π_θ. The lane's own `kl` serves any loss and is
     unbiased: prefer it. kl: weight of the KL to the reference model, 0 for none. low, high: how far below and above 1 the
     ratio still has a gradient. minibatches: optimizer steps per batch. dual_clip_at: see `dual_clip`, 3 in its paper.

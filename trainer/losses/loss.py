@@ -66,7 +66,10 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossOutput(msgspec.Struct, frozen=True):
-    """loss: [N], what each token adds, with its gradient. clipped: [N] bool, what a clip or mask silenced, or None."""
+    """What a loss gives for N tokens.
+
+    loss: [N], what each token adds, with its gradient. clipped: [N] bool, what a clip or mask silenced, or None.
+    """
 
     loss: torch.Tensor
     clipped: torch.Tensor | None = None
@@ -76,12 +79,12 @@ Loss = Callable[..., LossOutput]
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a loss wants beside its options. ratio: μ is the policy's own. mean: what its value is a mean over.
+    """What a loss wants beside its options.
 
-    reference, teacher: their logprobs. critic: token advantages from values. advantage: it teaches nothing where all
-    advantages are 0. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it names)
-    to the number that comes back as `LossInputs.bound`. asks: those of its options that the learner reads: minibatches,
-    proximal (see Objective), kl (above 0: a reference).
+    ratio: μ is the policy's own. mean: what its value is a mean over. reference, teacher: their logprobs. critic: token
+    advantages from values. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it
+    names) to the number that comes back as `LossInputs.bound`. advantage: it teaches nothing where all advantages are 0. asks:
+    those of its options that the learner reads: minibatches, proximal (see Objective), kl (above 0: a reference).
     """
 
     ratio: bool = True
@@ -97,8 +100,10 @@ class Needs(msgspec.Struct, frozen=True):
 class Objective(msgspec.Struct, frozen=True):
     """A lane's loss, bound to its options.
 
-    minibatches: optimizer steps per batch it asks for. proximal: "" (none), "recompute" (a forward before the first of
-    them) or "log-linear" (made inside the loss). kl, entropy: of the lane, whatever its loss. The others: see Needs.
+    function: the loss. weight: multiplies the lane's mean. minibatches: optimizer steps per batch it asks for. proximal: ""
+    (none), "recompute" (a forward before the first of them) or "log-linear" (made inside the loss). ratio, reference, mean,
+    teacher, critic, advantage: see Needs. bound: that of Needs with its options, None without one. kl, entropy: of the lane,
+    whatever its loss.
     """
 
     function: Callable[[LossInputs], LossOutput]

@@ -17,7 +17,10 @@ KL_CAP = 5.0
 
 
 class Penalty(NamedTuple):
-    """loss: what it adds to the step's loss. kl, entropy: [N], as measured, without gradient; None where not asked for."""
+    """The penalties of a lane over N tokens.
+
+    loss: what it adds to the step's loss. kl, entropy: [N], as measured, without gradient; None where not asked for.
+    """
 
     loss: torch.Tensor
     kl: torch.Tensor | None

@@ -34,8 +34,10 @@ from trainer.replay.repeat import repeat
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """The journal from one checkpoint on, without its items. saved: by step. last_use: offset of `buffer` → last step that
-    trains on it. times_ms: log-append time of each step's batch. not_compared: checkpoints of steps rolled back later.
+    """The journal from one checkpoint on, without its items.
+
+    todo: what is executed, in order. saved: records by step. last_use: offset of `buffer` → last step that trains on it.
+    times_ms: log-append time of each step's batch. not_compared: checkpoints of steps rolled back later.
     """
 
     todo: tuple[Pending | Rollback, ...]
@@ -61,7 +63,11 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class ReplayStart(msgspec.Struct, frozen=True):
-    """Where a replay begins. passed_over: what is wrong with older checkpoints."""
+    """Where a replay begins.
+
+    manifest: of the checkpoint. state: the checkpoint. survey: of the journal behind it. passed_over: what is wrong with older
+    checkpoints.
+    """
 
     manifest: Manifest
     state: Checkpoint
@@ -70,9 +76,11 @@ class ReplayStart(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One checkpoint of the run beside the replay's state. expected: hashes the run recorded, more than one only where
-    executing the step again gave another. fault: what is wrong with the stored checkpoint. distance: largest absolute
-    difference between its weights and those here, None where nothing is stored.
+    """One checkpoint of the run beside the replay's state.
+
+    step, version: of the checkpoint. got: hash of the state here. expected: hashes the run recorded, more than one only where
+    executing the step again gave another. made_with: as in Saved. fault: what is wrong with the stored checkpoint, "" for
+    nothing. distance: largest absolute difference between its weights and those here, None where nothing is stored.
     """
 
     step: int
@@ -322,7 +330,7 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
     hashes = {one.sha256: await run.in_thread(checkpoint.hash_like, one.sha256, state) for one in saved}
     got = hashes[saved[-1].sha256]
     # Of another release in the same run: the same state in another form.
-    expected = tuple(dict.fromkeys(got if told == here else told for told, here in hashes.items()))
+    expected = tuple(dict.fromkeys(got if recorded == here else recorded for recorded, here in hashes.items()))
     places = [place for place in checkpoint.places(store, name) if place.step == step]
     fault, distance = "", None
     for place in places:
@@ -332,8 +340,8 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
             fault = f"checkpoint of step {step}: {error}"
             continue
         distance = largest_difference(there.learner, state)
-        if not any(checkpoint.hash_like(told, there.learner) == told for told in hashes):
-            fault = f"checkpoint of step {step}: its state is not the one the journal tells of"
+        if not any(checkpoint.hash_like(recorded, there.learner) == recorded for recorded in hashes):
+            fault = f"checkpoint of step {step}: its state is not the one that the journal names"
     return Compared(step, saved[-1].version, got, expected, saved[-1].made_with, fault, distance)
 
 

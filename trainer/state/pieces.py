@@ -19,14 +19,19 @@ KIND = "chunks "  # before the hash of a state: one without it is of whole tenso
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What a tensor is, whole. dtype: a safetensors name. Example: Kind("F32", (2, 3))."""
+    """What a tensor is, whole.
+
+    dtype: a safetensors name. shape: of the whole tensor.
+
+    Example: Kind("F32", (2, 3))
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -34,7 +39,12 @@ Layout = Mapping[str, Kind]
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Bytes of one tensor from byte `start` on. Example: Piece("model/lm_head.weight", 4096, data)."""
+    """Bytes of one tensor.
+
+    name: of the tensor. start: first byte, row-major. data: the bytes from there on.
+
+    Example: Piece("model/lm_head.weight", 4096, data)
+    """
 
     name: str
     start: int
@@ -47,7 +57,12 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Which bytes of a tensor a rank holds. Example: Extent("model/lm_head.weight", 4096, 8192)."""
+    """Which bytes of a tensor a rank holds.
+
+    name: of the tensor. start: first byte. stop: the byte after the last.
+
+    Example: Extent("model/lm_head.weight", 4096, 8192)
+    """
 
     name: str
     start: int
@@ -125,7 +140,7 @@ def num_chunks(kind: Kind) -> int:
 
 
 def state_hash(layout: Layout, digests: Mapping[str, bytes]) -> str:
-    """Of a whole state, as the journal tells it. digests: of all chunks of each tensor, in order, one after the other."""
+    """Hash of a whole state, as the journal holds it. digests: of all chunks of each tensor, in order, one after the other."""
     whole = hashlib.sha256()
     for name in sorted(layout):
         kind = layout[name]

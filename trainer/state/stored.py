@@ -35,7 +35,11 @@ READ_BYTES = 64 * 1024 * 1024
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
-    """Bytes `start` to `stop` of a tensor lie in object number `object` from byte `offset` on."""
+    """Where some bytes of a tensor lie.
+
+    start: first byte of the tensor. stop: the byte after the last. object: number of the object in the index. offset: first
+    byte in the object.
+    """
 
     start: int
     stop: int
@@ -44,7 +48,10 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """name: below the folder. rank: who wrote it."""
+    """One object of a stored state.
+
+    name: below the folder. size: in bytes. rank: that wrote it.
+    """
 
     name: str
     size: int
@@ -52,7 +59,11 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """pieces: in order, without gaps. digests: of its chunks, one after the other."""
+    """One tensor of a stored state.
+
+    dtype: a safetensors name. shape: of the whole tensor. pieces: in order, without gaps. digests: of its chunks, one after
+    the other, DIGEST_BYTES each.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +72,10 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Everything of a stored state but its bytes."""
+    """Everything of a stored state but its bytes.
+
+    chunk_bytes: length of a chunk. objects: by number. tensors: by name.
+    """
 
     chunk_bytes: int
     objects: tuple[StoredObject, ...]
@@ -69,7 +83,10 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one rank has put into the store. pieces: by tensor; the numbers of objects are its own."""
+    """What one rank has put into the store.
+
+    objects: its own, in order. pieces: by tensor, with numbers of these objects. digests: of the chunks that begin in them.
+    """
 
     objects: tuple[StoredObject, ...]
     pieces: dict[str, tuple[StoredPiece, ...]]

@@ -144,7 +144,7 @@ def test_a_pattern_that_is_none_is_told() -> None:
         GatewayConfig(refusals=("(",))
 
 
-def test_a_gateway_that_is_told_to_stop_says_so_last_of_all(tmp_path: Path) -> None:
+def test_a_gateway_that_stops_says_so_last_of_all(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, report_s=0.01) as served:
             await asyncio.sleep(0.1)
