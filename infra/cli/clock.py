@@ -35,10 +35,7 @@ class LogClock:
         self._silent_s = silent_s
         self._wall_s = wall_s
         self._glance: tuple[float, float] | None = None  # when it was, and the newest report then
-        self._seen: tuple[dict[int, int], float | None] = (
-            {},
-            None,
-        )  # up to where reports were read, and the newest there
+        self._seen: tuple[dict[int, int], float | None] = {}, None  # up to where it read, and the newest there
 
     async def now_s(self) -> float:
         """Seconds since 1970 by the log's clock. Waits for the next report where the newest is not of now."""

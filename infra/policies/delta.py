@@ -40,9 +40,7 @@ _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A tensor's new state relative to its old one. encoder: by name, as in a DeltaPart. payload: in its form. changed:
-    how many values differ. finite: whether all that differ are.
-    """
+    """A tensor's new state. encoder: as in DeltaPart. payload: so encoded. changed: values that differ. finite: all are."""
 
     encoder: str
     payload: bytes | memoryview

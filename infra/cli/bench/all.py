@@ -40,7 +40,9 @@ class BenchUse(msgspec.Struct, frozen=True):
 
 
 class BenchEnd(msgspec.Struct, frozen=True):
-    """One that is over. why: it has no figures, "" where it has. took_s: on the clock."""
+    """One that is over. bench: its name. rows: of the table. why: it has no figures, "" where it has. took_s: on the
+    clock. is_run: in this run, not read from an earlier one.
+    """
 
     bench: str
     rows: tuple[BenchRow, ...]

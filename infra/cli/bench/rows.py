@@ -20,8 +20,11 @@ Verdict = Literal["met", "missed", "not run", ""]
 
 
 class BenchRow(msgspec.Struct, frozen=True):
-    """One line of the table. ours, peer: what they took, None where the benchmark has only a ratio or a figure. value: the
-    ratio, or the figure itself, None where it was not measured. low, high: what it is to lie between. why: it was not measured.
+    """One line of the table.
+
+    bench: that measures it. what: is measured. value: the ratio, or the figure itself, None where it was not measured.
+    ours, peer: what they took, None where the benchmark has only a ratio or a figure. low, high: what it is to lie
+    between. why: it was not measured.
     """
 
     bench: str

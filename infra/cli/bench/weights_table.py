@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class WeightsTarget(msgspec.Struct, frozen=True):
-    """bench: that measures it, whose target of the figures counts. figures: a pattern of their names."""
+    """One target. what: is aimed at. bench: that measures it, whose target of the figures counts. figures: a pattern of
+    their names.
+    """
 
     what: str
     bench: str
@@ -21,7 +23,9 @@ class WeightsTarget(msgspec.Struct, frozen=True):
 
 
 class WeightsRow(msgspec.Struct, frozen=True):
-    """seen: the worst of the figures, None where none was measured."""
+    """A target and what was measured. target: as named below. low, high: what it is to lie between. seen: the worst of
+    the figures, None where none was measured.
+    """
 
     target: WeightsTarget
     low: float

@@ -19,8 +19,8 @@ Rates = Mapping[str, float]
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """One counter over all of its labels. name: the metric's. meaning: a line for people, "" for a counter that headrace does
-    not ship. of: its labels, or the largest of several.
+    """One counter over all of its labels. name: the metric's. meaning: a line for people, "" for a counter that
+    headrace does not ship. per_s: how fast it grows. of: its labels, or the largest of several.
 
     Example: Doing(name="answers", meaning="answers given, whole or broken off", per_s=2.25, of="most end whole, 2")
     """
@@ -55,7 +55,7 @@ def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
 
 
 def doings(role: str, rates: Rates, at_most: int) -> tuple[list[Doing], int]:
-    """The counters that grew, in the order of the metrics' table, this role's own first; and how many more there are."""
+    """The counters that grew, in the order of the metrics' table, those of this role alone first; and how many more."""
     known = {one.name: (one.roles != role, at, one) for at, one in enumerate(MEASURES)}
     last: tuple[bool, int, Measure | None] = (True, len(MEASURES), None)
     grown = {name: labels for name, labels in by_labels(rates).items() if sum(labels.values()) > 0}
