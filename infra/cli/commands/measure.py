@@ -20,7 +20,7 @@ from infra.cli.commands.weights_bench import weights
 DTYPES = ("float32", "bfloat16")
 # Those without flags of their own: each is a module of that name in infra/cli/bench.
 PLAIN = {
-    "console": "The console over an index of 1,000,000 experiences: its first page, searches, memory; and its first start without an index. Minutes.",
+    "console": "The console over an index of 1,000,000 experiences: pages, searches, memory; its first start. Minutes.",
     "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
     "draw": "Draws by priority and even ones from a buffer of 100,000 experiences; by priority beside cpprb.",
     "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
