@@ -3,12 +3,12 @@
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by whoever holds the version
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
 
-Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room of
-a tensor is reserved before its first byte. A file gets its name once it is filled and matches its manifest. A process that finds
-a file checks it again, and removes one that does not match. A named file is never written to. It goes with the last process
-that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed one, and what that one left goes
-when the next version is placed. A process that asks for a version which another one fills waits for it, at most `wait_s`. Where
-no place can be used, the tensors are the process's own.
+Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room
+of a tensor is reserved before its first byte. A file gets its name once it is filled and matches its manifest. A process that
+finds a file checks it again, and removes one that does not match. A named file is never written to. It goes with the last
+process that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed one, and what that one
+left goes when the next version is placed. A process that asks for a version which another one fills waits for it, at most
+`wait_s`. Where no place can be used, the tensors are the process's own.
 """
 
 import errno

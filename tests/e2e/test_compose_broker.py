@@ -1,70 +1,70 @@
-"""The broker that infra/deploy/compose.yml describes, as a process: it asks for its password, and roles have it."""
+"""Broker and bucket of infra/deploy/compose.yml as processes: who has the password is let in, to what is the app's alone."""
 
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from infra.local.address import HOST, BrokerPorts, plan_address
-from infra.local.broker import EmbeddedKafka
-from infra.local.broker_password import write_private
-from infra.log.access import EMBEDDED_PASSWORD
-from tests.e2e.light_system import REPOSITORY
+from infra.cli.bench import minio
+from tests.e2e.compose_stack import ComposeStack, keytool, programs
 
 pytestmark = pytest.mark.slow
 
-DEPLOY = REPOSITORY / "infra" / "deploy"
-PASSWORD = "one2three"
-# Kafka's own, where an embedded broker has others.
-DEFAULTS = {"sasl.enabled.mechanisms": "GSSAPI", "sasl.mechanism.controller.protocol": "GSSAPI"}
-OURS = {"node.id", "process.roles", "log.dirs"}  # the same anywhere, but for the folder
+VARIABLES = {"KAFKA_PASSWORD": "one2three4", "MINIO_PASSWORD": "five6seven", "MINIO_ADMIN_PASSWORD": "eight9ten",
+             "GRAFANA_PASSWORD": "eleven12", "MODEL": "/"}  # fmt: skip
 
 
-def settings_of(environment: dict[str, object], at: BrokerPorts) -> dict[str, str]:
-    """Kafka's settings as the image makes them of its environment (KAFKA_A_B is a.b), at addresses of this machine."""
-    found = {}
-    for name, value in environment.items():
-        assert name.startswith("KAFKA_") and "__" not in name
-        text = re.sub(r"\$\{KAFKA_PASSWORD:\?[^}]*\}", PASSWORD, str(value))
-        text = text.replace("127.0.0.1:9093", f"{HOST}:{at.controller_port}").replace(
-            "//kafka:9092", f"//{at.bootstrap}"
-        )
-        found[name.removeprefix("KAFKA_").lower().replace("_", ".")] = text.replace("//:9092", f"//{at.bootstrap}")
-    return DEFAULTS | {name: value for name, value in found.items() if name not in OURS}
+def test_the_broker_of_the_containers_lets_in_who_has_the_password_and_nobody_else_and_to_topics_of_the_app_alone(
+    tmp_path: Path,
+) -> None:
+    with ComposeStack(tmp_path, VARIABLES, programs={"keytool": keytool()}) as stack:
+        for name in ("certificate", "kafka", "rights"):
+            stack.start(name)
+
+        def create(*sets: str) -> tuple[int, str]:
+            more = [word for one in (f"store.url={tmp_path / 'store'}", *sets) for word in ("--set", one)]
+            done = stack.run("topics", "check", "--create", *more)
+            return done.returncode, done.stdout + done.stderr
+
+        code, said = create()
+        assert code == 0, said
+        code, said = create("app=other", "kafka.deadline_s=3")
+        assert code != 0 and "other." in said, said
+        code, said = create("kafka.security_protocol=SASL_PLAINTEXT", "kafka.ssl_ca_file=", "kafka.deadline_s=3")
+        assert code != 0, said
+        code, said = create("kafka.ssl_ca_file=", "kafka.deadline_s=3")
+        assert code == 2 and "certificate" in said, said
+        stack.services["topics"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = "one2four5"
+        code, said = create()
+        assert code == 2 and 'does not let "headrace" with this password in (PLAIN)' in said, said
 
 
-def test_the_broker_of_the_containers_lets_in_who_has_the_password_and_nobody_else(tmp_path: Path) -> None:
-    containers = yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"]
-    folder, app = tmp_path / "kafka", tmp_path / "app"
-    folder.mkdir(mode=0o700)
-    app.mkdir()
-    write_private(folder / EMBEDDED_PASSWORD, PASSWORD)  # by which a start is waited for
-    shutil.copy(DEPLOY / "compose" / "headrace.toml", app)
-    settings = settings_of(containers["kafka"]["environment"], plan_address(folder))
-    assert HOST in settings["listeners"] and PASSWORD in settings["listener.name.client.plain.sasl.jaas.config"]
-    with EmbeddedKafka(folder, settings=settings, with_password=True) as broker:
+def test_a_connection_of_the_containers_finds_every_right_and_no_other_bucket_and_names_what_is_taken_away(
+    tmp_path: Path,
+) -> None:
+    program = minio.find_or_build(minio.default_cache())
+    if program is None:
+        pytest.skip("no minio on PATH, no Go")
+    with ComposeStack(tmp_path, VARIABLES, programs=programs(program)) as stack:
+        for name in ("certificate", "kafka", "rights", "minio", "bucket", "topics"):
+            stack.start(name)
 
-        def create(*more: str, password: str) -> "subprocess.CompletedProcess[str]":
-            sets = [
-                "--set",
-                f"kafka.bootstrap_servers={broker.bootstrap}",
-                "--set",
-                f"store.url={tmp_path / 'store'}",
-                *more,
-            ]
-            return subprocess.run(
-                [sys.executable, "-m", "infra.cli.main", "check", "--create", "-c", str(app / "headrace.toml"), *sets],
-                env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HEADRACE_KAFKA_PASSWORD": password},
-                cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
+        def connected(*more: str) -> tuple[int, str]:
+            done = stack.run("serve", "check", "--connect", *more)
+            return done.returncode, done.stdout + done.stderr
 
-        made = create(password=PASSWORD)
-        assert made.returncode == 0, made.stdout + made.stderr
-        wrong = create(password="one2four")
-        assert wrong.returncode == 2 and 'does not let "headrace" with this password in (PLAIN)' in wrong.stderr
-        plain = create("--set", "kafka.security_protocol=PLAINTEXT", "--set", "kafka.deadline_s=3", password=PASSWORD)
-        assert plain.returncode != 0, plain.stdout
+        code, said = connected()
+        assert code == 0 and "put, list, get, delete" in said, said
+        code, said = connected("--set", "store.url=s3://others/main")
+        assert code == 1 and "may not put" in said, said
+        acls = "docker compose exec kafka /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094"
+        rule = "--deny-principal User:headrace --operation Write --topic headrace.experiences"
+        assert stack.typed(f"{acls} --add {rule}").returncode == 0
+        listed = stack.typed(f"{acls} --list").stdout
+        assert "name=headrace., patternType=PREFIXED" in listed and "permissionType=DENY" in listed
+        code, said = connected()
+        assert code == 1 and "topic headrace.experiences" in said and "may not write: it needs an ACL" in said, said
+        assert stack.typed(f"{acls} --remove --force {rule}").returncode == 0
+        assert connected()[0] == 0
+        for service in ("rights", "bucket"):
+            assert stack.typed(f"docker compose run --rm {service}").returncode == 0, "typed again, it changes nothing"
+        assert connected()[0] == 0

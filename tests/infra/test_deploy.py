@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,28 @@ def test_what_is_kept_of_weights_lies_apart_from_what_waits_for_the_broker() -> 
         assert "weights:/var/lib/headrace/.cache" in volumes[role], "a container's home is /var/lib/headrace"
     assert "serve:/var/lib/headrace/spool" in volumes["serve"]
     assert "/var/lib/headrace/.cache" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), "owned by its user"
+
+
+def test_every_role_can_trust_the_broker_and_only_the_broker_has_its_key() -> None:
+    settings = tomllib.loads((DEPLOY / "compose" / "headrace.toml").read_text(encoding="utf-8"))["kafka"]
+    assert settings["security_protocol"] == "SASL_SSL" and settings["ssl_ca_file"] == "/etc/headrace/ca.pem"
+    mounted = {
+        name: {one.partition(":")[0] for one in service.get("volumes", ())}
+        for name, service in compose()["services"].items()
+    }
+    assert {name for name, sources in mounted.items() if "authority" in sources} == {*ROLES, "topics", "certificate"}
+    assert {name for name, sources in mounted.items() if "tls" in sources} == {"kafka", "certificate"}
+
+
+def test_the_roles_may_touch_topics_and_groups_of_their_app_and_one_bucket() -> None:
+    settings = tomllib.loads((DEPLOY / "compose" / "headrace.toml").read_text(encoding="utf-8"))
+    rights = compose()["services"]["rights"]["command"]
+    names = re.findall(r"--(?:topic|group) (\S+)", rights)
+    assert names == [f"{settings['app']}."] * 2 and "--resource-pattern-type prefixed" in rights
+    assert f"--allow-principal User:{settings['kafka']['sasl_username']} " in rights
+    policy = json.loads((DEPLOY / "compose" / "bucket.json").read_text(encoding="utf-8"))
+    bucket = settings["store"]["url"].removeprefix("s3://").partition("/")[0]
+    assert policy["Statement"][0]["Resource"] == [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]
 
 
 def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:

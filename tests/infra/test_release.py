@@ -2,18 +2,30 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
+import yaml
 from typer.testing import CliRunner
 
 from infra.cli.main import app
 from infra.observe.release import commit, release
+from tests.own_sources import ROOT
 
 
 def test_the_command_says_its_release_and_its_commit() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert done.exit_code == 0
     assert re.fullmatch(rf"headrace {re.escape(release())}( \([0-9a-f]{{12}}(\+changes)?\))?", done.output.strip())
+
+
+def test_package_chart_and_the_newest_section_of_the_changelog_are_of_one_release() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    chart = yaml.safe_load((ROOT / "infra" / "deploy" / "chart" / "Chart.yaml").read_text(encoding="utf-8"))
+    newest = re.findall(
+        r"^## (\S+)$", (ROOT / "infra" / "docs" / "changelog.md").read_text(encoding="utf-8"), re.MULTILINE
+    )[0]
+    assert {declared, chart["version"], chart["appVersion"], newest} == {release()}
 
 
 def test_a_checkout_has_a_commit_and_says_where_its_files_are_others(tmp_path: Path) -> None:
