@@ -21,7 +21,7 @@ WORKERS, TOKENS = 6, 60
 LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to cache
 CHECKED = 40  # of the answers, token by token
 MOST_GROWTH_MB = 40.0
-ENGINES = (("scripted", scripted, 40), ("torch", torch_case, 40), ("vllm", vllm_case, 400))
+ENGINES = (("scripted", scripted, 400), ("torch", torch_case, 40), ("vllm", vllm_case, 400))
 MARKS = {"torch": [pytest.mark.long], "vllm": [pytest.mark.slow]}
 
 
