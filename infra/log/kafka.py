@@ -26,7 +26,7 @@ from aiokafka.errors import (
 from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
 from infra.log.kafka_errors import DENIED, may_pass, unavailable
-from infra.log.kafka_reader import METADATA_AGE_MS, KafkaReader, begin, stop
+from infra.log.kafka_reader import REQUEST_TIMEOUT_MS, RETRY_BACKOFF_MS, KafkaReader, begin, consumer_of, stop
 from infra.log.memory import changed_count
 from infra.log.partitioner import partition_for
 from infra.log.refusal import Refusals, refusal
@@ -38,14 +38,9 @@ LINGER_MS = 5
 BATCH_BYTES = 1024 * 1024
 # More at once only make aiokafka wake each of them for every batch that leaves.
 MAX_IN_FLIGHT = 1024
-REQUEST_TIMEOUT_MS = 20_000
-RETRY_BACKOFF_MS = 200
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 QUIET_RETRIES = 4  # after the first, until a broker that stays away is worth a warning each time
-SESSION_TIMEOUT_MS = 10_000
-HEARTBEAT_MS = 2_000
-MAX_POLL_INTERVAL_MS = 600_000
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -312,21 +307,7 @@ class KafkaBus:
         return admitted
 
     def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
-        return AIOKafkaConsumer(
-            bootstrap_servers=self.bootstrap_servers,
-            client_id=self._client_id,
-            group_id=group,
-            auto_offset_reset="none",
-            enable_auto_commit=False,
-            request_timeout_ms=REQUEST_TIMEOUT_MS,
-            retry_backoff_ms=RETRY_BACKOFF_MS,
-            metadata_max_age_ms=METADATA_AGE_MS,
-            max_partition_fetch_bytes=fetch_bytes,
-            session_timeout_ms=SESSION_TIMEOUT_MS,
-            heartbeat_interval_ms=HEARTBEAT_MS,
-            max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
-            **client_options(self._access),
-        )
+        return consumer_of(self.bootstrap_servers, self._client_id, self._access, group, fetch_bytes)
 
     async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:
         return await self._retried("start a reader", lambda: begin(make()))

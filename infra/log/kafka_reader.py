@@ -18,6 +18,7 @@ from aiokafka.errors import (
     OffsetOutOfRangeError,
 )
 
+from infra.log.access import Access, client_options
 from infra.log.bus import Bus, CommitRefused, Partition, Record
 from infra.log.kafka_errors import DENIED, may_pass, unavailable
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
@@ -30,9 +31,35 @@ MIN_INTERVAL_S = 0.01
 # A broker that has just started does not list all its topics yet, and a group that deals its partitions in that moment
 # deals none: it looks again after so long.
 METADATA_AGE_MS = 10_000
+REQUEST_TIMEOUT_MS = 20_000
+RETRY_BACKOFF_MS = 200
+SESSION_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 2_000
+MAX_POLL_INTERVAL_MS = 600_000
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
+
+
+def consumer_of(
+    bootstrap_servers: str, client_id: str, access: Access, group: str | None, fetch_bytes: int
+) -> AIOKafkaConsumer:
+    """A consumer that begins where it is put, and commits only what is asked for. fetch_bytes: at most of a partition at once."""
+    return AIOKafkaConsumer(
+        bootstrap_servers=bootstrap_servers,
+        client_id=client_id,
+        group_id=group,
+        auto_offset_reset="none",
+        enable_auto_commit=False,
+        request_timeout_ms=REQUEST_TIMEOUT_MS,
+        retry_backoff_ms=RETRY_BACKOFF_MS,
+        metadata_max_age_ms=METADATA_AGE_MS,
+        max_partition_fetch_bytes=fetch_bytes,
+        session_timeout_ms=SESSION_TIMEOUT_MS,
+        heartbeat_interval_ms=HEARTBEAT_MS,
+        max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+        **client_options(access),
+    )
 
 
 async def begin(client: T) -> T:
