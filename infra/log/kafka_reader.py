@@ -44,7 +44,7 @@ T = TypeVar("T", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 def consumer_of(
     bootstrap_servers: str, client_id: str, access: Access, group: str | None, fetch_bytes: int
 ) -> AIOKafkaConsumer:
-    """A consumer that begins where it is put, and commits only what is asked for. fetch_bytes: at most of a partition at once."""
+    """A consumer without a position, which commits only what it is asked to. fetch_bytes: at most of a partition at once."""
     return AIOKafkaConsumer(
         bootstrap_servers=bootstrap_servers,
         client_id=client_id,
