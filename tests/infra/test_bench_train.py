@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from actors.tasksets.arithmetic import write_arithmetic
-from infra.cli.bench import all as bench_all
 from infra.cli.bench.beside import OURS
+from infra.cli.bench.rows import rows_of
 from infra.cli.bench.tables import train_table
 from infra.cli.bench.train import REWARDS, TRL, TrainPlan, TrainRun, asked_of, heard, require_alike, sooner
 from infra.cli.bench.train_ours import RunFollower, warmed
@@ -48,7 +48,7 @@ def test_one_that_does_not_arrive_is_said_to_have_not_and_never_has_a_time() -> 
 
 
 def test_bench_all_has_a_row_a_side_and_seed() -> None:
-    rows = bench_all.BENCHES["train"]("train", msgspec.to_builtins([OWN, LATE]))
+    rows = rows_of("train", msgspec.to_builtins([OWN, LATE]))
     assert [(one.what, one.value, one.ours, one.peer, one.low) for one in rows] == [
         (f"seed 0, {OURS}, {TRL}: at least", 6.0, 100.0, None, 2.0)
     ]

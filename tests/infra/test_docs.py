@@ -112,12 +112,14 @@ class RecordClass(NamedTuple):
         """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
         fields = {ast.unparse(one.target): one for one in self.node.body if isinstance(one, ast.AnnAssign)}
         meanings = labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
+        if self.node.name in tables:
+            meanings = docs.COMMON | meanings
         types = {name: ast.unparse(one.annotation) for name, one in fields.items()}
         return [
             name
             for name, kind in types.items()
             if not (meanings.get(name) or kind.startswith("ClassVar") or "help=" in kind)
-            and re.sub(r"^tuple\[(\w+), \.\.\.\]$| \| None$", r"\1", kind) not in tables
+            and not tables & set(re.findall(r"\w+", kind))
         ]
 
 

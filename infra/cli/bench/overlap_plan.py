@@ -6,9 +6,11 @@ SYNCHRONOUS = 0  # versions of staleness
 
 
 class OverlapPlan(msgspec.Struct, frozen=True):
-    """groups, size: of a step, and answers of a group. sigmas: of the logarithm of an answer's length.
-    mean: tokens of an answer, longest: at most so many times that. token_s: of the engine. publish_s: of a version, from the
-    step's end to its event. load_s: of a version in the engine. steps: that are measured, after `first`. seeds: of lengths.
+    """What is played. groups, size: of a step, and answers of a group. waves: answers of a step for each place of the engine.
+    sigmas: of the logarithm of an answer's length. staleness: versions that an answer may be old. mean: tokens of an answer.
+    longest: so many times `mean` at most. token_s: of the engine. publish_s: of a version, from the step's end to its event.
+    load_s: of a version in the engine. first: steps before those that are measured. steps: that are measured. seeds: of
+    lengths.
 
     Example: OverlapPlan(steps=10, seeds=(0,))
     """
@@ -29,7 +31,7 @@ class OverlapPlan(msgspec.Struct, frozen=True):
 
 
 class OverlapCase(msgspec.Struct, frozen=True):
-    """One run. staleness: versions, 0 for the synchronous mode."""
+    """One run. sigma, waves: see OverlapPlan. staleness: versions, 0 for the synchronous mode. seed: of the lengths."""
 
     sigma: float
     waves: int

@@ -39,7 +39,7 @@ STREAMS = StreamsConfig(score=(ScoreConfig(name="last_word", use="infra.cli.benc
 
 
 class StepMark(msgspec.Struct, frozen=True):
-    """The beginning of a step, and what both sides did until then."""
+    """The beginning of a step. at_s: when, in virtual time. seconds: what each side did until then, by its name."""
 
     at_s: float
     seconds: dict[str, float]

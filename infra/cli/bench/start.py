@@ -39,7 +39,7 @@ Start = Callable[[Path, Mapping[str, str]], Coroutine[None, None, "Started"]]
 
 
 class StartPlan(msgspec.Struct, frozen=True):
-    """What is started. rounds: of each, cold and warm. engine: of the demo. demo: whether it is started, too.
+    """What is started. roles: by name. rounds: of each, cold and warm. engine: of the demo. demo: whether it is started, too.
 
     Example: StartPlan(roles=("master",), demo=False)
     """
@@ -51,7 +51,7 @@ class StartPlan(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """One start. seconds until it was done, of processor time and of the clock."""
+    """One start. cpu_s, wall_s: until it was done, of processor time and of the clock."""
 
     cpu_s: float
     wall_s: float

@@ -13,7 +13,6 @@ arrive within `minutes` is said to have not, with the reward that it had; a miss
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import shutil
@@ -46,8 +45,8 @@ Say = Callable[[str], None]
 
 
 class TrainPlan(msgspec.Struct, frozen=True):
-    """What is run. minutes: of each side at most, after its beginning. engine: of headrace. at: share of the tasks that ends
-    it. sides: which are run, besides TRL.
+    """What is run. seeds: of the tasks, the weights and the draws. minutes: of each side at most, after its beginning.
+    engine: of headrace. at: share of the tasks that ends it. sides: which are run, besides TRL.
 
     Example: TrainPlan(seeds=(0,), minutes=5.0)
     """
@@ -60,9 +59,9 @@ class TrainPlan(msgspec.Struct, frozen=True):
 
 
 class TrainRun(msgspec.Struct, frozen=True):
-    """One side from one seed's weights. begun, accuracy: shares right at the beginning and when it was looked at last. steps:
-    by then. reward: of what was trained on last. wall_s, cpu_s: until it arrived, None where it did not. limit_s: how long
-    it had.
+    """One side from one seed's weights. side: its name. seed: see TrainPlan. begun, accuracy: shares right at the beginning
+    and when it was looked at last. steps: by then. reward: of what was trained on last. wall_s, cpu_s: until it arrived, None
+    where it did not. limit_s: how long it had.
     """
 
     side: str
@@ -128,11 +127,9 @@ def require_alike(runs: list[TrainRun]) -> list[TrainRun]:
 
 def asked_of(settings: "Settings", model: Path, tasks: Path, folder: Path, at: float) -> dict[str, Any]:
     """What the peer is asked: all of it from the demo's own settings."""
-    top = importlib.import_module(__name__.partition(".")[0])
-    assert top.__file__ is not None
     master, suite = settings.master, settings.master.stop.suite
     return {
-        "path": [str(Path(top.__file__).parents[1]), *(one for one in sys.path if one.endswith("site-packages"))],
+        "path": [str(Path(__file__).parents[__name__.count(".")]), *(one for one in sys.path if one.endswith("site-packages"))],
         "model": str(model), "tasks": str(tasks), "folder": str(folder / "trl"), "seed": master.seed,
         "trainer": msgspec.to_builtins(settings.trainer), "groups": settings.pacing.groups_per_step,
         "num_episodes": master.num_episodes, "max_tokens": master.max_tokens, "temperature": master.temperature,

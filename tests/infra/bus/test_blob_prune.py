@@ -138,7 +138,7 @@ class WatchedLog(Log):
         super().__init__(inner.bus, inner.app, store=inner.store)
         self._begin = begin
 
-    async def assigned(self, topic: Topic, starts: Any, *, group: str | None = None) -> Any:
+    async def assigned(self, topic: Topic, starts: Any, *, group: str | None = None, fetch_bytes: int = 0) -> Any:
         return await self._begin(topic, starts, group=group)
 
 
