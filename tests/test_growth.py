@@ -17,6 +17,8 @@ from tests.growth import DISK, Look, ProcessLife, longest, of_process, plot, siz
 from tests.held import parts, types
 from tests.soak import APP, on_disk
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def looks(values: list[float], *, from_s: float = 0.0, every_s: float = 5.0) -> list[Look]:
     return [Look(from_s + every_s * at, {"MB": value}) for at, value in enumerate(values)]
@@ -110,7 +112,8 @@ def test_tables_and_picture_of_a_whole_run_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_process_holds_is_told_apart() -> None:
+def hold() -> None:
+    """Take memory of each kind, and look after each."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -124,6 +127,13 @@ def test_what_a_process_holds_is_told_apart() -> None:
     assert now["objects"] - before["objects"] == pytest.approx(50, abs=5)
     assert now["resident"] - before["resident"] > 40 and names["builtins.list"] >= len(kept)
     assert parts()["heap used"] - before["heap used"] < 5
+
+
+def test_what_a_process_holds_is_seen_by_kind() -> None:
+    """In a process of its own: threads and searches for garbage of other tests would be counted."""
+    code = "from tests.test_growth import hold; hold()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_command_is_looked_at_from_beside_its_main_thread(tmp_path: Path) -> None:
