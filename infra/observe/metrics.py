@@ -9,6 +9,7 @@ dashboards tell apart the apps that one Prometheus scrapes.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -24,6 +25,7 @@ LISTEN_VARIABLE = (
     "HEADRACE_METRICS_LISTEN"  # in the environment of one role: host:port, before metrics.listen of the file
 )
 DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
+Made = TypeVar("Made", Counter, Gauge, Histogram)
 
 
 class Metrics:
@@ -50,27 +52,15 @@ class Metrics:
 
     def counter(self, name: str, **labels: str) -> Counter:
         """The counter `name` under these labels; `.inc(amount)` it."""
-        made = self._known.get((name, *labels.items())) or self._under(
-            name, labels, lambda: Counter(PREFIX + name, name, list(labels), registry=self.registry)
-        )
-        assert isinstance(made, Counter)
-        return made
+        return self._under(Counter, name, labels)
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         """The gauge `name` under these labels; `.set(value)` it."""
-        made = self._known.get((name, *labels.items())) or self._under(
-            name, labels, lambda: Gauge(PREFIX + name, name, list(labels), registry=self.registry)
-        )
-        assert isinstance(made, Gauge)
-        return made
+        return self._under(Gauge, name, labels)
 
     def histogram(self, name: str, *, buckets: Sequence[float] = DEFAULT_BUCKETS, **labels: str) -> Histogram:
         """The histogram `name` under these labels; `.observe(value)` it. The first call decides the buckets."""
-        made = self._known.get((name, *labels.items())) or self._under(
-            name, labels, lambda: Histogram(PREFIX + name, name, list(labels), buckets=buckets, registry=self.registry)
-        )
-        assert isinstance(made, Histogram)
-        return made
+        return self._under(Histogram, name, labels, buckets=buckets)
 
     def check(self, name: str, state: Callable[[], str]) -> None:
         """Have `/healthz` ask `state`: "" is healthy, anything else says what is wrong."""
@@ -127,18 +117,22 @@ class Metrics:
             server.shutdown()
             server.server_close()
 
-    def _under(
-        self, name: str, labels: dict[str, str], create: Callable[[], Counter | Gauge | Histogram]
-    ) -> Counter | Gauge | Histogram:
-        """What counts under these labels, from now on known. Found anew each time it would be a good part of what a short
-        answer costs.
+    def _under(self, kind: type[Made], name: str, labels: dict[str, str], **more: Any) -> Made:
+        """What counts under these labels. Found anew each time it would be a good part of what a short answer costs.
+
+        more: what a family of this kind takes besides.
         """
-        with self._lock:
-            family = self._families.get(name)
-            if family is None:
-                family = self._families[name] = create()
-        found = self._known[(name, *labels.items())] = family.labels(**labels) if labels else family
-        return found
+        place = (name, *labels.items())
+        made = self._known.get(place)
+        if made is None:
+            with self._lock:
+                family = self._families.get(name)
+                if family is None:
+                    family = kind(PREFIX + name, name, list(labels), registry=self.registry, **more)
+                    self._families[name] = family
+            made = self._known[place] = family.labels(**labels) if labels else family
+        assert isinstance(made, kind)
+        return made
 
     def _values(self, kind: str) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import subprocess
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 from infra.local.process import Watched
@@ -59,6 +61,14 @@ def end(child: Watched) -> None:
     child.kill_group()
     child.process.wait()
     child.release()
+
+
+def end_gently(child: Watched, within_s: float) -> None:
+    """As Ctrl-C does, and after `within_s` for certain."""
+    child.process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.process.wait(timeout=within_s)
+    end(child)
 
 
 def last_words(log: Path) -> str:

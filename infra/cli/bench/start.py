@@ -10,19 +10,18 @@ line, and the rest goes on.
 """
 
 import asyncio
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from infra.cli.bench.awaited_log import LOOK_S, log_of
-from infra.cli.bench.children import cpu_s, end, last_words
+from infra.cli.bench.children import cpu_s, end_gently, last_words
 from infra.local.process import Watched, start_watched
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ async def _role_works(
             return Started(cpu_s(child.pid), time.perf_counter() - begin_s)
         finally:
             working.cancel()
-            await asyncio.to_thread(_stop, child)
+            await asyncio.to_thread(end_gently, child, END_S)
 
 
 async def _working(log: "Log", role: str) -> None:
@@ -199,7 +198,7 @@ async def _demo_answers(folder: Path, engine: str, log_file: Path, env: Mapping[
         return Started(cpu_s(child.pid), time.perf_counter() - begin_s)
     finally:
         answering.cancel()
-        await asyncio.to_thread(_stop, child)
+        await asyncio.to_thread(end_gently, child, END_S)
 
 
 async def _answered(config: Path) -> None:
@@ -209,11 +208,3 @@ async def _answered(config: Path) -> None:
     async with log_of(config) as log, aclosing(log.read_all(topics.EXPERIENCES, until_end=False)) as messages:
         async for _ in messages:
             return
-
-
-def _stop(child: Watched) -> None:
-    """As Ctrl-C does, and then for certain."""
-    child.process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        child.process.wait(timeout=END_S)
-    end(child)

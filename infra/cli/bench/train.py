@@ -28,9 +28,9 @@ import msgspec
 
 from infra.cli.bench.bench_env import bench_python, lacks
 from infra.cli.bench.beside import OURS
-from infra.cli.bench.children import end, last_words
+from infra.cli.bench.children import end_gently, last_words
 from infra.cli.bench.train_ours import RunFollower, warmed
-from infra.local.process import Watched, start_watched
+from infra.local.process import start_watched
 
 if TYPE_CHECKING:
     from infra.cli.settings import Settings
@@ -220,15 +220,7 @@ async def _ours(plan: TrainPlan, side: str, seed: int, folder: Path, settings: "
         looked = following.result()
         return _run_of(side, plan, seed, looked.begun, msgspec.structs.asdict(looked))
     finally:
-        await asyncio.to_thread(_stop, child)
-
-
-def _stop(child: Watched) -> None:
-    """As Ctrl-C does, and then for certain."""
-    child.process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.process.wait(timeout=END_S)
-    end(child)
+        await asyncio.to_thread(end_gently, child, END_S)
 
 
 def sooner(runs: Sequence[TrainRun], seed: int, side: str) -> tuple[str, float] | None:

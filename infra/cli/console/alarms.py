@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from infra.cli.console.rates import label_words
+from infra.cli.console.rates import label_words, name_and_labels
 from infra.cli.status import grown_line
 from infra.cli.status_screen import State
 from infra.observe.alarms import alarm_of, anchor
@@ -64,10 +64,10 @@ def _lasting(line: str, seen: Mapping[str, float]) -> ShownAlarm:
 
 def _counted(line: str, role: State, counter: str, more: float) -> ShownAlarm:
     at_s, times = role["grown_at"][counter]
-    name, _, labels = counter.partition("{")
-    what = label_words(labels.removesuffix("}"))
+    name, labels = name_and_labels(counter)
+    what = label_words(labels)
     if name == OF_STEP and labels:
-        what = value_words(labels.removesuffix("}").partition("=")[2])
+        what = value_words(labels.partition("=")[2])
     about = f"{what}, at {role['instance']}" if what else f"at {role['instance']}"
     return ShownAlarm(_name(line), about, _page(line), 1000 * at_s, times, more)
 

@@ -48,10 +48,20 @@ def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     for whole, rate in rates.items():
-        name, _, labels = whole.partition("{")
+        name, labels = name_and_labels(whole)
         if "seconds" not in name:
-            found.setdefault(name, {})[labels.removesuffix("}")] = rate
+            found.setdefault(name, {})[labels] = rate
     return found
+
+
+def name_and_labels(whole: str) -> tuple[str, str]:
+    """A counter's whole name in two.
+
+    >>> name_and_labels("answers{end=whole}"), name_and_labels("steps")
+    (('answers', 'end=whole'), ('steps', ''))
+    """
+    name, _, labels = whole.partition("{")
+    return name, labels.removesuffix("}")
 
 
 def doings(role: str, rates: Rates, at_most: int) -> tuple[list[Doing], int]:

@@ -26,7 +26,7 @@ from infra.cli.console.index import reader_of
 from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keeper_of
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
-from infra.cli.console.reading import Reading
+from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.cli.source import opened
 from infra.local.idle_time import take_idle_time
@@ -57,18 +57,10 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         access = ConsoleAccess(store, link)
         run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
         async with run as (app, known):
-            first = asyncio.create_task(_look_first(known))
-            try:
-                await serve(app, sock)
-            finally:
-                first.cancel()
+            with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before somebody opens it
+                await known.status(wait_s=0)
+            await serve(app, sock)
     return 0
-
-
-async def _look_first(known: Reading) -> None:
-    """Read what the first page shows, before somebody opens it."""
-    with contextlib.suppress(HeadraceError):  # the page says it
-        await known.status()
 
 
 @asynccontextmanager
