@@ -23,14 +23,15 @@ FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-# The stamp holds the hash of what was installed: a second call compares it and does nothing.
+# The stamp holds the hash of what was installed: a second call compares it and does nothing. Bytecode is made here, once and by
+# all cores: else the first start of each role would compile torch and vLLM, several of them the same modules at once.
 install:         ## create .venv and install the hash-locked packages
 	@sum=$$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1); \
 	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$sum" ]; then \
 	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python: got {v[0]}.{v[1]}, expected 3.11 or newer; point PYTHON=… at one")' \
 	  && { [ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); } \
 	  && { [ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet uv; } \
-	  && $(BIN)/uv pip sync --python $(BIN)/python --require-hashes $(LOCK) \
+	  && $(BIN)/uv pip sync --python $(BIN)/python --require-hashes --compile-bytecode $(LOCK) \
 	  && $(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable . \
 	  && echo "$$sum" > $(VENV)/.installed; \
 	fi
