@@ -52,7 +52,8 @@ async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
     log = Log(bus, "t")
     await log.create_topics(partitions=1, keep_ms=-1)
     events = [
-        PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0) for one in range(versions)
+        PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0)
+        for one in range(versions)
     ]
     store_records(log, POLICIES, [PolicyEvent(event="lease", policy="main"), *events])
     await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=7, channel="stable", owner="ann"))
