@@ -3,7 +3,6 @@
 import getpass
 import json
 from collections.abc import Collection, Sequence
-from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -13,11 +12,10 @@ from infra.cli.connect import connected, reading
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.cli.times import clock
-from infra.log.follower import Follower
-from infra.log.log import Log, LogMessage
+from infra.cli.words import RECENT, recent_words, words_about
+from infra.log.log import Log
 from infra.policies.beginning import folded
-from infra.policies.channel import Stable, fenced, moved
-from infra.policies.history import LeaseFence
+from infra.policies.channel import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.fields import Channel, Numbers, PolicyEventKind
@@ -65,12 +63,11 @@ class ChannelDecision(msgspec.Struct, frozen=True):
     channel: Channel = "stable"
 
 
-async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
-    """Print what customers are served and every decision about it and about learning."""
+async def run_channel(config: Path, sets: list[str], *, as_json: bool, every: bool = False) -> int:
+    """Print what customers are served and what was decided about it and about learning. every: of all the app's life."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
-        words = PolicyWords(settings.policy.name)
-        await words.read_on(log)
+        words = await recent_words(log, settings.policy.name, at_least=None if every else RECENT)
     stable, made = words.stable, decisions(words.events, words.orders)
     if as_json:
         told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
@@ -81,6 +78,8 @@ async def run_channel(config: Path, sets: list[str], *, as_json: bool) -> int:
     console.print(f"stable: {stable_text(stable)}", style="bold")
     if made:
         console.print(decisions_table(made))
+    if not words.is_whole:
+        console.print("decisions of before: headrace channel --all", style="dim")
     return 0
 
 
@@ -117,8 +116,8 @@ async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Coll
     known = (await folded(log)).of(policy)
     if version < 0 or version >= known.known_from:
         return [one for one, event in known.published().items() if event.event == "published"], known.stable
-    history, stable = await policy_history(log, policy)
-    return servable(history), stable
+    words = await words_about(log, policy, version)
+    return servable(words.events), words.stable
 
 
 def servable(history: Sequence[tuple[int, PolicyEvent]]) -> set[int]:
@@ -140,54 +139,6 @@ def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind,
         )
     if kind == "rolled_back" and version >= stable.version:
         raise ConfigError(f"rollback: got version {version}, expected one below the stable version {stable.version}")
-
-
-class PolicyWords:
-    """What `policies` says of one policy and of learning, folded record by record. events: with their times, without what an
-    overtaken trainer wrote. stable: where its channel is then. orders: every word of an operator about learning.
-    """
-
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
-        self._begin()
-
-    def _begin(self) -> None:
-        self.events: list[tuple[int, PolicyEvent]] = []
-        self.orders: list[tuple[int, Directive]] = []
-        self.stable = Stable()
-        self.next_offset = 0
-        self._fence = LeaseFence()
-
-    async def read_on(self, log: Log, follower: Follower | None = None) -> None:
-        """Fold what has come since the last time. follower: over `policies`, of a caller that comes back every few seconds."""
-        begins, ends = await log.bounds(topics.POLICIES)
-        if ends[0] < self.next_offset:  # the log began anew
-            self._begin()
-        read = log.chunks if follower is None else follower.chunks
-        async with aclosing(read(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]})) as chunks:
-            async for records in chunks:
-                for record in records:
-                    self._fold(await log.decoded(record))
-                    self.next_offset = record.offset + 1
-
-    def _fold(self, message: LogMessage) -> None:
-        one = message.value
-        if isinstance(one, Directive):
-            self.stable = fenced(self.stable, one, message.offset)
-            if one.is_of_learning:
-                self.orders.append((message.timestamp_ms, one))
-        elif isinstance(one, PolicyEvent) and one.policy == self._policy:
-            by_trainer = one.event in ("lease", "published", "orphaned")
-            if not by_trainer or self._fence.admits(one, message.offset):
-                self.events.append((message.timestamp_ms, one))
-            self.stable = moved(self.stable, one, self._policy)
-
-
-async def policy_history(log: Log, policy: str) -> tuple[list[tuple[int, PolicyEvent]], Stable]:
-    """Every event of one policy, with its time, without what an overtaken trainer wrote; and where its channel is then."""
-    words = PolicyWords(policy)
-    await words.read_on(log)
-    return words.events, words.stable
 
 
 def stable_text(stable: Stable) -> str:

@@ -11,24 +11,28 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from infra.cli.channel import ChannelDecision, decisions, policy_history
+from infra.cli.channel import ChannelDecision, decisions
 from infra.cli.connect import reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
+from infra.cli.words import words_about
 from infra.ledger.archive import MODEL_SUFFIXES
 from infra.log.log import Log
 from infra.model.adapter import base_hash, merged_model, write_adapter_folder
 from infra.model.model import DTYPE_NAMES, model_tensors
 from infra.policies.adapter import Adapter
+from infra.policies.beginning import newest_summary
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Policy
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.share import SHARD_BYTES, split_runs
+from infra.policies.summary import Summary
 from infra.policies.tensors import Tensor, write_tensors
 from infra.store.store import Store
 from schemas import Directive, PolicyEvent, topics
@@ -68,11 +72,11 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     check_new(folder)
     async with reading(settings) as log:
         event = await published(log, settings.policy.name, version)
-        history, _ = await policy_history(log, settings.policy.name)
+        words = await words_about(log, settings.policy.name, event.version)
     about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
-        decisions=tuple(one for one in decisions(history, []) if one.version == event.version),
+        decisions=tuple(one for one in decisions(words.events, []) if one.version == event.version),
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
@@ -89,20 +93,35 @@ def check_new(folder: Path) -> None:
 
 async def published(log: Log, policy: str, version: str) -> PolicyEvent:
     """The event of a version: a number, "newest" or "stable". Raises ConfigError with what there is."""
-    feed = PolicyFeed(policy)
-    async for message in log.read_all(topics.POLICIES):
-        if isinstance(message.value, PolicyEvent):
-            feed.apply(message.value, message.offset)
-        elif isinstance(message.value, Directive):
-            feed.fence(message.value, message.offset)
-    names = {"newest": feed.newest, "stable": feed.stable.version}
-    if not version.isdigit() and version not in names:
+    if not version.isdigit() and version not in ("newest", "stable"):
         raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
-    event = feed.events.get(int(version) if version.isdigit() else names[version])
+    since = await newest_summary(log)
+    feed = await _feed(log, policy, since)
+    event = feed.events.get(_number(version, feed))
+    if event is None and since is not None and _number(version, feed) < since.of(policy).known_from:
+        feed = await _feed(log, policy, None)
+        event = feed.events.get(_number(version, feed))
     if event is None:
-        there = f"{min(feed.events)} to {max(feed.events)}" if feed.events else "none"
-        raise ConfigError(f"version: got {version}, which is not published (or retracted); published: {there}")
+        there = f"the newest is {max(feed.events)}" if feed.events else "none is"
+        raise ConfigError(f"version: got {version}, which is not published (or retracted); {there}")
     return event
+
+
+def _number(version: str, feed: PolicyFeed) -> int:
+    return int(version) if version.isdigit() else feed.newest if version == "newest" else feed.stable.version
+
+
+async def _feed(log: Log, policy: str, since: Summary | None) -> PolicyFeed:
+    """All that is said behind a summary, or at all."""
+    feed = PolicyFeed(policy, since=None if since is None else since.of(policy))
+    begins, ends = await log.bounds(topics.POLICIES)
+    async with aclosing(log.scan(topics.POLICIES, {0: begins[0] if since is None else since.below}, ends)) as messages:
+        async for message in messages:
+            if isinstance(message.value, PolicyEvent):
+                feed.apply(message.value, message.offset)
+            elif isinstance(message.value, Directive):
+                feed.fence(message.value, message.offset)
+    return feed
 
 
 def export(

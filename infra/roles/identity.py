@@ -17,9 +17,9 @@ import msgspec
 
 from infra.log.bus import digest_of
 from infra.log.log import Log
+from infra.policies.beginning import folded
 from infra.settings.config import Floor
 from infra.store.store import Store
-from schemas import PolicyEvent
 from schemas.errors import ConfigError, NotInStore
 from schemas.topics import POLICIES
 
@@ -84,11 +84,8 @@ async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
     if here is None:
         first = await asyncio.to_thread(lambda: next(iter(store.keys(f"checkpoints/{floor.run or floor.app}/")), ""))
         return Fit("log lost" if first else "new")
-    newest = ""
-    async for message in log.read_all(POLICIES):
-        event = message.value
-        if isinstance(event, PolicyEvent) and event.event == "published" and event.policy == floor.policy.name:
-            newest = event.manifest
+    events = (await folded(log)).of(floor.policy.name).events()
+    newest = events[max(events)].manifest if events else ""
     missing = newest if newest and not await asyncio.to_thread(_has, store, newest) else ""
     return Fit("store lost" if missing else "unclaimed", here, missing=missing)
 

@@ -3,7 +3,8 @@
 import asyncio
 from random import Random
 
-from infra.cli.channel import check_move, policy_history, servable
+from infra.cli.channel import check_move, servable
+from infra.cli.words import recent_words
 from infra.log.log import Log
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
@@ -28,7 +29,8 @@ async def run_operator(scenario: Scenario, log: Log) -> None:
     for at_s, moves in sorted(plan):
         await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
         policy = scenario.floor.policy.name
-        history, stable = await policy_history(log, policy)
+        words = await recent_words(log, policy, at_least=None)
+        history, stable = words.events, words.stable
         kind, channel = random.choice(moves)
         newest = max((event.version for _, event in history if event.event == "published"), default=0)
         version = UNPINNED if kind == "pinned" and stable.pinned else random.randint(0, newest)

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from actors.gateway.recording.spool import Spool, SpoolFull
+from actors.gateway.recording.spool import Spool, SpoolFull, SpoolLost
 from infra.log.bus import RecordPosition
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, decode, encode
@@ -247,6 +247,9 @@ class Outbox:
             except SpoolFull as error:
                 _log.warning("spool_full error=%s", error)
                 self._shed(ones, "spool full")
+            except SpoolLost as error:
+                _log.error("spool_lost error=%s", error)
+                self._shed(ones, "spool lost")
             else:
                 self._metrics.counter("spooled").inc(len(ones))
                 for one in ones:
@@ -291,7 +294,7 @@ class Outbox:
         """Go on without a segment that cannot be read; False where the broker is away, too: the disk may come back first."""
         if not await self._answers():
             return False
-        count = self._spool.leave_oldest()
+        count = self._spool.leave_oldest() - len(self._confirmed)  # what was sent is not given up
         self._metrics.counter("shed", reason="spool unreadable").inc(count)
         _log.error("spool_unreadable records=%d stay on disk for the next start: %s", count, error)
         self._confirmed.clear()

@@ -10,6 +10,7 @@ its entries are sent again, and their ids absorb it. One that cannot be read sta
 Blocking: call from a thread. For one process.
 """
 
+import errno
 import os
 import struct
 import zlib
@@ -19,10 +20,15 @@ from pathlib import Path
 SEGMENT_BYTES = 4 * 1024 * 1024
 MAX_ENTRY_BYTES = 64 * 1024 * 1024
 _HEAD = struct.Struct("<II")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SpoolFull(Exception):
     """The entries do not fit: the spool's bound, or the disk's. Nothing of them was kept."""
+
+
+class SpoolLost(Exception):
+    """The disk takes no entries, for another reason than room. Nothing of them was kept."""
 
 
 class Spool:
@@ -48,7 +54,7 @@ class Spool:
         return sum(self._sizes.values())
 
     def append(self, payloads: Sequence[bytes]) -> None:
-        """Keep entries, all or none. Raises SpoolFull."""
+        """Keep entries, all or none. Raises SpoolFull, SpoolLost."""
         data = b"".join(_HEAD.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
         if self.num_bytes + len(data) > self._max_bytes:
             raise SpoolFull(f"spool: {self.num_bytes} bytes and {len(data)} more, expected at most {self._max_bytes}")
@@ -56,24 +62,33 @@ class Spool:
         path, before = self._path(number), self._sizes[number]
         try:
             with path.open("ab") as file:
+                if file.tell() != before:
+                    raise OSError(errno.EIO, f"{file.tell()} bytes, expected the {before} that were written")
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
+            kind = SpoolFull if error.errno in _NO_ROOM else SpoolLost
+            if kind is SpoolLost and before:
+                self._sealed = max(self._sealed, number)
             self._cut(number, before)
-            raise SpoolFull(f"spool: {path.name} cannot be written: {error.strerror}") from error
+            raise kind(f"spool: {path.name} cannot be written: {error.strerror}") from error
         self._sizes[number] += len(data)
         self._counts[number] += len(payloads)
 
     def oldest(self) -> tuple[int, list[bytes]] | None:
         """The oldest segment and its entries, None where there is nothing. It takes no more entries from here on. Raises
-        OSError where it cannot be read.
+        OSError where it cannot be read whole.
         """
         while self._numbers:
             number = self._numbers[0]
-            if self._counts[number]:
+            if count := self._counts[number]:
                 self._sealed = max(self._sealed, number)
-                return number, [payload for payload, _ in entries_in(self._path(number).read_bytes())]
+                path = self._path(number)
+                found = [payload for payload, _ in entries_in(path.read_bytes())]
+                if len(found) < count:
+                    raise OSError(errno.EIO, f"{len(found)} entries, expected the {count} that were written", str(path))
+                return number, found
             self.remove(number)
         return None
 
@@ -96,7 +111,7 @@ class Spool:
         """Take back what a failed write left. Where that fails as well, the segment takes no more."""
         path = self._path(number)
         try:
-            if path.exists():
+            if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
         except OSError:
             self._sealed = max(self._sealed, number)

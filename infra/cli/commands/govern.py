@@ -13,14 +13,19 @@ Version = Annotated[int, typer.Argument(min=0, help="A published policy version.
 Why = Annotated[str, typer.Option("--why", help="Kept with the decision.")]
 
 
-def channel(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
-    """Show the version customers are served, and every decision about it with its numbers.
+def channel(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+    every: Annotated[bool, typer.Option("--all", help="Every decision of the app's life.")] = False,
+) -> None:
+    """Show the version customers are served, and the newest decisions about it with their numbers.
 
     The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
     """
     from infra.cli.channel import run_channel
 
-    exit_with(lambda: run_channel(config, sets, as_json=as_json))
+    exit_with(lambda: run_channel(config, sets, as_json=as_json, every=every))
 
 
 def promote(

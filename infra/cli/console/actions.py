@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from actors.gateway.access.keys import Scope
-from infra.cli.channel import check_move, servable
+from infra.cli.channel import check_move, versions_and_stable
 from infra.cli.console.access import Viewer
 from infra.cli.console.reading import Reading
 from infra.policies.channel import MASTERS
@@ -61,9 +61,9 @@ async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str,
     if action != "unpin" and version < 0:
         raise Refusal(f"got version {version}, expected a published one")
     why = reason_of(form)
-    history = await reading.history()
+    versions, stable = await versions_and_stable(reading.log, reading.settings.policy.name, version)
     try:
-        check_move(servable(history.events), history.stable, kind, version)
+        check_move(versions, stable, kind, version)
     except ConfigError as error:
         raise Refusal(str(error)) from error
     event = PolicyEvent(

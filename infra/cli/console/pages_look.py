@@ -152,14 +152,14 @@ async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Respon
     return pages.show(
         request, viewer, "versions.html", rows=rows, stable=history.stable, timeline=versions.timeline(history),
         decisions=history.decisions[-30:][::-1], word=versions.word, learning=state["learning"], every=every,
-        more=rows[-1].version if len(rows) == versions.SHOWN else None,
+        more=rows[-1].version if len(rows) == versions.SHOWN else None, is_whole=history.is_whole,
     )  # fmt: skip
 
 
 async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
     """One version: why it is where it is, and what it learned from."""
     number = _number(str(request.path_params["version"]))
-    history = await pages.reading.history(PAGE_S)
+    history = await pages.reading.history_of(number, PAGE_S)
     events = [(time_ms, one) for time_ms, one in history.events if one.version == number]
     if not events:
         raise NotInLog(f"version {number} was never published")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.channel import ChannelDecision, PolicyWords, decisions
+from infra.cli.channel import ChannelDecision, decisions
 from infra.cli.clock import LogClock
 from infra.cli.console.alarms import noted
 from infra.cli.console.fold import MARK
@@ -33,6 +33,7 @@ from infra.cli.newest import HeldNewest
 from infra.cli.settings import Settings
 from infra.cli.status import GONE_S, READ, read_status
 from infra.cli.status_screen import State
+from infra.cli.words import RECENT, PolicyWords, recent_words, words_about
 from infra.ledger.index import INDEXED, LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
@@ -58,12 +59,18 @@ class NotReadYet(HeadraceError):
 
 class History(msgspec.Struct, frozen=True):
     """What was said of versions, and of serving and learning. events: with their offsets. stable: what customers get.
-    decisions: who moved it, and why.
+    decisions: who moved it, and why. is_whole: no older ones are left out.
     """
 
     events: list[tuple[int, PolicyEvent]]
     stable: Stable
     decisions: list[ChannelDecision]
+    is_whole: bool
+
+    @classmethod
+    def of(cls, words: PolicyWords) -> "History":
+        """What was read."""
+        return cls([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
 
 
 class Reading:
@@ -87,7 +94,7 @@ class Reading:
         self._clock = LogClock(log, self._reports_follower, silent_s=GONE_S)
         self._hour = LastHour(log, self._reports_follower)
         self._words_follower = Follower(log, (topics.POLICIES,))
-        self._words = PolicyWords(policy)
+        self._words: PolicyWords | None = None
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._readings: dict[str, asyncio.Task[Any]] = {}  # that those who ask now wait for
@@ -128,14 +135,23 @@ class Reading:
         return await self.held("status", read, wait_s=wait_s)
 
     async def history(self, wait_s: float | None = None) -> History:
-        """Every event of the policy, and every decision about it. wait_s: see `held`."""
-        words = self._words
+        """Newest events of the policy, and decisions about it. wait_s: see `held`."""
+        policy = self.settings.policy.name
 
         async def read() -> History:
-            await words.read_on(self.log, self._words_follower)
-            return History([*words.events], words.stable, decisions(words.events, words.orders))
+            if self._words is None:
+                self._words = await recent_words(self.log, policy, at_least=RECENT, at_most=RECENT)
+            await self._words.read_on(self.log, self._words_follower)
+            return History.of(self._words)
 
         return await self.held("history", read, wait_s=wait_s)
+
+    async def history_of(self, version: int, wait_s: float) -> History:
+        """What was said since a version was published, where that is older than what `history` has."""
+        known = await self.history(wait_s)
+        if known.is_whole or any(one.event == "published" and one.version == version for _, one in known.events):
+            return known
+        return History.of(await words_about(self.log, self.settings.policy.name, version))
 
     async def answer(self, ref: str) -> AnswerTrace:
         """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog, and NotReadYet where it may

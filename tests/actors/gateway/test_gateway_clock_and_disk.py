@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import resource
 import shutil
 import socket
@@ -17,7 +18,7 @@ from actors.gateway.access.feedback_token import FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey, KeyBook
 from actors.gateway.config import GatewayLimits
 from actors.gateway.http.errors import ApiError
-from actors.gateway.recording.spool import Spool, SpoolFull
+from actors.gateway.recording.spool import Spool, SpoolFull, SpoolLost
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
@@ -118,7 +119,7 @@ def test_a_segment_that_can_neither_be_written_nor_cut_takes_no_more_and_the_nex
     (segment,) = tmp_path.glob("*.spool")
     kept = segment.rename(tmp_path / "kept")
     segment.mkdir()  # neither opened nor cut off, as on a disk that turned read-only
-    with pytest.raises(SpoolFull, match="cannot be written"):
+    with pytest.raises(SpoolLost, match="cannot be written"):
         spool.append([b"refused"])
     spool.append([b"after"])
     with pytest.raises(OSError):
@@ -127,6 +128,33 @@ def test_a_segment_that_can_neither_be_written_nor_cut_takes_no_more_and_the_nex
     segment.rmdir()
     kept.rename(segment)
     assert Spool(tmp_path, max_bytes=1_000_000).oldest() == (1, [b"before"])
+
+
+def test_a_spool_whose_disk_came_back_empty_says_what_is_gone_and_goes_on(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "disk", max_bytes=1_000_000)
+    spool.append([b"one", b"two"])
+    (tmp_path / "disk").rename(tmp_path / "lost")
+    for _ in range(3):
+        with pytest.raises(SpoolLost, match="cannot be written: No such file or directory"):
+            spool.append([b"refused"])
+    (tmp_path / "disk").mkdir()
+    spool.append([b"after"])
+    with pytest.raises(OSError):
+        spool.oldest()
+    assert spool.leave_oldest() == 2 and spool.oldest() == (2, [b"after"])
+
+
+def test_a_segment_that_is_shorter_than_what_was_written_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=1_000_000)
+    spool.append([b"one", b"two"])
+    (segment,) = tmp_path.glob("*.spool")
+    os.truncate(segment, 0)
+    with pytest.raises(SpoolLost, match="0 bytes, expected the 22 that were written"):
+        spool.append([b"refused"])
+    spool.append([b"after"])
+    with pytest.raises(OSError, match="0 entries, expected the 2 that were written"):
+        spool.oldest()
+    assert spool.leave_oldest() == 2 and spool.oldest() == (2, [b"after"])
 
 
 def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_left_once_the_disk_is_back(
@@ -148,23 +176,24 @@ def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_
             await until(lambda: served.count("spooled") == 3, seconds=60)
             lost = (tmp_path / "spool").rename(tmp_path / "elsewhere")
             await ask(1)
-            await until(lambda: served.count("shed") == 1, seconds=60)
+            await until(lambda: shed(served, "spool lost") == 1, seconds=60)
             bus.away = False
-            await until(lambda: unreadable(served) == 3, seconds=60)
+            await until(lambda: shed(served, "spool unreadable") == 3, seconds=60)
             while (
                 not await served.experiences()
             ):  # what comes in before the drain has found that is given up, and counted
                 await ask(1)
             await ask(1)
             anew = len(await served.recorded(2))
+            assert shed(served, "spool full") == 0, "no room is not what is missing"
         assert "stay on disk for the next start" in caplog.text
         shutil.rmtree(tmp_path / "spool", ignore_errors=True)
         lost.rename(tmp_path / "spool")
         async with serving(tmp_path, engine(says("Hello.")), bus=bus, store=served.store) as again:
             assert len({one.id for one in await again.recorded(anew + 3)}) == anew + 3
 
-    def unreadable(served: RunningGateway) -> float:
-        return served.metrics.counters().get("shed{reason=spool unreadable}", 0.0)
+    def shed(served: RunningGateway, reason: str) -> float:
+        return served.metrics.counters().get(f"shed{{reason={reason}}}", 0.0)
 
     asyncio.run(check())
 

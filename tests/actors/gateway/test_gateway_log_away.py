@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -191,11 +192,11 @@ def test_whatever_the_broker_does_nothing_is_lost_and_disk_keeps_the_order(
     asyncio.run(check())
 
 
-def opened(folder: Path, log: Log) -> Outbox:
+def opened(folder: Path, log: Log, metrics: Metrics | None = None) -> Outbox:
     return Outbox(
         log,
         Spool(folder, max_bytes=10**7),
-        Metrics("t"),
+        metrics or Metrics("t"),
         held=HeldKeys(MemoryStore(), folder / "keys"),
         queue_records=100,
         queue_bytes=10_000,
@@ -245,15 +246,17 @@ def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None
 
 
 class RefusingBus(AwayBus):
-    """Refuses so many records more."""
+    """Refuses so many records more, and does something whenever it does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_refused = 0
+        self.on_refused: Callable[[], None] = lambda: None
 
     def _check(self) -> None:
         if self.num_refused > 0:
             self.num_refused -= 1
+            self.on_refused()
             raise BrokerUnavailable("the broker comes back just now")
         super()._check()
 
@@ -276,6 +279,26 @@ def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refused(tmp
         await asyncio.gather(draining, return_exceptions=True)
         seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
         assert seen == [*range(3, 32), *range(3), *range(32, 40)]
+
+    asyncio.run(check())
+
+
+def test_what_was_sent_of_a_segment_that_is_lost_then_is_not_counted_as_given_up(tmp_path: Path) -> None:
+    async def check() -> None:
+        bus, metrics = RefusingBus(), Metrics("t")
+        log = Log(bus, "test")
+        await log.create_topics(partitions=1, keep_ms=1000)
+        outbox = opened(tmp_path, log, metrics)
+        for number in range(40):
+            outbox.offer(outgoing(number))
+        await outbox.flush()
+        bus.num_refused, bus.on_refused = 3, lambda: (tmp_path / f"{1:012d}.spool").unlink(missing_ok=True)
+        draining = asyncio.create_task(outbox.drain())
+        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        seen = [message async for message in log.read_all(FEEDBACK)]
+        assert len(seen) == 29 and metrics.counters()["shed{reason=spool unreadable}"] == 11
 
     asyncio.run(check())
 

@@ -29,11 +29,13 @@ CLIENTS = 16
 ASK: Any = [{"role": "user", "content": "37+45="}]
 
 
-async def announce(served: RunningGateway, version: int, tensors: Tensors) -> PolicyEvent:
+async def announce(
+    served: RunningGateway, version: int, tensors: Tensors, *, store: Store | None = None
+) -> PolicyEvent:
     """As a trainer does: an anchor in the store, an event in the log."""
     event = await asyncio.to_thread(
         publish,
-        served.store,
+        store or served.store,
         NewVersion(policy="main", token=0, version=version, parent=version - 1, step=version),
         tensors,
         previous=None,

@@ -205,7 +205,7 @@ def test_a_version_is_named_by_its_number_or_by_what_it_is() -> None:
 
 def test_a_version_that_was_retracted_or_never_was_is_one_line_with_those_there_are() -> None:
     orphaned = PolicyEvent(event="orphaned", policy="main", version=2)
-    with pytest.raises(ConfigError, match=r"got 2, which is not published .* published: 1 to 3"):
+    with pytest.raises(ConfigError, match=r"got 2, which is not published .*; the newest is 3"):
         found("2", *events_of(1, 2, 3), orphaned)
     with pytest.raises(ConfigError, match='expected a number, "newest" or "stable"'):
         found("latest", *events_of(1))

@@ -1,0 +1,81 @@
+"""What `policies` says in full, event by event: from a summary on that lies far enough back, or from the first record."""
+
+from contextlib import aclosing
+
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from infra.policies.beginning import LOOK, newest_summary
+from infra.policies.channel import Stable, fenced, moved
+from infra.policies.history import LeaseFence
+from infra.policies.summary import Summary
+from schemas import Directive, PolicyEvent, topics
+
+RECENT = 8 * LOOK  # records that somebody who looks back is shown at least
+
+
+class PolicyWords:
+    """What `policies` says of one policy and of learning, folded record by record. events: with their times, without what an
+    overtaken trainer wrote. stable: where its channel is then. orders: words of an operator about learning.
+    is_whole: nothing lies before them. since: of what is not read. at_most: events that are kept, by default all.
+    """
+
+    def __init__(self, policy: str, since: Summary | None = None, *, at_most: int | None = None) -> None:
+        self._policy = policy
+        self._at_most = at_most
+        self._begin(since)
+
+    def _begin(self, since: Summary | None) -> None:
+        self.events: list[tuple[int, PolicyEvent]] = []
+        self.orders: list[tuple[int, Directive]] = []
+        self.is_whole = since is None
+        self.next_offset = 0 if since is None else since.below
+        self.stable = Stable() if since is None else since.of(self._policy).stable
+        self._fence = LeaseFence(-1 if since is None else since.of(self._policy).token)
+
+    async def read_on(self, log: Log, follower: Follower | None = None) -> None:
+        """Fold what has come since the last time. follower: over `policies`, of a caller that comes back every few seconds."""
+        begins, ends = await log.bounds(topics.POLICIES)
+        if ends[0] < self.next_offset:  # the log began anew
+            self._begin(None)
+        read = log.chunks if follower is None else follower.chunks
+        async with aclosing(read(topics.POLICIES, {0: max(begins[0], self.next_offset)}, {0: ends[0]})) as chunks:
+            async for records in chunks:
+                for record in records:
+                    self._fold(await log.decoded(record))
+                    self.next_offset = record.offset + 1
+                self._trim()
+
+    def _trim(self) -> None:
+        if self._at_most is not None and len(self.events) + len(self.orders) > 2 * self._at_most:
+            self.events, self.orders = self.events[-self._at_most :], self.orders[-self._at_most :]
+            self.is_whole = False
+
+    def _fold(self, message: LogMessage) -> None:
+        one = message.value
+        if isinstance(one, Directive):
+            self.stable = fenced(self.stable, one, message.offset)
+            if one.is_of_learning:
+                self.orders.append((message.timestamp_ms, one))
+        elif isinstance(one, PolicyEvent) and one.policy == self._policy:
+            by_trainer = one.event in ("lease", "published", "orphaned")
+            if not by_trainer or self._fence.admits(one, message.offset):
+                self.events.append((message.timestamp_ms, one))
+            self.stable = moved(self.stable, one, self._policy)
+
+
+async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: int | None = None) -> PolicyWords:
+    """What so many of the newest records say, and more where a summary lies further back; of all records where that is None."""
+    since = None
+    if at_least is not None:
+        low = (await log.bounds(topics.POLICIES))[1][0] - at_least
+        since = await newest_summary(log, fits=lambda one: one.below <= low)
+    words = PolicyWords(policy, since, at_most=at_most)
+    await words.read_on(log)
+    return words
+
+
+async def words_about(log: Log, policy: str, version: int) -> PolicyWords:
+    """What is said from some place before this version was published on."""
+    words = PolicyWords(policy, await newest_summary(log, fits=lambda one: one.of(policy).newest < version))
+    await words.read_on(log)
+    return words
