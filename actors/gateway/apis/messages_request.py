@@ -95,8 +95,8 @@ class ImageBlock(ContentBlock, frozen=True, kw_only=True, tag="image"):
 Content = str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. role: who speaks. content: text, or blocks of it."""
+class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of the conversation. role: who speaks. content: text, or blocks of it."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -156,7 +156,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     model: Short
-    messages: list[Said]
+    messages: list[MessageParam]
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     system: str | list[TextBlock] = ""
     stop_sequences: list[str] | None = None
@@ -196,7 +196,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     )
 
 
-def _chat_messages(said: Said, where: str) -> list[ChatMessage]:
+def _chat_messages(said: MessageParam, where: str) -> list[ChatMessage]:
     """A message as the chat API has it: results of tools are messages of their own."""
     if isinstance(said.content, str):
         return [ChatMessage(role=said.role, content=said.content)]
