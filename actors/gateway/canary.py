@@ -6,10 +6,10 @@
 
 Guarantees: which sessions are inside depends on their names, the version on trial and the gateways' secret, so any number
 of gateways send one session the same way as long as a trial lasts, and a larger share takes more sessions in and none out.
-Whatever becomes of the canary before it says a first word (in a stream: of the answer, not of its opening), the request is
-answered here; it is asked every second whether it is there, and what it has begun to say is broken off with an error event
-if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for
-MISSING_S is an alarm (a warning, a metric, a line of `headrace status`).
+If the canary fails before its first word (in a stream: of the answer, not of its opening), the request is answered here.
+Every second it is asked whether it is there; if it goes, the answer that it began is broken off with an error event. It has
+to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for MISSING_S is an
+alarm (a warning, a metric, a line of `headrace status`).
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class Canary:
         return await self._sent(request, stream=stream)
 
     async def _sent(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        """What the client is answered. Raises httpx.HTTPError for whatever becomes of the connection."""
+        """The response for the client. Raises httpx.HTTPError for every failure of the connection."""
         try:
             return await self._client.send(request, stream=stream)
         # Closed just as it was made, it has no socket that anyio on uvloop could ask.

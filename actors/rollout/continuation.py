@@ -1,4 +1,4 @@
-"""Where a conversation goes on after what was sampled: the tokens the chat template adds, and no others.
+"""Where a conversation continues after what was sampled: the tokens the chat template adds, and no others.
 
 Guarantee: nothing sampled is tokenized again. What was sampled is kept as it is, also where the template spells it otherwise,
 or leaves out what was thought; where the template does not say what follows an answer, nothing is invented.

@@ -149,8 +149,8 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
 
-    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: what stands before it
-    all. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
+    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: text before the
+    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
     sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
     metadata: who the user is. service_tier, cache_control: change nothing.
     """

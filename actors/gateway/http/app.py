@@ -200,7 +200,7 @@ class Site:
         inside = self._canary is not None and self._canary.takes(
             self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        known_here = bool(parsed.said)  # a conversation that goes on by ids is known to one gateway
+        known_here = bool(parsed.said)  # a conversation that continues by ids is known to one gateway
         if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
             return response
         beginning = self._gateway.begin(
