@@ -54,7 +54,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     task, answer: id of the task and its reference answer, "" and None where there is none.
     held_out: never trained on.
     turn: messages before the answer, in a session of the gateway; -1 for anything else. carried: how many earlier answers
-    of the session its prompt goes on from token by token. ends_session: the client said that no turn follows. join: the turns
+    of the session that its prompt continues token by token. ends_session: the client said that no turn follows. join: the turns
     of its session that were closed with it. trial: see `Closure.trial`.
     parent: id of the experience it was made from.
     failure: why the episode failed. truncated: what cut it short. part_reason: why this part, or this turn of a session, does

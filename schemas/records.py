@@ -271,7 +271,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
 
     @property
     def is_of_learning(self) -> bool:
-        """Whether it says if learning goes on, until the next word that does."""
+        """Whether it pauses or resumes learning. The newest such record is in force."""
         return self.order in ("drain", "pause", "continue")
 
 

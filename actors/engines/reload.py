@@ -283,7 +283,7 @@ class PolicyFollower:
         self._may_adopt = False
 
     async def _fetched(self, follower: PolicyFetcher, event: PolicyEvent) -> Policy:
-        """The verified policy; a fetch that goes on is counted and logged every `slow_s`."""
+        """The verified policy; a fetch that still runs is counted and logged every `slow_s`."""
         fetching = asyncio.ensure_future(asyncio.to_thread(follower.fetch, event))
         began = time.monotonic()
         try:

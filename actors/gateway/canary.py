@@ -6,10 +6,10 @@
 
 Guarantees: which sessions are inside depends on their names, the version on trial and the gateways' secret, so any number
 of gateways send one session the same way as long as a trial lasts, and a larger share takes more sessions in and none out.
-Whatever becomes of the canary before it says a first word (in a stream: of the answer, not of its opening), the request is
-answered here; it is asked every second whether it is there, and what it has begun to say is broken off with an error event
-if it goes. It has to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for
-MISSING_S is an alarm (a warning, a metric, a line of `headrace status`).
+If the canary fails before its first word (in a stream: of the answer, not of its opening), the request is answered here.
+Every second it is asked whether it is there; if it goes, the answer that it began is broken off with an error event. It has
+to say that it is a canary, so gateways cannot send requests round in circles. One that has been away for MISSING_S is an
+alarm (a warning, a metric, a line of `headrace status`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import httpx
 import msgspec
 from starlette.responses import Response
 
-from actors.gateway.access.places import Lasting
+from actors.gateway.access.places import ReleasingStream
 from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare
 from actors.gateway.http.errors import unavailable
@@ -42,7 +42,7 @@ PASSED_ON = ("authorization", "x-api-key", "content-type", SESSION_HEADER, SESSI
 T = TypeVar("T")
 
 
-class Away(Exception):
+class CanaryUnavailable(Exception):
     """The canary did not answer."""
 
 
@@ -113,7 +113,7 @@ class Canary:
                 response, pieces, begun = await self._unless_away(
                     self._begun(path, headers, body, api.openings(choices))
                 )
-        except (Away, httpx.HTTPError) as error:
+        except (CanaryUnavailable, httpx.HTTPError) as error:
             _log.warning("canary_did_not_answer error=%s", type(error).__name__)
             self._count("not answered")
             return None
@@ -122,7 +122,7 @@ class Canary:
             return None
         self._count("answered")
         if stream:
-            return Lasting(self._pieces(response, pieces, begun, api), response.aclose)
+            return ReleasingStream(self._pieces(response, pieces, begun, api), response.aclose)
         return Response(response.content, media_type="application/json")
 
     def _count(self, outcome: str) -> None:
@@ -134,7 +134,7 @@ class Canary:
         return await self._sent(request, stream=stream)
 
     async def _sent(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        """What the client is answered. Raises httpx.HTTPError for whatever becomes of the connection."""
+        """The response for the client. Raises httpx.HTTPError for every failure of the connection."""
         try:
             return await self._client.send(request, stream=stream)
         # Closed just as it was made, it has no socket that anyio on uvloop could ask.
@@ -144,18 +144,20 @@ class Canary:
     async def _begun(
         self, path: str, headers: Mapping[str, str], body: bytes, openings: int
     ) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
-        """A stream up to its first word, or one that is none. Raises Away where it ends before, or begins with an error."""
+        """A stream up to its first word, or a response that is not a stream. Raises CanaryUnavailable if the stream ends
+        earlier or begins with an error.
+        """
         response = await self._asked(path, headers, body, stream=True)
         pieces, begun, first = response.aiter_bytes(), b"", b""
         try:
             while response.status_code == 200 and not first:
                 if not (piece := await anext(pieces, b"")):
-                    raise Away
+                    raise CanaryUnavailable
                 begun += piece
                 *whole, _ = begun.split(EVENT_END)
                 first = b"".join(whole[openings : openings + 1])
             if first.startswith(ERROR_EVENTS):
-                raise Away
+                raise CanaryUnavailable
         except BaseException:
             await response.aclose()
             raise
@@ -174,7 +176,7 @@ class Canary:
             yield begun
             while (piece := await self._unless_away(anext(pieces, b""))) != b"":
                 yield piece
-        except (Away, httpx.HTTPError) as error:
+        except (CanaryUnavailable, httpx.HTTPError) as error:
             _log.warning("canary_broke_off error=%s", type(error).__name__)
             self._count("broken off")
             yield api.error_event(unavailable("the answer was broken off; ask again"))
@@ -182,8 +184,8 @@ class Canary:
             await response.aclose()
 
     async def _unless_away(self, work: Awaitable[T]) -> T:
-        """The result of the work. Raises Away as soon as the canary is."""
-        return await unless(self._away.wait(), work, Away)
+        """The result of the work. Raises CanaryUnavailable as soon as the canary stops answering."""
+        return await unless(self._away.wait(), work, CanaryUnavailable)
 
     async def _is_there(self) -> bool:
         try:

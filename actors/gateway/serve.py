@@ -145,7 +145,7 @@ class _Loops(msgspec.Struct, frozen=True):
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event, ended: asyncio.Event) -> None:
-        """Report to the log every few seconds, while it is connected and not all is said."""
+        """Report to the log every few seconds, while it is connected and this gateway has not ended."""
         await connected.wait()
         while not ended.is_set():
             await self._tell("serving", "working")

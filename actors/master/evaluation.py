@@ -85,7 +85,7 @@ class EvalBook:
         self.requests: dict[tuple[str, int], Request] = {}
 
     def request(self, suite: str, version: int) -> Request:
-        """The request for a suite at a version, made if there is none."""
+        """The request for a suite at a version; made if it does not exist."""
         key = (suite, version)
         request = self.requests.get(key)
         if request is None:

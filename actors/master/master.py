@@ -8,7 +8,7 @@
                      Snapshots (store)
 
 Waits for the log alone: each batch read wakes the one loop that decides. Delivery: what is issued is confirmed by the
-broker before the next decision; a restart goes on from a snapshot (`actors.master.snapshot`), or recounts everything from the
+broker before the next decision; a restart continues from a snapshot (`actors.master.snapshot`), or recounts everything from the
 log, so nothing is issued twice under one attempt and no result is published twice. A second master takes the lease and the
 first one ends; what it still issues meanwhile are attempts of their own numbers, never the same ids with other content.
 """

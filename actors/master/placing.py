@@ -1,7 +1,8 @@
 """Which explorer gets the next task: the one with the least to do, of those that lately said which partitions they read.
 
 Each reads partitions of `tasks` of its own, so a task is sent to an explorer by sending it to one of these. State without
-clock, task or client. What it does not know costs balance and nothing else: a task is run by whoever reads its partition.
+clock, task or client. What it does not know costs balance and nothing else: the explorer that reads a task's
+partition runs it.
 """
 
 from collections.abc import Iterable, Mapping

@@ -33,5 +33,8 @@ async def _guarded(work: Callable[[], Awaitable[Any]]) -> Any:
         if own is not None and own.cancelling():
             raise
         raise RuntimeError("it was cancelled by itself") from error
-    except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop, and with it everybody's functions
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+    ) as error:  # they would end the loop, and with it all functions that run in it
         raise RuntimeError(repr(error)) from error

@@ -25,7 +25,7 @@ def joined_to(opened: Callable[[], Awaitable[Ends]]) -> Callable[..., Awaitable[
     async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there, back = await opened()
-        except OSError:  # the policy has gone: so has whoever asked
+        except OSError:  # the policy is gone, and so is the caller
             writer.close()
             return
         await asyncio.gather(copied(reader, back), copied(there, writer))

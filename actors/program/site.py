@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.gateway.access.places import Lasting
+from actors.gateway.access.places import ReleasingStream
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.apis.api import Api, Reply
@@ -139,7 +139,7 @@ class ProgramSite:
                 episode.earlier.keep(reply.answer_ids[0], Conversation("", "", after(reply)))
 
         if parsed.stream:
-            return Lasting(_streamed(episode, reply, api, ended), partial(_let_go, episode, in_flight))
+            return ReleasingStream(_streamed(episode, reply, api, ended), partial(_let_go, episode, in_flight))
         try:
             await unless_gone(request, episode.answer(in_flight))
         finally:

@@ -1,4 +1,4 @@
-"""Where a conversation goes on after what was sampled: the tokens the chat template adds, and no others.
+"""Where a conversation continues after what was sampled: the tokens the chat template adds, and no others.
 
 Guarantee: nothing sampled is tokenized again. What was sampled is kept as it is, also where the template spells it otherwise,
 or leaves out what was thought; where the template does not say what follows an answer, nothing is invented.
@@ -13,7 +13,7 @@ import msgspec
 
 MARK = "Understood: 7413."  # an answer that is easy to find in what a template writes
 _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-Said = TypeVar("Said")
+T = TypeVar("T")
 
 
 class Decoder(Protocol):
@@ -68,9 +68,9 @@ def added_tokens(rendered: Sequence[int], last: SampledTurn, tokenizer: Decoder)
 
 
 def following_tokens(
-    render: Callable[[list[Said]], list[int]],
-    short: Sequence[Said],
-    new: Sequence[Said],
+    render: Callable[[list[T]], list[int]],
+    short: Sequence[T],
+    new: Sequence[T],
     last: SampledTurn,
     *,
     stops: Collection[int],

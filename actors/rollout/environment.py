@@ -25,7 +25,7 @@ EnvironmentEnd = Literal["terminal", "truncated"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment answers. observation: text for the policy, "" for none. reward: None for none. end: None goes on;
+    """What an environment answers. observation: text for the policy, "" for none. reward: None for none. end: None continues;
     truncated is a limit, not a result.
 
     Example: Outcome(observation="higher", reward=0.0)

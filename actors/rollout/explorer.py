@@ -144,7 +144,7 @@ async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Sched
 
 
 async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
-    """Start whatever may start, after every change."""
+    """Start what may start, after every change."""
     async with asyncio.TaskGroup() as group:
         while True:
             scheduler.changed.clear()

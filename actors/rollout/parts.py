@@ -1,6 +1,6 @@
-"""The token sequences of one episode, and which of them a conversation goes on.
+"""The token sequences of one episode, and which of them a conversation continues.
 
-Guarantee: a turn goes on the sequence that it extends, whichever of them that is; one that extends none, or one that is being
+Guarantee: a turn continues the sequence that it extends, whichever of them that is; one that extends none, or one that is being
 extended right now, begins a new sequence, and `reason` says why. Each sampled token is in one sequence, once.
 """
 
@@ -90,7 +90,7 @@ class Parts:
         self.last: GrowingPart | None = None
 
     def find(self, conversation: Conversation, rendered: Sequence[int], follow: Follow) -> Found:
-        """The part that a conversation goes on, the newest first. rendered: the conversation as the template writes it."""
+        """The part that a conversation continues, the newest first. rendered: the conversation as the template writes it."""
         reason = ""
         for part in reversed(self.all):
             known = len(part.conversation)

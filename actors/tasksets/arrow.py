@@ -77,7 +77,7 @@ def _write(body: bytes) -> None:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Cells]]:
-    """Every row, numbered from 1. Raises ConfigError for a file that is none."""
+    """Every row, numbered from 1. Raises ConfigError for a file that is not Arrow."""
     number = 0
     with _opened(path) as file:
         try:

@@ -2,7 +2,7 @@
 
     inline   here and now, for functions that promised to be quick
     thread   one daemon thread per call of `in_thread` works through the arguments; an argument that hangs is given up, the rest
-             goes on in a new thread
+             continues in a new thread
     async    all arguments at once, each under its own timeout
 
 A thread cannot be killed: one that hangs lives until its function returns or the process ends. After MAX_HUNG calls in a

@@ -94,7 +94,7 @@ class Dropped(msgspec.Struct, frozen=True):
 class ChainResult(msgspec.Struct, frozen=True):
     """All that went in and all that was made: members of the group first, then what was made, in other groups.
 
-    kept: what goes on. dropped: what does not. absent: verdicts that were not given though asked for, by (score, reason).
+    kept: what passed. dropped: the rest. absent: verdicts that were not given though asked for, by (score, reason).
     cost_usd: of each score that charged.
     """
 
@@ -275,7 +275,7 @@ def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience
 
 
 def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
-    """The member as it goes on, and what was made from it."""
+    """The member after the step, and what was made from it."""
     if result is member:
         return [member]
     if isinstance(result, Failure):
@@ -289,7 +289,7 @@ def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: obj
 
 
 def _settle_one(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
-    """The member as it goes on; empty after a Drop or nonsense."""
+    """The member after the step; empty after a Drop or a result that is not valid."""
     if isinstance(result, Drop):
         fault = drop_fault(result)
         if not fault:

@@ -37,7 +37,7 @@ class GoneTask(msgspec.Struct, frozen=True):
 class TaskOutcome(msgspec.Struct, frozen=True):
     """The task and what was made from it: kept and dropped.
 
-    kept: what goes on. dropped: what does not.
+    kept: what passed. dropped: the rest.
     """
 
     kept: tuple[Task, ...]

@@ -83,7 +83,7 @@ def input_hash(question: str, experience: Experience) -> str:
 
 
 def has_score(experience: Experience, name: str, version: int) -> bool:
-    """Whether it carries this version's score already, whatever model answered."""
+    """Whether it has this version's score already, from any model."""
     return any(one.name == name and one.version.partition("+")[0] == str(version) for one in experience.scores)
 
 

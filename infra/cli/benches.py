@@ -46,7 +46,7 @@ def command(name: str, bench: Callable[..., Found | list[Found]]) -> Callable[..
 
 
 def measured(bench: Callable[[], Found | list[Found]], as_json: bool) -> Found | list[Found]:
-    """What it finds. as_json: what libraries and processes print meanwhile goes to stderr, so that JSON stands alone."""
+    """What it finds. as_json: what libraries and processes print meanwhile goes to stderr, so that stdout is JSON only."""
     if not as_json:
         return bench()
     sys.stdout.flush()

@@ -73,7 +73,7 @@ class LastHour:
                 if without - last < 2:
                     break
                 await self._look((last + without) // 2)
-        self._read.discard(now_ms // CELL_MS)  # it goes on
+        self._read.discard(now_ms // CELL_MS)  # this cell still grows
 
     async def _look(self, cell: int) -> None:
         starts, stops = [await self._offsets_at(at * CELL_MS) for at in (cell, cell + 1)]

@@ -32,7 +32,7 @@ async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop
 
 
 def open_on_rank(settings: Settings, model: str, environment: Mapping[str, str]) -> "Learner":
-    """The configured learner on a model folder. Raises ConfigError; on one of several ranks a RuntimeError goes on as it is,
+    """The configured learner on a model folder. Raises ConfigError; on one of several ranks a RuntimeError is raised unchanged,
     since the settings are not at fault where another rank is gone: all start again.
     """
     from trainer.learners.learner import open_learner

@@ -1,4 +1,4 @@
-"""`headrace recover`: goes on where the log or the store was lost, as far as one can without the other.
+"""`headrace recover`: continues a run whose log or store was lost, as far as that is possible.
 
 Guarantee: nothing is changed where they belong together, where the log has a run of its own, or before it was agreed to.
 """

@@ -145,7 +145,7 @@ def totals_of(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[
 
 
 def next_step(order: "ReprocessOrder", settings: Settings) -> str:
-    """The command that goes on from what was published."""
+    """The command that continues after what was published."""
     if order.stage == "verify":
         return f"next: headrace reprocess collect --set app={order.publish} --publish ANOTHER"
     run = f" --set run={order.publish}" if settings.run else ""

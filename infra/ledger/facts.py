@@ -183,7 +183,7 @@ class FactReader:
 
 
 def letters(record: DeadLetter) -> Iterator[Fact]:
-    """Whatever can still be read of a dead letter is accounted for."""
+    """What can still be read of a dead letter is accounted for."""
     try:
         inner = decode(record.value)
     except (BadFrame, UnknownMajor):

@@ -1,4 +1,4 @@
-"""Keeps the index of `trace` up while a run goes on, so that a question finds all but the last seconds in it.
+"""Keeps the index of `trace` up to date during a run, so that a question finds all but the last seconds in it.
 
 It only reads, no role waits for it, and the index is a cache: it may be stopped, killed or left out at any time.
 """

@@ -1,7 +1,7 @@
 """Putting a backup back into a broker and a store that have nothing of the app.
 
 Guarantees: every record is at its offset with its time; every byte put back was compared with its hash; nothing that is
-there is replaced; begun again it goes on. Objects come first, then the log, then committed offsets; which log the store
+there is replaced; run again, it continues. Objects come first, then the log, then committed offsets; which log the store
 belongs to comes last. A key that is there stays as it is, so a user forgotten since is not remembered.
 """
 

@@ -6,7 +6,7 @@
     anyone dead           the group cannot go on (its next collective would wait for ever): all are killed, and start again
 
 Guarantee: a new group begins only when nothing is left of the old one. Rank 0 alone touches the log; what it had journaled
-and checkpointed is where the new group goes on.
+and checkpointed is where the new group continues.
 
 torchrun's own restart does not replace this on one machine: it starts settings that are wrong again, leaves its ranks behind
 when it is killed, waits for ever for one that stays when rank 0 is done, and counts restarts over a whole run, not in a row.

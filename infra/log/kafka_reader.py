@@ -63,7 +63,7 @@ def consumer_of(
 
 
 async def begin(client: T) -> T:
-    """Start an aiokafka client; whatever it opened is closed again if that fails."""
+    """Start an aiokafka client; what it opened is closed again if that fails."""
     try:
         await client.start()  # type: ignore[attr-defined]
     except BaseException:
@@ -73,7 +73,7 @@ async def begin(client: T) -> T:
 
 
 async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
-    """End an aiokafka client within CLOSE_S, whatever state it is in; never raises."""
+    """End an aiokafka client within CLOSE_S, in any state; never raises."""
     await asyncio.sleep(0)  # one that has just started would choke on tasks of its own that have not begun
     if await _ends(client.close() if isinstance(client, AIOKafkaAdminClient) else client.stop()):
         return

@@ -2,7 +2,7 @@
 
 Delivery: `publish` returns after the broker's confirmation. Loss: a record that does not decode reaches the caller as
 `LogMessage.error` (BadFrame) with its bytes, never as silence; a record of a newer major raises UnknownMajor and stops the
-reader. Whatever `read` raises, the reader is before the records of that call again. Privacy: a block whose members
+reader. If `read` raises, the reader is before the records of that call again. Privacy: a block whose members
 name a key is sealed before it is sent or stored (see `infra.store.seal`).
 """
 

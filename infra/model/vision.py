@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llava", "internvl")
 _GRID = "pictures of any size, each of as many places as its pixels make (image_grid_thw)"
-_AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it goes on sampling"
+_AXES = "positions on three axes (M-RoPE), in packed rows, in the engine and while it samples further tokens"
 _DEEP = "features of a picture added to several layers (DeepStack)"
 # What families that are asked for need and this module lacks.
 MISSING = {
@@ -176,7 +176,7 @@ def _seeing_config(folder: str | Path) -> Any:
 
 
 def vision_if_any(folder: str | Path) -> Vision | None:
-    """`load_vision`, and None where no model is: whatever needs one says so itself."""
+    """As `load_vision`, and None without a model: code that needs one raises its own error."""
     try:
         return load_vision(folder)
     except NoModel:

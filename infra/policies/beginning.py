@@ -50,7 +50,7 @@ async def newest_summary(log: Log, *, stop: int | None = None, fits: Fits = lamb
 
 
 async def folded(log: Log, *, stop: int | None = None) -> PoliciesFold:
-    """What is said below `stop`, by default all that is there."""
+    """The records below `stop`, by default all."""
     fold = PoliciesFold(await newest_summary(log, stop=stop))
     await read_on(log, fold, stop=stop)
     return fold

@@ -187,8 +187,9 @@ def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
 
 
 def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
-    """The bytes of `decode_chain`, one piece after the other: for whoever writes them elsewhere. A piece holds until the next
-    one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the first piece.
+    """The bytes of `decode_chain`, one piece after the other: for a caller that writes them elsewhere. A piece is valid
+    until the next one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the
+    first piece.
     """
     base, moves = _last_moves(parts, old)
     for piece in _moved(base, moves) if moves else chunks(base):

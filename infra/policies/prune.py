@@ -33,7 +33,7 @@ def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
 def prune(store: Store, policy: str, *, oldest: int) -> int:
     """Remove every version older than what `oldest` is rebuilt from; how many objects went.
 
-    A follower that holds a removed version goes on from what is whole in the store.
+    A follower that holds a removed version continues from a version that is whole in the store.
     """
     folder = f"policies/{policy}/"
     manifests, objects = _listed(store, folder)

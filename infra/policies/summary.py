@@ -1,4 +1,4 @@
-"""What `policies` says up to a place in it, in few bytes: whoever begins reads from there, and not from the first record.
+"""What `policies` says up to a place in it, in few bytes: a reader begins there, and not at the first record.
 
     policies   0 ……………… 811 │ 812 … 905 │ 906: a version, with the summary of all below 812 in a header │ 907 … end
                              └─────────────────────────── what a start reads ──────────────────────────────────┘

@@ -6,11 +6,11 @@
     <folder>/locks/room              who makes room
 
 Guarantees: what comes out has the digest that was asked for, or is what was fetched just now. Each byte is hashed once, in the
-pass that reads it, and the digest comes out with the bytes, for whoever holds it against a manifest. Whoever asks while another
+pass that reads it, and the digest comes out with the bytes, to be compared with a manifest. A caller that asks while another
 fetches waits for it, at most `wait_s`; a process that dies lets go at once, since the kernel holds its locks, and what it left
 unfinished goes when the next one begins, or adds an object. What the folder holds, unfinished objects included, stays within
 `max_bytes`, MAX_OBJECTS and what the disk can spare: the longest unused goes first. Where the folder cannot be used, or its
-disk is full, everything goes on without it: counted, and said once. Nothing is synced: what a machine loses with its power has
+disk is full, everything works without it: counted, and logged once. Nothing is synced: what a machine loses with its power has
 another digest then.
 """
 

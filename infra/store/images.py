@@ -72,7 +72,7 @@ def decode_image(image: Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Pix
         raise
     except Pillow.DecompressionBombError as error:  # raised by the header, before ours
         raise _too_many(image, str(error), max_pixels) from error
-    except Exception as error:  # a decoder of foreign bytes raises whatever it likes, SyntaxError and struct.error too
+    except Exception as error:  # a decoder of foreign bytes may raise anything, SyntaxError and struct.error too
         raise BadImage(NOT_AN_IMAGE, f"{image.sha256}: no {image.media_type}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""A store whose traffic is counted, whatever store it is.
+"""A store whose traffic is counted, of any kind.
 
 Requests that run beside each other count their seconds each: bytes over seconds is the speed of a request.
 """

@@ -1,4 +1,4 @@
-"""S3, MinIO and whatever else speaks S3, as object store.
+"""S3, MinIO and other servers that speak S3, as object store.
 
 Atomic and durable by S3's own promises: an object is visible once its put (or multipart completion) is acknowledged. Parts of
 an upload whose process was killed are removed a day later, by the next process that uploads in parts.
@@ -80,7 +80,7 @@ def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.enviro
 
 @contextmanager
 def closing_response(response: Any) -> Iterator[Any]:
-    """The response, closed and its connection given back whatever happens."""
+    """The response. It is closed and its connection given back in every case."""
     try:
         yield response
     finally:

@@ -152,7 +152,7 @@ class Carrier:
                 self._pending.put_back(state, row.id, row.data)
 
     def begin(self, next_offset: int) -> None:
-        """The fold goes on from here."""
+        """The fold continues from here."""
         known = self._pending.snapshot()
         self._at = next_offset if known is None else known.position
         if known is not None:
@@ -177,7 +177,7 @@ class Carrier:
         self._show_size(0)
 
     async def write(self) -> None:
-        """Store the state file as it is now; returns once it is stored, or has failed, which is said and counted."""
+        """Store the state file as it is now; returns once it is stored or has failed; a failure is logged and counted."""
         store, pending = self._store, self._pending
         if store is None:
             return

@@ -10,7 +10,7 @@ from schemas import Block, Closure, DeadLetter, Experience
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How one attempt ended, and what goes on to the buffer because of it.
+    """How one attempt ended, and what is sent to the buffer because of it.
 
     closure: for `progress`. blocks: for `buffer`, published before the closure. dropped: members that the chain dropped.
 

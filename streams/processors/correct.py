@@ -74,7 +74,7 @@ class Correct:
 
 
 def without_edit(answer: Experience) -> Experience:
-    """The answer as it goes on: what was made of the edit is elsewhere."""
+    """The answer without its edit, which has become records of its own."""
     return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 

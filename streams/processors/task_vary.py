@@ -1,6 +1,6 @@
 """vary: variations of a training task, written by templates or by a model behind an OpenAI-compatible endpoint.
 
-Guarantee: the task itself always goes on, also where the model is away; a variation has the task's answer, names it as
+Guarantee: the task itself is always kept, even if the model is away; a variation has the task's answer, names it as
 its parent and gets the same id at a retry; a variation is never varied.
 """
 

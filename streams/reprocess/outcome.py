@@ -52,7 +52,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def kept(experience: Experience) -> Reprocessed:
-    """An experience that goes on; an eval answer that the chain dropped goes on as failed, and counts as dropped."""
+    """An experience that is kept. An eval answer that the chain dropped is kept as failed, and counts as dropped."""
     if experience.suite and experience.failure:
         return dropped(experience, experience.failure)
     return Reprocessed(

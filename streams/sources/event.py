@@ -2,7 +2,7 @@
 
 Delivery: at least once; what was published before a crash is published again with the same id, and collect absorbs it.
 Order: feedback about one group keeps the order of its events. Loss: an event that raises, hangs or makes no sense is
-dead-lettered and counted, and the next one goes on; one whose key was destroyed is counted as forgotten. Privacy: what we
+dead-lettered and counted, and the next one is read; one whose key was destroyed is counted as forgotten. Privacy: what we
 write of an event, Feedback or dead letter, is redacted and sealed (see `infra.store.seal`), wherever it came from; what a
 topic or a file of another system holds we only read.
 """

@@ -3,7 +3,7 @@
     [read to − overlap, now) ─> the pages ─> new ones, oldest first ─> publish (confirmed) ─> state saved ─> wait
 
 Delivery: at least once; what was read is in a file, saved after it is published, and a score is read again for as long as it is
-younger than `overlap`, since Langfuse shows some late. A score that was changed meanwhile has another id and is said again.
+younger than `overlap`, since Langfuse shows some late. A score that was changed meanwhile has another id and is reported again.
 Order: by the scores' own time. While Langfuse is away it is asked again, later and later; nothing is passed over. One process
 per source and machine; of several machines each reads all, and ids absorb it.
 """

@@ -3,7 +3,7 @@
     wait for the topic -> read -> user's function -> publish (confirmed) -> commit
 
 Delivery: at least once, shared by all workers as one consumer group; a topic starts at its beginning. Loss: offsets
-that retention took before they were read are counted and warned of, then reading goes on at the oldest kept one. A topic that
+that retention took before they were read are counted and warned of, then reading continues at the oldest kept one. A topic that
 is not there is an alarm, and waited for; nothing else waits with it.
 """
 

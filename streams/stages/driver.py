@@ -118,7 +118,7 @@ class WindowDriver:
         """Nothing begins before the first record comes."""
 
     def retire(self, generation: int) -> None:
-        """What is in flight goes on until it is abandoned."""
+        """Work in flight continues until it is abandoned."""
 
     def num_in_flight(self) -> int:
         """Records taken and not acknowledged."""

@@ -1,7 +1,7 @@
-"""Stage verify: a block of experiences goes through the chain; what is kept goes on as a block, what is not as drop markers.
+"""Stage verify: a block of experiences goes through the chain; what is kept is published as a block, the rest as drop markers.
 
-Guarantees: every experience of a readable block is either in the block that goes on or has a drop marker with its reason, so
-its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are
+Guarantees: every experience of a readable block is either in the block that is published or has a drop marker with its reason,
+so its group can complete (a duplicate has none: its original is there); eval answers go to `evals`, scored, and are
 never dropped.
 """
 

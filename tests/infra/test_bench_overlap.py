@@ -11,7 +11,7 @@ from infra.cli.bench.overlap import Played, figures_of, lengths, played, run
 from infra.cli.bench.overlap_plan import OverlapCase, OverlapPlan
 from infra.cli.bench.overlap_sides import EOS, SidesAccount, TimedEngine
 from infra.cli.bench.targets import TARGETS
-from infra.cli.bench.virtual_time import VirtualTime
+from infra.cli.bench.virtual_time import OneThreadTime, VirtualTime
 from infra.policies.policy import Policy
 from tests.simulator.virtual_loop import run_virtual
 
@@ -108,5 +108,5 @@ def test_work_for_a_thread_takes_as_long_as_it_says() -> None:
             await asyncio.to_thread(lambda: 1 // 0)
         return loop.time() - begin_s
 
-    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+    with asyncio.Runner(loop_factory=OneThreadTime) as runner:
         assert runner.run(main()) == pytest.approx(5.0)

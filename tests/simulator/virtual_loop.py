@@ -12,7 +12,7 @@ from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any, TypeVar
 
-from infra.cli.bench.virtual_time import VirtualTime
+from infra.cli.bench.virtual_time import OneThread, VirtualTime
 
 T = TypeVar("T")
 MAX_THREAD_S = 0.004
@@ -61,10 +61,6 @@ class VirtualLoop(VirtualTime):
         self._tasks: list[asyncio.Task[Any]] = []
         self.servers: dict[Process, Listening] = {}
         self.set_task_factory(self._make_task)
-
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        """From any thread, as of any loop."""
-        return asyncio.BaseEventLoop.call_soon_threadsafe(self, callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run it in this thread after a moment, in which others go on."""
@@ -152,13 +148,11 @@ class VirtualLoop(VirtualTime):
         """A generator left behind belongs to a dead process."""
 
 
+class OneThreadLoop(OneThread, VirtualLoop):
+    """A loop that refuses callbacks from other threads."""
+
+
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time, for what waits for a log in memory and for no socket, thread or process."""
-    with asyncio.Runner(loop_factory=lambda: _OneThread(Random(0))) as runner:
+    with asyncio.Runner(loop_factory=lambda: OneThreadLoop(Random(0))) as runner:
         return runner.run(coroutine)
-
-
-class _OneThread(VirtualLoop):
-    """Time would not wait for the work of another thread."""
-
-    call_soon_threadsafe = VirtualTime.call_soon_threadsafe

@@ -111,7 +111,7 @@ def write_checkpoint(folder: Path) -> None:
     uses.put(use_key("q.0", 0, "usual"), Known(2, 40))
     position = checkpoint.Position(
         step=6, version=5, first_train_step=2, warmed_up=True, buffer_next=43, journal_next=12, journal_token=17,
-        progress_next=9, config_hash="9f", guard=GuardState(skips=1, norms=(0.5, 0.25)), settled=4,
+        progress_next=9, guard=GuardState(skips=1, norms=(0.5, 0.25)), settled=4,
     )  # fmt: skip
     made = checkpoint.Checkpoint(position=position, learner=tensors(1), uses=uses, references=(38, 41))
     checkpoint.save(DirectoryStore(folder), RUN, made, token=17, made_with={"torch": "2.13.0"}, time_ms=1763715600000)

@@ -49,7 +49,7 @@ async def apply_chain(
     return _journaled(batch, _whole_pairs(changed), alone)
 
 
-Settled = tuple[TrainItem, str]  # an item as it goes on, and why it does not
+Settled = tuple[TrainItem, str]  # an item after the chain, and why it is dropped
 
 
 def _settled(one: TrainItem, before: Experience, after: Experience | None, reasons: dict[Key, str]) -> Settled:

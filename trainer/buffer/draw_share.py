@@ -2,7 +2,7 @@
 
 Guarantee: where others have something to draw too, no tenant or user makes up more of a batch than the share allows, up to
 one whole group; what is above it waits. Where a batch of `least` experiences does not come about at these shares, it is
-filled up to `least` with what would have waited, so that a deployment with one large customer goes on learning.
+filled up to `least` with what would have waited, so that a deployment with one large customer keeps learning.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@
     policies ──> FencedOut, Intake.paused,    ─┘
                  Intake.must_forget
 
-Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest goes on.
+Loss: a record of `buffer` that cannot be read or trained is dropped with a reason that the audit finds; the rest is taken.
 """
 
 import asyncio

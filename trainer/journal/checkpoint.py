@@ -53,8 +53,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     step: last executed, -1 before the first. version: last published. first_train_step: -1 during the warm-up. warmed_up: the
     warm-up has ended. buffer_next, journal_next, progress_next: offsets to read on from. journal_token: highest fence seen.
-    config_hash: "", kept for the stored form. guard: of the steps so far. settled: issue numbers below it are not
-    waited for after a restart.
+    guard: of the steps so far. settled: issue numbers below it are not waited for after a restart.
     """
 
     step: int = -1
@@ -65,7 +64,6 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     journal_next: int = 0
     journal_token: int = -1
     progress_next: int = 0
-    config_hash: str = ""
     guard: GuardState = GuardState()
     settled: int = 0
 

@@ -186,7 +186,7 @@ def _names(statement: ast.stmt) -> set[str]:
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
-    """The tree without them; comments and layout are none of it anyway."""
+    """The tree without them; comments and layout are not in it anyway."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue

@@ -55,7 +55,7 @@ def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace])
 def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
     """Offset of `batches` that the journal may begin with, and the token it must have; (0, -1) while all of it is needed.
 
-    The record before the first one that a checkpoint that stays goes on with, so that a reader from there on knows the lease
+    The record before the first one that a kept checkpoint continues with, so that a reader from there on knows the lease
     in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
     runs have written there.
     """

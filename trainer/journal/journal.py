@@ -23,7 +23,7 @@ Fate = Literal["trained", "skipped", "quarantined", "open"]
 class Journal(msgspec.Struct, frozen=True):
     """What counts in the journal.
 
-    entries: in order. next_offset: where the next read goes on. token: highest fence seen.
+    entries: in order. next_offset: where the next read continues. token: highest fence seen.
     """
 
     entries: tuple[Entry, ...] = ()

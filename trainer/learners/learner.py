@@ -43,7 +43,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     minibatches where there are several). grad_norm: before clipping, the largest. values: those of
     `trainer.health.diagnostics`, by name. reward: mean of what it trained on, which the loop fills in; None without rewards.
     seconds: by part of the step, of learners that can measure without waiting for a card: "gradients" (forward and backward),
-    "update" (work that a card goes on with counts in the part that waits for it).
+    "update" (work that a card still runs counts in the part that waits for it).
     """
 
     finite: bool

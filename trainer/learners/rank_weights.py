@@ -145,7 +145,7 @@ class RankWeights:
         return [msgspec.msgpack.decode(one.data, type=kind) for one in answers]
 
     def _answer(self, request: _Request) -> _Answer:
-        """Whatever a rank meets is an answer: rank 0 waits for one, and ends."""
+        """Every failure of a rank becomes an answer: rank 0 waits for one, and ends."""
         try:
             return _Answer(msgspec.msgpack.encode(self._found(request)))
         except Exception as error:

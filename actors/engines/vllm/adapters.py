@@ -133,7 +133,7 @@ class Adapters:
     async def _remove(self, one: LoadedAdapter) -> None:
         try:
             await self._llm.remove_lora(one.lora.lora_int_id)
-        except Exception:  # vLLM is going, or gone: whoever has a request there learns it from that
+        except Exception:  # vLLM ends or has ended: the owner of a request learns it from the request
             _log.warning("adapter_not_removed version=%d", Attempts.version_of(one.label), exc_info=True)
 
 

@@ -14,7 +14,7 @@ from schemas.errors import ConfigError
 _BY_FOLDER = ("hf",)
 _HARMONY = ("openai", "openai_gptoss")
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-Answer = tuple[str, str, list[tuple[str, str]]]  # what is thought, what is said, and calls: name and arguments
+Answer = tuple[str, str, list[tuple[str, str]]]  # thought, words, and calls: name and arguments
 
 
 class VllmAnswers:
@@ -53,7 +53,7 @@ class VllmAnswers:
     def parse(
         self, text: str, tokens: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> Answer:
-        """A whole answer. Raises whatever a parser raises."""
+        """A whole answer. Raises what a parser raises."""
         made = self._made(tools)
         if made is None:
             return "", text, []
@@ -114,7 +114,7 @@ class VllmPieces:
         self._prompt = prompt
 
     def add(self, text: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """What more is thought, and what more is said. Raises whatever a parser raises."""
+        """The new thought and the new words. Raises what a parser raises."""
         if self._parser is None:
             return "", text
         delta = self._parser.parse_delta(text, list(tokens), self._request, self._prompt, finished=False)

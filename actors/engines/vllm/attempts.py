@@ -32,13 +32,13 @@ class Attempts:
         return label
 
     def decide(self, label: str, accepted: bool) -> None:
-        """Give the verdict; whoever waits for it goes on."""
+        """Give the verdict; all that wait for it continue."""
         if not accepted:
             self._refused.add(label)
         self._undecided.pop(label).set_result(accepted)
 
     def fail(self, label: str, error: Exception) -> None:
-        """There will be no verdict: whoever waits for it gets the error."""
+        """There will be no verdict: all that wait for it get the error."""
         verdict = self._undecided[label]  # stays, so that later waiters get it too
         verdict.set_exception(error)
         verdict.exception()  # perhaps no caller waits any more

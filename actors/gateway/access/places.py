@@ -122,16 +122,18 @@ async def to_its_end(work: Awaitable[T]) -> T:
                 task.exception()  # retrieved, so that asyncio does not warn of it
 
 
-class Lasting(StreamingResponse):
-    """A stream that holds something. ended: lets go of it; called once the response is over, also where it never began."""
+class ReleasingStream(StreamingResponse):
+    """A streamed response that holds something, such as a place. release: gives it back; called once the response is over, even
+    if it never began.
+    """
 
-    def __init__(self, pieces: AsyncIterator[bytes], ended: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], release: Callable[[], Awaitable[None]]) -> None:
         super().__init__(pieces, media_type="text/event-stream")
-        self._ended = [ended]
+        self._releases = [release]
 
-    def then(self, ended: Callable[[], Awaitable[None]]) -> None:
-        """Let go of this too."""
-        self._ended.append(ended)
+    def then(self, release: Callable[[], Awaitable[None]]) -> None:
+        """Give this back, too; the last one added is called first."""
+        self._releases.append(release)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = gone_of(scope)
@@ -142,5 +144,5 @@ class Lasting(StreamingResponse):
             with suppress(ClientDisconnect):
                 await gone.unless(self.stream_response(send), ClientDisconnect)
         finally:
-            for ended in reversed(self._ended):
-                await ended()
+            for release in reversed(self._releases):
+                await release()

@@ -2,7 +2,8 @@
 
 Guarantee: a turn that names no user, of a session that named one here, is sealed under that user's key. Where this gateway
 does not know the session (another served it, or it was long ago) and the turn brings a history, it is sealed under a key of
-the session itself, which is destroyed with the keys of whoever the session named (`infra.ledger.forget`). Bounded, in memory.
+the session itself, which is destroyed with the keys of the user that the session named (`infra.ledger.forget`). Bounded, in
+memory.
 """
 
 from collections import OrderedDict

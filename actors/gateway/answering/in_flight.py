@@ -81,7 +81,7 @@ class InFlight(msgspec.Struct, kw_only=True):
 
     @property
     def _is_parsed(self) -> bool:
-        """A bare text that goes on, and JSON that is held to a schema, are neither thought nor call."""
+        """A bare text that is continued, and JSON that must match a schema, are neither thought nor call."""
         return self.request.prompt.chat is not None and not self.request.json_schema
 
     def _written(self, text: str, tokens: Sequence[int]) -> SampledText:

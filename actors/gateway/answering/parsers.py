@@ -92,14 +92,14 @@ class ForeignParser:
         return thought + more, said, calls
 
     def _half(self, said: str) -> str:
-        """A call at the end of what is said that breaks off, "" for none: such a call must not be made."""
+        """A call that breaks off at the end of the answer, "" for none: such a call must not be made."""
         end = CALL_ENDS.get(self.writing.tools, "")
         behind = said.rfind(end) + 1 if end else len(said)
         begins = [at for mark in self._marks if (at := said.find(mark, behind)) >= 0]
         return said[min(begins) :] if begins else ""
 
     def _with_call(self, said: str, text: str) -> str:
-        """What is said with the call that could not be read, which some parsers take away."""
+        """The words with the call that could not be read; some parsers remove it."""
         if any(mark in said for mark in self._marks):
             return said
         begins = [at for mark in self._marks if (at := text.find(mark)) >= 0]

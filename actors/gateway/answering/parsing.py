@@ -1,7 +1,7 @@
 """What an answer says: what was thought before it, its words, and its calls of tools.
 
-Guarantees: what was sampled is recorded as it is, whatever is made of it here; a call that cannot be read stays text, and is
-counted; the pieces of a stream are the beginning of what is read in the end.
+Guarantees: what was sampled is recorded unchanged; a call that cannot be read stays text, and is counted; the pieces of a
+stream, joined, begin the answer that is read at its end.
 """
 
 import json
@@ -48,7 +48,7 @@ class ParsedPieces(Protocol):
     """One answer that is streamed."""
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """What more is thought, and what more is said, as far as that is decided; calls are neither."""
+        """The new thought and the new words, as far as they can be told apart; calls are neither."""
 
 
 class AnswerParser(Protocol):
@@ -127,7 +127,7 @@ class OwnParser:
 
 
 class OwnPieces:
-    """See ParsedPieces. marks: what is said ends where one of them may begin a call."""
+    """See ParsedPieces. marks: the words end where one of them may begin a call."""
 
     def __init__(self, splitter: ThoughtSplitter | None, marks: Sequence[str]) -> None:
         self._splitter = splitter

@@ -332,7 +332,7 @@ class Gateway:
     def _remember(self, in_flight: InFlight, whole: bool) -> None:
         answer = in_flight.answers[0] if in_flight.answers else SampledAnswer()
         if not whole or answer.cut or len(in_flight.answers) > 1:
-            return  # what goes on from it goes on from the turn before
+            return  # a turn that continues it continues the turn before it
         text, tokens = in_flight.request.force + answer.text, [*in_flight.prefix, *answer.tokens]
         self.sessions.keep(
             in_flight.session,

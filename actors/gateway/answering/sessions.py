@@ -1,4 +1,4 @@
-"""Turns of one conversation: the tokens a next turn goes on from. In memory, per gateway, bounded in number and in bytes.
+"""Turns of one conversation: the tokens that a next turn continues. In memory, per gateway, bounded in number and in bytes.
 
 A session holds the ends of its newest conversations: parallel calls, sub-agents and branches each go on from their own. What is
 not known here (another replica served it, it was forgotten, its history was rewritten) is rendered anew by the chat template:
@@ -91,7 +91,7 @@ class Sessions:
         return len(self._held)
 
     def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer) -> Continuation:
-        """How the next turn of a session goes on."""
+        """How the next turn of a session continues."""
         ends, said, reason = self._held.get(group, ()), _digests(prompt.plain), ""
         for held in reversed(ends):
             if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
@@ -142,7 +142,7 @@ def behind_answer(
 
 
 def _reason(ends: Sequence[HeldSession], plain: Sequence[Message], said: Sequence[bytes]) -> str:
-    """Why a turn goes on from none of these."""
+    """Why a turn continues none of these."""
     if not ends:
         return ""
     common = max(sum(one == other for one, other in zip(said, end.past, strict=False)) for end in ends)

@@ -22,7 +22,9 @@ class CompletionEvents:
     def __init__(self, reply: Reply, *, chat: bool) -> None:
         self._reply = reply
         self._chat = chat
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice, what stands around a piece of its text
+        self._around: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # of each choice, the bytes before and after a piece of its text
 
     def begin(self) -> list[bytes]:
         """A chat says whose turn it is."""

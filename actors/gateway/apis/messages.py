@@ -82,7 +82,7 @@ class MessageEvents:
         return [named_event("message_start", message={**_message(self._reply), **empty})]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        """What is thought and what is said."""
+        """The thought and the words."""
         events: list[bytes] = []
         if more.thought:
             events += self._within("thinking", thinking="", signature="")

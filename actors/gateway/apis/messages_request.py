@@ -95,8 +95,8 @@ class ImageBlock(ContentBlock, frozen=True, kw_only=True, tag="image"):
 Content = str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. role: who speaks. content: text, or blocks of it."""
+class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of the conversation. role: who speaks. content: text, or blocks of it."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -149,14 +149,14 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
 
-    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: what stands before it
-    all. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
+    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: text before the
+    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
     sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
     metadata: who the user is. service_tier, cache_control: change nothing.
     """
 
     model: Short
-    messages: list[Said]
+    messages: list[MessageParam]
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     system: str | list[TextBlock] = ""
     stop_sequences: list[str] | None = None
@@ -196,7 +196,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     )
 
 
-def _chat_messages(said: Said, where: str) -> list[ChatMessage]:
+def _chat_messages(said: MessageParam, where: str) -> list[ChatMessage]:
     """A message as the chat API has it: results of tools are messages of their own."""
     if isinstance(said.content, str):
         return [ChatMessage(role=said.role, content=said.content)]

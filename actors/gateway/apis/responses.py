@@ -73,7 +73,7 @@ class ResponseEvents:
         return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty)]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        """What is thought and what is said."""
+        """The thought and the words."""
         return [*self._more("reasoning", more.thought), *self._more("message", more.said)]
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:

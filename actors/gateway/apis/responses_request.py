@@ -162,8 +162,8 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /v1/responses.
 
-    model: a served one. input: a text of the user, or items. instructions: what stands before it all; not kept for the
-    next request. previous_response_id: the answer whose conversation goes on. max_output_tokens: of the answer.
+    model: a served one. input: a text of the user, or items. instructions: text before the input; not kept for the
+    next request. previous_response_id: the answer whose conversation continues. max_output_tokens: of the answer.
     temperature, top_p: of the sampling. stream: whether it comes piece by piece. stream_options: what a stream says
     beside it. store: false keeps and records nothing. tools: that may be called. tool_choice: whether one must be.
     parallel_tool_calls, metadata: are said again in the response, and change nothing. text: the format of the answer.

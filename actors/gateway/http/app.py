@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
-from actors.gateway.access.places import Lasting, TakenPlaces
+from actors.gateway.access.places import ReleasingStream, TakenPlaces
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.answering.serving import Gateway
@@ -161,7 +161,7 @@ class Site:
                 passed_s = time.monotonic() - request.state.began_s
                 self._metrics.histogram("request_s", buckets=REQUEST_BUCKETS, route=path).observe(passed_s)
 
-            if isinstance(response, Lasting):
+            if isinstance(response, ReleasingStream):
                 response.then(over)
             else:
                 await over()
@@ -186,7 +186,7 @@ class Site:
         held = False
         try:
             response = await self._answered(request, body, parsed, api, session, place)
-            if held := isinstance(response, Lasting):
+            if held := isinstance(response, ReleasingStream):
                 response.then(_releases(place))
             return response
         finally:
@@ -200,7 +200,7 @@ class Site:
         inside = self._canary is not None and self._canary.takes(
             self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
-        known_here = bool(parsed.said)  # a conversation that goes on by ids is known to one gateway
+        known_here = bool(parsed.said)  # a conversation that continues by ids is known to one gateway
         if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
             return response
         beginning = self._gateway.begin(
@@ -214,7 +214,7 @@ class Site:
             version=self._gateway.engine.version,
         )
         if parsed.stream:
-            return Lasting(self._streamed(reply, api, session, request), _releases(place))
+            return ReleasingStream(self._streamed(reply, api, session, request), _releases(place))
         try:
             await unless_gone(request, self._gateway.answer(in_flight))
         finally:

@@ -1,6 +1,6 @@
-"""Whether the client of a connection is still there, told to the task that works for it: no task of its own has to listen.
+"""Cancels the task that works for a client when the client disconnects. No second task has to listen for that.
 
-Guarantee: work whose client has gone is cancelled at once, and has let go before anything else is done.
+Guarantee: work whose client has gone is cancelled at once, and releases what it holds before the connection does anything else.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ GONE = "headrace.gone"  # an extension of the scopes of a connection
 
 
 class Gone:
-    """Of one connection, on which one request is answered at a time. listen: has its end be heard of, where reading had to
-    pause.
+    """One connection, which answers one request at a time. listen: resumes reading, which may be paused, so that a disconnect
+    is noticed.
     """
 
     def __init__(self, listen: Callable[[], None]) -> None:
@@ -22,21 +22,21 @@ class Gone:
         self._working: asyncio.Task[Any] | None = None
 
     def happen(self) -> None:
-        """The client has gone; again is fine."""
+        """The client has gone. May be called twice."""
         working, self._working = self._working, None
         self._has_gone = True
         if working is not None:
             working.cancel()
 
     async def unless(self, work: Coroutine[Any, Any, T], error: type[Exception]) -> T:
-        """The result of the work, which is done in this task; raises `error` where the client goes first."""
+        """The result of the work, which runs in this task. Raises `error` if the client goes first."""
         task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
         self._listen()
         self._working = task
         if self._has_gone:
-            self.happen()  # the work begins all the same, and counts what it leaves
+            self.happen()  # the work still begins, so that it counts what it leaves
         try:
             found = await work
             if self._working is task:
@@ -46,13 +46,13 @@ class Gone:
             if self._working is task:
                 raise
             if task.uncancel() > before and isinstance(raised, asyncio.CancelledError):
-                raise  # somebody else cancels it, too
+                raise  # another task cancels it, too
         finally:
             self._working = None
         raise error
 
 
 def gone_of(scope: Mapping[str, Any]) -> Gone | None:
-    """That of the connection on which a request came, None of a server that tells by messages alone."""
+    """The one of the connection that a request came on; None of a server that reports a disconnect by a message only."""
     found = scope.get("extensions", {}).get(GONE, {}).get("gone")
     return found if isinstance(found, Gone) else None

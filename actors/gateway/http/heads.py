@@ -1,5 +1,5 @@
 """What of a request the server's parser bounds by itself neither in bytes nor in time: its head, its trailers, and a body that
-goes on behind its answer.
+continues after its answer.
 
 A client needs no key to send one.
 

@@ -138,7 +138,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
     json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the model thinks is sent, apart from
     what it says. said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the
-    session of what it goes on from. ends_session: no turn of its session follows. echo: what the response says again.
+    session of the answer that it continues. ends_session: no turn of its session follows. echo: what the response says again.
     """
 
     prompt: Prompt

@@ -23,7 +23,7 @@ AWAY_S = 5.0  # a store that failed is not asked for so long: one that is silent
 
 
 class HeldKeys(Keys):
-    """`Keys` that a store which is away does not stop. folder: of what it does not have yet; of one process."""
+    """`Keys` that also work while the store is away. folder: holds keys that the store does not have yet; of one process."""
 
     def __init__(self, store: Store, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(store, clock)

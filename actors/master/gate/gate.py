@@ -144,7 +144,7 @@ class Gate:
         return policy_event(decision, self._policy, self._token)
 
     def _tried(self, version: int) -> GateDecision | None:
-        """What came of a trial, None while it goes on; one begun by hand is ended by hand where nothing says by what."""
+        """The result of a trial, None while it lasts. Without [master.gate.canary] a person ends it."""
         if self._refused:
             return GateDecision(version=version, passed=False, reason=self._refused, numbers={}, owner="canary")
         if self._config.canary is None:

@@ -18,7 +18,7 @@ MANY = 200  # ratings, or people, of which something can be said
 CROWDED = 5.0  # ratings of one person, on average, above which there are few people
 LATE = 0.2  # share of ratings that come too late to count
 MAX_GONE = 100  # versions taken back that are known as such
-MOST = 0.8  # share of the people that is almost everybody
+MOST = 0.8  # this share of the people counts as all of them
 
 
 class People:

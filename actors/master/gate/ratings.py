@@ -227,7 +227,7 @@ def ratings_of(closure: Closure, answered_ms: int) -> tuple[Rating, ...]:
 
 
 def person_of(group: str, rating: Rating) -> str:
-    """Who gave a rating, as far as it is known: a rater of a tenant, else whoever sits behind the session."""
+    """Who gave a rating, as far as it is known: a rater of a tenant, else the person behind the session."""
     return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group
 
 

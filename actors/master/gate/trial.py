@@ -30,7 +30,7 @@ LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next blo
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The state of a trial. ended: "" while it goes on. numbers: what it was decided on. reason: for people.
+    """The state of a trial. ended: "" while it lasts. numbers: what it was decided on. reason: for people.
 
     Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
     """

@@ -21,7 +21,7 @@ RUNS_ANSWERS = frozenset({
 
 
 class ReasoningGym:
-    """tries: answers at most. again: what is said after a wrong one. options: of the generator, as of the taskset.
+    """tries: answers at most. again: the text after a wrong answer. options: of the generator, as of the taskset.
 
     Example: ReasoningGym(tries=3)
     """

@@ -1,7 +1,7 @@
 """Every benchmark, one after the other, and their figures in one table.
 
 Each is a process of `headrace bench` with a time of its own, so that none finds what another left behind nor keeps the others
-waiting. One that fails, or takes too long, is said in one line, and the rest goes on. What runs ends with this process, however
+waiting. One that fails, or takes too long, is one line, and the rest continues. What runs ends with this process, however
 that ends. Those that take least come first.
 """
 
@@ -124,7 +124,7 @@ def run(
     uses: Mapping[str, BenchUse] = USES,
     ended: Callable[[BenchEnd], None] = lambda one: None,
 ) -> list[BenchEnd]:
-    """All of them, in this order. ended: told of each as soon as it is over."""
+    """All of them, in this order. ended: called with each as soon as it is over."""
     found: list[BenchEnd] = []
     for number, name in enumerate(names, 1):
         use = uses.get(name, BenchUse())

@@ -1,6 +1,6 @@
 """What it costs a run that people look at it: optimizer steps a second with a console and ten people, and without.
 
-One run of the demo goes on throughout, past its warm-up, with so small a learning rate that it stays what it is: a policy
+One run of the demo lasts throughout, past its warm-up, with so small a learning rate that it stays what it is: a policy
 that learns comes to an end of what there is to learn, and of its steps. Pieces of the run come in pairs, one alone and one
 looked at, in turns which comes first: so that what drifts over the run, and what else the machine does, falls on both.
 
@@ -176,7 +176,7 @@ def _watched(plan: LoadPlan, config: Path, watching: Watching) -> RunInterval:
 
 @contextmanager
 def demo(folder: Path) -> "Iterator[tuple[Path, subprocess.Popen[bytes]]]":
-    """A demo that goes on for the length of the block: its settings file and its process, once its trainer is started."""
+    """A demo that runs for the length of the block: its settings file and its process, once its trainer is started."""
     config = folder / "run" / "headrace.toml"
     with _process(folder / "demo.log", "infra.cli.bench.console_load", str(folder / "run")) as child:
         until_s = time.monotonic() + BEGIN_S

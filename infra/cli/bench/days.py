@@ -2,9 +2,9 @@
 
 Counted are the records that are read, and CPU seconds. The log lies in memory and holds what a start depends on: groups that
 were issued, closed and drawn, tasks, an hour of reports, and what is said of each version. Of answers there are `answers` a
-day, which stand for a million: a master goes on from its snapshot, and the other two do not read their records. Versions
+day, which stand for a million: a master continues from its snapshot, and the other two do not read their records. Versions
 come one each STEP_S seconds, and the gate says a word about each. A broker adds 20 to 25 µs to each record that is read from
-it. Collect is measured by `headrace bench takeover`: it goes on from what was stored, whatever the day.
+it. Collect is measured by `headrace bench takeover`: it continues from what was stored, on any day.
 """
 
 import asyncio

@@ -119,7 +119,7 @@ def cpprb_draws(python: Path, num_experiences: int, num_drawn: int) -> Iterator[
 
 
 def filled(num_groups: int, size: int, users: int = 1) -> Buffer:
-    """A buffer of the lane "live" with so many groups of `size`, by so many users of twenty tenants, or by nobody."""
+    """A buffer of the lane "live" with so many groups of `size`, by so many users of twenty tenants, or without a user."""
     buffer = Buffer({"live": USES})
     one = group_of(size)
     frame = encode(one)

@@ -38,7 +38,7 @@ class EchoEngine(ScriptedEngine):
         on_chunk: OnChunk | None = None,
         images: Sequence[Pixels] = (),
     ) -> Completion:
-        """The tokens, whatever is asked for."""
+        """The same tokens for every request."""
         if on_chunk is None:
             await asyncio.sleep(0)
             return self._whole
@@ -53,7 +53,7 @@ class EchoEngine(ScriptedEngine):
         return self._whole
 
     async def _step(self) -> None:
-        """A token to each, until there is none left."""
+        """A token to each, until all are given."""
         clock = asyncio.get_running_loop().time
         due_s = clock()
         while self._streams:

@@ -1,6 +1,6 @@
 """Many followers of one version: what a store is asked for, how fast it gives, and when the last of them has the weights.
 
-The store is a MinIO server. Before it stands a proxy whose every connection passes `mb_per_s`, as one of a real network or of
+The store is a MinIO server. In front of it is a proxy whose every connection passes `mb_per_s`, as one of a real network or of
 a real S3 does, scaled down to what this machine can move; each host has a door of its own there, which counts. First one object
 is read and written over one connection, and as `S3Store` does it. Then hosts × followers processes fetch a version, all its
 weights, and the one after it, a delta: once with a cache for each host, as explorers and gateways have it, and once without. A
@@ -215,4 +215,4 @@ def follow(place: Place, events: list[PolicyEvent], starts: Sequence[float], res
             results.put(time.monotonic())
     except Exception as error:  # the parent would wait for ever
         results.put(f"{type(error).__name__}: {error}")
-    signal.pause()  # until everybody has arrived
+    signal.pause()  # until all have arrived

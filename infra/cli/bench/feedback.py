@@ -1,7 +1,7 @@
 """Measures collect under production feedback: answers that wait by the hundred thousand, joined as feedback comes.
 
 One partition on a log in memory, through the workers' own collector and its file: answers arrive and wait, feedback on some
-of them joins each to its answer, which closes and goes on; then the file is deleted and rebuilt from the log. Rates are of
+of them joins each to its answer, which closes and is published; then the file is deleted and rebuilt from the log. Rates are of
 this process's CPU time: one core, whatever else the machine does. A broker adds what reading from it takes.
 """
 

@@ -1,4 +1,4 @@
-"""Runs of a sweep, kept in a file as they finish, so that one that was interrupted goes on where it stopped."""
+"""Runs of a sweep, kept in a file as they finish, so that an interrupted sweep continues where it stopped."""
 
 from collections.abc import Sequence
 from pathlib import Path

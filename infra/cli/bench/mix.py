@@ -1,7 +1,7 @@
 """Few demonstrations: supervised alone, reinforcement alone, and both in one loss (MIX), on the demo's task, off the log.
 
 Three runs per seed from the same random weights, of as many steps: `sft` repeats the demonstrations; `grpo` has rewards
-only; `mix` begins with a short supervised phase and goes on with (1-m)·L_RL + m·L_SFT. The reward is the task's own: 1 for
+only; `mix` begins with a short supervised phase and continues with (1-m)·L_RL + m·L_SFT. The reward is the task's own: 1 for
 the right answer, else 0. With keep_successes its own right answers become demonstrations too, as [collect.synthesize]
 makes them of the best of a group; that is how two hundred become thousands.
 """

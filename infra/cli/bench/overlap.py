@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from infra.cli.bench.overlap_plan import SYNCHRONOUS, OverlapCase, OverlapPlan
-from infra.cli.bench.virtual_time import VirtualTime
+from infra.cli.bench.virtual_time import OneThreadTime, VirtualTime
 
 if TYPE_CHECKING:
     from infra.log.log import Log
@@ -82,7 +82,7 @@ def figures_of(pairs: list[list[Played]]) -> dict[str, float]:
 
 def played(plan: OverlapPlan, case: OverlapCase) -> Played:
     """One run in virtual time."""
-    with tempfile.TemporaryDirectory() as name, asyncio.Runner(loop_factory=VirtualTime) as runner:
+    with tempfile.TemporaryDirectory() as name, asyncio.Runner(loop_factory=OneThreadTime) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualTime)
         return runner.run(_played(plan, case, loop, Path(name)))

@@ -1,5 +1,6 @@
-"""The roles of the benchmark of overlap: the product's own, on a log in memory, with an engine and a learner that take a given
-time.
+"""The roles of the benchmark of overlap: those of the product, on a log in memory.
+
+Engine and learner take a given virtual time.
 """
 
 import asyncio
@@ -39,28 +40,28 @@ STREAMS = StreamsConfig(score=(ScoreConfig(name="last_word", use="infra.cli.benc
 
 
 class StepMark(msgspec.Struct, frozen=True):
-    """The beginning of a step. at_s: when, in virtual time. seconds: what each side did until then, by its name."""
+    """The beginning of a step. at_s: virtual time. seconds: busy time of each side until then, by name."""
 
     at_s: float
     seconds: dict[str, float]
 
 
 class Taken:
-    """A Delivery of one record that is delivered once."""
+    """A Delivery that is delivered once."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.generation = 0
 
     def acknowledge(self) -> None:
-        """See Delivery: nobody asks."""
+        """See Delivery. Nothing to do: the log in memory has no committed offsets."""
 
     def abandon(self) -> None:
-        """See Delivery: the run ends."""
+        """See Delivery. Nothing to do: the run ends."""
 
 
 class OverlapLoop:
-    """All roles; built by `of`, run once."""
+    """All roles in one event loop. Built by `of`, run once."""
 
     def __init__(
         self, plan: OverlapPlan, case: OverlapCase, floor: Floor, log: Log, store: TimedStore, loop: VirtualTime
@@ -80,7 +81,7 @@ class OverlapLoop:
 
     @classmethod
     async def of(cls, plan: OverlapPlan, case: OverlapCase, loop: VirtualTime, folder: Path) -> "OverlapLoop":
-        """With a log that holds the tasks."""
+        """The roles on a log that holds the tasks."""
         pacing = Pacing(groups_per_step=plan.groups, max_staleness=case.staleness)
         start_ms, start_s = wall_ms(), loop.time()
         bus = MemoryBus(lambda: start_ms + int(1000 * (loop.time() - start_s)))
@@ -92,7 +93,7 @@ class OverlapLoop:
         return cls(plan, case, Floor(app=APP, pacing=pacing, folder=folder), log, store, loop)
 
     async def run(self, lengths: Iterator[int]) -> list[StepMark]:
-        """Until the trainer has made its steps; the beginning of each."""
+        """Runs until the trainer has made its steps. Returns the beginning of each."""
         plan = self._plan
         engine = TimedEngine(lengths, self._account, places=self._places, token_s=plan.token_s, load_s=plan.load_s)
         master = MasterConfig(num_episodes=plan.size, max_tokens=plan.longest * plan.mean)
@@ -127,7 +128,7 @@ class OverlapLoop:
         self._loop.call_later(self._step_s, lambda: self._account.add(learning=-1))
 
     async def _count(self, topic: Topic) -> None:
-        """What was issued, or what became of it."""
+        """Count the tasks that are issued, or how each group ended."""
         async for message in self.log.read_all(topic, until_end=False):
             record = message.value
             if isinstance(record, Task):
@@ -140,7 +141,7 @@ class OverlapLoop:
                 self._account.add(drawn=len(record.groups))
 
     async def _stages(self) -> None:
-        """Verify and collect, fed as a worker feeds them."""
+        """Verify and collect, fed as a stream worker feeds them."""
 
         async def none_committed(partition: int) -> int:
             return 0

@@ -74,7 +74,7 @@ def rate(world: SimulatedPeople, at_h: Floats) -> Floats:
 def ratings_drawn(
     world: SimulatedPeople, random: np.random.Generator, start_h: float, end_h: float, *, drawn: bool
 ) -> RatingsByTime:
-    """What people say of answers between two times. drawn: a share meets the new version; else everybody after hour 0."""
+    """What people say of answers between two times. drawn: a share meets the new version; else all people after hour 0."""
     num = random.poisson(world.per_hour * (end_h - start_h) / world.each)
     begun = random.uniform(start_h, end_h, num)
     person = np.repeat(np.arange(num), world.each)

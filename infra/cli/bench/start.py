@@ -6,7 +6,7 @@ takes to its first experience.
 
 The demo's model and settings, a real broker, one role at a time; files that the system has read before stay in its memory.
 Processor time is of the process and of all that it started and that still runs. A role that does not start is said in one
-line, and the rest goes on.
+line, and the rest continues.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ def shapes_table(name: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def beside_table(name: str, found: Sequence[Beside]) -> Table:
-    """One row a contestant; of each figure the best round and the median one. How much sooner ours is stands there where it has
+    """One row a contestant; of each figure the best round and the median one. How much sooner ours is, is given where it has
     a target.
     """
     table = Table("case", "", title=f"bench {name}: µs of an answer, best round and median")

@@ -1,7 +1,7 @@
-"""An event loop in virtual time: it jumps to the next timer, and nothing waits for anything real.
+"""An event loop in virtual time: it jumps to the next timer, and nothing waits for real time.
 
-Work for threads is done in this one, at once, and its result is there as many virtual seconds later as it says that it took
-(`spend`): so a loop of processes that sample and learn for hours is played in seconds, and plays the same each time.
+Work for threads runs in the thread of the loop, at once. Its result arrives after the virtual seconds that it reports
+(`spend`). So processes that sample and learn for hours are simulated in seconds, with the same result each time.
 """
 
 import asyncio
@@ -15,11 +15,20 @@ START_S = 1_000.0
 
 
 class Stuck(Exception):
-    """Nothing is ready and no timer runs: everybody waits for somebody."""
+    """A deadlock: no callback is ready and no timer runs."""
+
+
+class OneThread(asyncio.BaseEventLoop):
+    """Refuses callbacks from other threads: virtual time would not wait for their work."""
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
+        """As `call_soon`, from the thread of the loop only."""
+        assert self._thread_id in (None, threading.get_ident()), f"a callback from another thread: {callback}"  # type: ignore[attr-defined]
+        return self.call_soon(callback, *args, context=context)
 
 
 class VirtualTime(asyncio.BaseEventLoop):
-    """See the module. For what waits for a log in memory and for no socket, thread or process."""
+    """See the module. For code that waits for a log in memory, and for no socket, thread or process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +40,11 @@ class VirtualTime(asyncio.BaseEventLoop):
         return self.now_s
 
     def spend(self, seconds: float) -> None:
-        """Work for a thread says, while it is done, that it takes so long."""
+        """Called by work for a thread, while it runs: it takes this long."""
         self._spent_s += seconds
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Do it now; its result comes once what it spent has passed."""
+        """Run it now; its result arrives after the virtual time that it spent."""
         future = self.create_future()
         self._spent_s = 0.0
         try:
@@ -44,11 +53,6 @@ class VirtualTime(asyncio.BaseEventLoop):
             give, found = future.set_exception, error
         self.call_later(self._spent_s, lambda: future.done() or give(found))
         return future
-
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        """Time would not wait for the work of another thread."""
-        assert self._thread_id in (None, threading.get_ident()), f"a thread of its own in virtual time: {callback}"  # type: ignore[attr-defined]
-        return self.call_soon(callback, *args, context=context)
 
     def _run_once(self) -> None:
         scheduled = self._scheduled  # type: ignore[attr-defined]
@@ -77,4 +81,8 @@ class VirtualTime(asyncio.BaseEventLoop):
         """There are no sockets."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """There is no selector to wake up."""
+
+
+class OneThreadTime(OneThread, VirtualTime):
+    """Virtual time for code that must not start threads."""

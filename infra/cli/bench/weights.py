@@ -7,9 +7,9 @@ versions to the next, others join at the last of them, and one reads the anchor 
 folder in memory, so no disk and no network is in it. torch has one thread and the allocator gives large blocks back, as in a
 trainer of several ranks. Beside them stand the library safetensors (save and load of the whole) and xor with zstd-1. CPU
 seconds are of all threads but the one that watches, per GB (10⁹ bytes) of weights. Wall over CPU is of the version that took
-the least wall for its CPU; beside it stands how many cores other processes took meanwhile. A stall is the longest time that
-another thread, which asks for the interpreter every millisecond, had to wait beyond that millisecond, in all that a side does,
-the anchor and joining too.
+the least wall for its CPU; beside it is the number of cores that other processes took meanwhile. A stall is the longest time
+that another thread, which asks for the interpreter every millisecond, had to wait beyond that millisecond, in all that a side
+does, the anchor and joining too.
 """
 
 import os

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 class ShownAlarm(msgspec.Struct, frozen=True):
     """One alarm. name: the title of its section, "" for one that a plugin says. about: what raised it. page: of the
-    help, with the section. since_ms: 0 where it is not known. times: how often since then, 0 for what goes on. lately:
+    help, with the section. since_ms: 0 where it is not known. times: how often since then, 0 for one that lasts. lately:
     how often in the last minute, likewise. is_looked: since_ms is when this console first saw it, and it may be older.
 
     Example: ShownAlarm(name="A value of a step is unhealthy", about="chi2 of lane live, at train/1", page="runbook#…",

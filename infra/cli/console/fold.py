@@ -270,7 +270,7 @@ def members_of(found: Sequence[Found]) -> list[tuple[int, Experience]]:
 
 
 def _starts(topic: Topic, begins: Mapping[int, int], reads: Mapping[tuple[str, int], int]) -> dict[int, int]:
-    """Where the folding of a topic goes on, by partition."""
+    """Where the folding of a topic continues, by partition."""
     return {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
 
 

@@ -140,7 +140,7 @@ class ConsoleIndex:
         return database
 
     def is_there(self) -> bool:
-        """Whether the file is still where it was made: somebody may have removed it."""
+        """Whether the file is still where it was made: it may have been removed."""
         return inode(self.path) == self._inode
 
     def claim(self) -> bool:

@@ -127,7 +127,7 @@ async def made(
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Work that goes on inside the `with`, and ends with it. Where the work breaks, so does the `with`, by the same error."""
+    """Work that runs inside the `with`, and ends with it. Where the work breaks, so does the `with`, by the same error."""
     within = asyncio.current_task()
     task = asyncio.create_task(work)
     broke = False

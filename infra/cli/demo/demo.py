@@ -3,7 +3,7 @@
     prepare (settings, model, tasks) ─> broker ─> roles + loads ─> watch the log until the master is done ─> report
 
 This process only supervises, reads the log and draws; nothing it does changes what is learned. Ctrl-C stops the roles in
-order; the same folder goes on where it was.
+order; the same folder continues where it stopped.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.access.places import Lasting, Places, Rota, TakenPlaces, to_its_end
+from actors.gateway.access.places import Places, ReleasingStream, Rota, TakenPlaces, to_its_end
 from actors.gateway.config import CanaryShare, GatewayLimits
 from actors.gateway.http.errors import ApiError
 from infra.log.memory import MemoryBus
@@ -179,7 +179,7 @@ def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> Non
         async def refused(message: Any) -> None:
             raise OSError("gone")
 
-        stream = Lasting(pieces(), lets_go("first"))
+        stream = ReleasingStream(pieces(), lets_go("first"))
         stream.then(lets_go("second"))
         with suppress(Exception):
             await stream({"type": "http", "asgi": {"spec_version": version}}, gone, refused)

@@ -81,7 +81,7 @@ class PlainVerify:
         self._seen: dict[str, None] = {}
 
     def take(self, one: Any) -> list[Any]:
-        """What goes on of an answer: itself with its score, what is left of it with the reason, or nothing for a duplicate."""
+        """The answer with its score, or what is left of a dropped one with the reason; an empty list for a duplicate."""
         if one.id in self._seen:
             return []
         self._seen[one.id] = None

@@ -124,7 +124,7 @@ def accuracy(model: Any, tokenizer: Any, tasks: list[dict[str, Any]]) -> float:
 
 
 def say(what: dict[str, Any]) -> None:
-    """One line, for whoever started this."""
+    """One line for the parent process."""
     os.write(1, json.dumps(what).encode() + b"\n")
 
 

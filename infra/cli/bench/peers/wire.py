@@ -41,7 +41,7 @@ def digest(answers: list[tuple[str, Any, Any]]) -> str:
 
 
 def say(what: dict[str, Any]) -> None:
-    """One line for whoever started this process."""
+    """One line for the parent process."""
     print(json.dumps(what), flush=True)
 
 
