@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from infra.cli.bench import minio
-from infra.cli.bench.minio import MinioServer
+from infra.cli.bench.common import minio
+from infra.cli.bench.common.minio import MinioServer
 from infra.local.broker import EmbeddedKafka
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.

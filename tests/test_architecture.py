@@ -62,12 +62,12 @@ DOORS = {
         "infra/policies/",
         "infra/cli/demo/",
         "infra/cli/bench/",
-        "infra/cli/size.py",
+        "infra/cli/check/size.py",
     ),
 }
 # What shows numbers to people, and what makes these.
 FOR_PEOPLE = (
-    "infra/observe/metrics.py", "infra/cli/status.py", "infra/cli/peek.py", "infra/cli/demo/", "infra/cli/bench/",
+    "infra/observe/metrics.py", "infra/cli/look/status.py", "infra/cli/look/peek.py", "infra/cli/demo/", "infra/cli/bench/",
     "infra/cli/console/", "trainer/loop/report.py",
 )  # fmt: skip
 PICKLES_ITS_OWN = "infra/cli/bench/peers/pickled.py"  # a peer of the benchmarks, which opens what it packed

@@ -9,7 +9,7 @@ from actors.config import ExploreConfig, MasterConfig, ReloadConfig
 from actors.gateway.config import GatewayConfig
 from infra.chain.insert import ProcessorConfig
 from infra.cli.console.config import ConsoleConfig
-from infra.cli.expected import Expect
+from infra.cli.look.expected import Expect
 from infra.observe.release import release
 from infra.settings.config import Floor, UnknownKey, Use, decode, duration_s
 from infra.settings.toml import read_toml

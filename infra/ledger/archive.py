@@ -8,7 +8,8 @@
 
 Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one
 folder and nothing else: names that climb out, links, devices, anything oversized or truncated is one BadFrame that names
-it. Below model/ only what `add_model` writes comes out. It names no code that its reader would run: see `infra.cli.source`.
+it. Below model/ only what `add_model` writes comes out. It names no code that its reader would run: see
+`infra.cli.repeat.source`.
 """
 
 import contextlib

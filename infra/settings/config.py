@@ -168,7 +168,7 @@ class Keep(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     """[metrics]. listen: host:port where a role serves /metrics and /healthz; port 0 is any free one. Nothing there asks who
     one is: name an address that only the scraper reaches. Under `headrace up` the roles of the machine take ports in a row
-    from this one (see `infra.cli.up.METRICS_ORDER`); HEADRACE_METRICS_LISTEN in the environment of one role comes before it.
+    from this one (`METRICS_ORDER` in infra/cli/run/up.py); HEADRACE_METRICS_LISTEN in its environment comes before it.
 
     Example: MetricsConfig(listen="0.0.0.0:9200")
     """

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from actors.gateway.canary import SILENT_S, Canary
 from actors.gateway.config import CanaryShare
-from infra.cli.status import read_status
+from infra.cli.look.status import read_status
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics

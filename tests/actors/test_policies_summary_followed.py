@@ -3,7 +3,7 @@
 import asyncio
 
 from actors.engines.reload import PolicyFollower
-from infra.cli.bench.days import CountingBus, summarize
+from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.policies.beginning import LOOK

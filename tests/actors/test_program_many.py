@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from infra.cli.bench.episodes import run
+from infra.cli.bench.serving.episodes import run
 
 EPISODES = 200
 

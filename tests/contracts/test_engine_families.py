@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.engines.engine import Engine
-from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
+from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.store.memory import MemoryStore

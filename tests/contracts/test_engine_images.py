@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.engines.engine import Completion, Engine, Sampling
-from infra.cli.bench.tiny_internvl import FRAME, VOCABULARY
+from infra.cli.bench.learner.tiny_internvl import FRAME, VOCABULARY
 from infra.cli.demo.char_model import save_tokenizer
 from infra.model.model import load_into, load_model, load_tokenizer, model_tensors
 from infra.model.vision import load_vision

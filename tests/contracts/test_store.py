@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.cli.bench import minio
-from infra.cli.bench.minio import MinioServer
-from infra.cli.check_connect import object_fault
+from infra.cli.bench.common import minio
+from infra.cli.bench.common.minio import MinioServer
+from infra.cli.check.connect import object_fault
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 import yaml
 
+from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.cli.up import child_environment
 from infra.local.address import HOST, choose_address, plan_address
 from infra.local.broker import EmbeddedKafka
 from infra.local.process import Watched, start_watched

@@ -32,8 +32,8 @@ from infra.cli.connect import connected
 from infra.cli.demo.demo import children, prepare, write_settings
 from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.demo.watch import Watch, follow_log
+from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
-from infra.cli.up import broker_child, role_child
 from infra.ledger.audit import audit
 from infra.local.supervisor import Child, Supervisor
 from infra.log.log import Log

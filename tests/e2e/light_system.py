@@ -20,8 +20,8 @@ import msgspec
 
 from actors.gateway.access.keys import create_key
 from infra.cli.demo.char_model import Size, build_char_model
+from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.cli.up import child_environment
 from infra.ledger.audit import audit
 from infra.local.process import Watched, start_watched
 from infra.log.kafka import KafkaBus

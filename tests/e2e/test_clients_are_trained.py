@@ -16,8 +16,8 @@ import pytest
 
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
+from infra.cli.run.up import role_child
 from infra.cli.settings import Settings, load_settings
-from infra.cli.up import role_child
 from infra.local.supervisor import Supervisor
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

@@ -21,8 +21,8 @@ import pytest
 from actors.gateway.recording.outbox import Spooled
 from actors.gateway.recording.spool import entries_in
 from infra.cli.demo.char_model import build_char_model
+from infra.cli.run.up import child_environment
 from infra.cli.settings import load_settings
-from infra.cli.up import child_environment
 from infra.local.address import choose_address
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
-from infra.cli.bench import minio
-from infra.cli.bench.minio import MinioServer
+from infra.cli.bench.common import minio
+from infra.cli.bench.common.minio import MinioServer
 from infra.policies.fetch import PolicyFetcher
 from infra.roles.role import first_error
 from infra.store.memory import MemoryStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.skip import skip_lost
+from infra.cli.data.skip import skip_lost
 from infra.local.broker import EmbeddedKafka
 from infra.log.bus import Partition
 from infra.log.kafka import KafkaBus

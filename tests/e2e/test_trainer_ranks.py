@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.cli.bench.life import LifePlan, run
+from infra.cli.bench.learner.life import LifePlan, run
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.cli.bench.learner import LearnerBenchPlan, run
+from infra.cli.bench.learner.learner import LearnerBenchPlan, run
 from tests.gpu import checks
 from tests.gpu.checks import LARGE, TINY
 

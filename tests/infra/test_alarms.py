@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.cli.expected import Heard, missing
-from infra.cli.status import alarms, failing, unread
+from infra.cli.look.expected import Heard, missing
+from infra.cli.look.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
@@ -169,7 +169,7 @@ def test_every_metric_of_a_rule_is_one_that_a_role_has() -> None:
 
 
 def test_status_names_the_section_of_each_alarm_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from infra.cli.status_screen import show
+    from infra.cli.look.status_screen import show
     from infra.cli.terminal import Screen
 
     events = [(second, progress("train", steps_skipped=float(second), rollbacks=1.0)) for second in range(3)]

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.cli.bench import codec
-from infra.cli.bench import console as bench_console
 from infra.cli.bench.all import USES, BenchEnd, BenchUse, as_figures, command_of, in_order, run
 from infra.cli.bench.beside import Beside
-from infra.cli.bench.console_load import RunInterval, Watching, figures_of
-from infra.cli.bench.families import Family
-from infra.cli.bench.gate import Figures as GateFigures
-from infra.cli.bench.growth import GrowthLine, GrowthPoint
-from infra.cli.bench.looking import PageViews
+from infra.cli.bench.growth.growth import GrowthLine, GrowthPoint
+from infra.cli.bench.learner.families import Family
+from infra.cli.bench.learning.gate import Figures as GateFigures
+from infra.cli.bench.looking import console as bench_console
+from infra.cli.bench.looking.console_load import RunInterval, Watching, figures_of
+from infra.cli.bench.looking.looking import PageViews
+from infra.cli.bench.records import codec
 from infra.cli.bench.rows import BenchRow, rows_of, rows_without
 from infra.cli.bench.tables import all_table
 from infra.cli.bench.targets import TARGETS

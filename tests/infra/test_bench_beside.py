@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 from infra.cli.bench.beside import Beside, Spent, compared
-from infra.cli.bench.children import cpu_s
+from infra.cli.bench.common.children import cpu_s
 from infra.cli.bench.tables import beside_table
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.cli.bench.console_load import RunInterval, Watching, figures_of, rate_of
-from infra.cli.bench.looking import PageViews, look
+from infra.cli.bench.looking.console_load import RunInterval, Watching, figures_of, rate_of
+from infra.cli.bench.looking.looking import PageViews, look
 from tests.infra.cli.console_rig import LINK, console
 
 

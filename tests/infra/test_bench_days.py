@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from infra.cli.bench.days import run
+from infra.cli.bench.growth.days import run
 from infra.policies.beginning import LOOK
 from trainer.loop.publication import SUMMARIZE_EVERY
 

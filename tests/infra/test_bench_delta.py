@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.cli.bench.delta import run
+from infra.cli.bench.weights.delta import run
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.draw import cpprb_draws, run
+from infra.cli.bench.learner.draw import cpprb_draws, run
 
 # What of cpprb is asked for, in an environment that has it.
 CPPRB = """

@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from infra.cli.bench import minio
-from infra.cli.bench.fan_out import FanOutPlan, run
-from infra.cli.bench.throttle import throttled
+from infra.cli.bench.common import minio
+from infra.cli.bench.weights.fan_out import FanOutPlan, run
+from infra.cli.bench.weights.throttle import throttled
 from infra.store.s3 import PART_BYTES
 
 SMALL = FanOutPlan(mb=4, mb_per_s=8.0, hosts=2, followers=3, object_bytes=4 * PART_BYTES)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.bench.finished import read_finished, write_finished
+from infra.cli.bench.common.finished import read_finished, write_finished
 from schemas.errors import ConfigError
 
 VARIED = ("seeds",)

@@ -10,8 +10,8 @@ from rich.console import Console
 from actors.config import CanaryConfig, GateConfig, GateGuardConfig, PeopleConfig
 from actors.master.gate import guard, trial
 from actors.master.gate.people import People
-from infra.cli.bench.gate import GateRow, figures_of, rows, run
-from infra.cli.bench.people import (
+from infra.cli.bench.learning.gate import GateRow, figures_of, rows, run
+from infra.cli.bench.learning.people import (
     BLOCK_MS,
     HOUR_MS,
     STABLE,

@@ -11,10 +11,11 @@ import pytest
 
 from actors.engines.engine import Chunk, Sampling
 from actors.engines.vllm.settings import CPU_DEFAULTS, argument_names
-from infra.cli.bench import gateway_peers
 from infra.cli.bench.beside import OURS, Spent, compared
-from infra.cli.bench.echo import EchoEngine
-from infra.cli.bench.gateway_peers import (
+from infra.cli.bench.peers.bare_http import event, whole
+from infra.cli.bench.serving import gateway_peers
+from infra.cli.bench.serving.echo import EchoEngine
+from infra.cli.bench.serving.gateway_peers import (
     BARE,
     BARE_KINDS,
     PeersPlan,
@@ -25,8 +26,7 @@ from infra.cli.bench.gateway_peers import (
     vllm_arguments,
     vllm_lacks,
 )
-from infra.cli.bench.http_asking import ECHO, HttpAnswer, Site, ask, load, read, request
-from infra.cli.bench.peers.bare_http import event, whole
+from infra.cli.bench.serving.http_asking import ECHO, HttpAnswer, Site, ask, load, read, request
 from infra.local.process import start_watched
 
 TEXT = "".join(ECHO)

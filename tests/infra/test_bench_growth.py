@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infra.cli.bench.growth import LINEAR, GrowthLine, GrowthPoint, exponent, lines_of, run
+from infra.cli.bench.growth.growth import LINEAR, GrowthLine, GrowthPoint, exponent, lines_of, run
 from infra.cli.bench.tables import growth_table
 
 

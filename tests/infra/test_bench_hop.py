@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.bench.hop import PEERS, HopPlan, run
-from infra.cli.bench.hop_data import (
+from infra.cli.bench.peers.plain import FORMS, StageName, stage_of
+from infra.cli.bench.records.hop import PEERS, HopPlan, run
+from infra.cli.bench.records.hop_data import (
     GroupOfAnswers,
     HopOutcome,
     ToSend,
@@ -18,8 +19,7 @@ from infra.cli.bench.hop_data import (
     verdicts_of_block,
     verdicts_of_record,
 )
-from infra.cli.bench.hop_worker import CONFIG
-from infra.cli.bench.peers.plain import FORMS, StageName, stage_of
+from infra.cli.bench.records.hop_worker import CONFIG
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics

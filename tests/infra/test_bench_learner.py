@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.bench import memory, peak
-from infra.cli.bench.learner import (
+from infra.cli.bench.common import peak
+from infra.cli.bench.learner import memory
+from infra.cli.bench.learner.learner import (
     NEAR,
     BatchShape,
     BenchMachine,
@@ -16,7 +17,7 @@ from infra.cli.bench.learner import (
     require_near,
     run,
 )
-from infra.cli.bench.memory_held import MemoryPlan
+from infra.cli.bench.learner.memory_held import MemoryPlan
 from infra.cli.bench.tables import learner_table
 from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from tests.infra.tiny_families import build_family

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.cli.bench.lora import run
+from infra.cli.bench.learner.lora import run
 
 
 @pytest.mark.slow

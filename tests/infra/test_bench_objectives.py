@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench import mix, offpolicy
-from infra.cli.bench.adding import Problem, deck, demonstration, item_of, problems
+from infra.cli.bench.learning import mix, offpolicy
+from infra.cli.bench.learning.adding import Problem, deck, demonstration, item_of, problems
 from infra.cli.demo.char_model import build_char_model
 
 pytestmark = pytest.mark.slow

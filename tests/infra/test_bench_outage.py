@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from infra.cli.bench.outage import run
+from infra.cli.bench.serving.outage import run
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from actors.engines.engine import Sampling
-from infra.cli.bench.overlap import Played, figures_of, lengths, played, run
-from infra.cli.bench.overlap_plan import OverlapCase, OverlapPlan
-from infra.cli.bench.overlap_sides import EOS, SidesAccount, TimedEngine
+from infra.cli.bench.overlap.overlap import Played, figures_of, lengths, played, run
+from infra.cli.bench.overlap.plan import OverlapCase, OverlapPlan
+from infra.cli.bench.overlap.sides import EOS, SidesAccount, TimedEngine
+from infra.cli.bench.overlap.virtual_time import OneThreadTime, VirtualTime
 from infra.cli.bench.targets import TARGETS
-from infra.cli.bench.virtual_time import OneThreadTime, VirtualTime
 from infra.policies.policy import Policy
 from tests.simulator.virtual_loop import run_virtual
 

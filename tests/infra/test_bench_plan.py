@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from infra.cli.bench.plan import CapacityPlan, Installed, Rates, capacity
-from infra.cli.bench.record_bytes import RECORD_BYTES, RecordBytes, measure
-from infra.cli.bench.unit_costs import SHIPPED, UnitCost, UnitCosts, read_costs
+from infra.cli.bench.plan.plan import CapacityPlan, Installed, Rates, capacity
+from infra.cli.bench.plan.record_bytes import RECORD_BYTES, RecordBytes, measure
+from infra.cli.bench.plan.unit_costs import SHIPPED, UnitCost, UnitCosts, read_costs
 from infra.cli.main import app
 from schemas import Block, Experience
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED

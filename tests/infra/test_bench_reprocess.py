@@ -1,6 +1,6 @@
 """The benchmark of reprocess compares everything and finds nothing different; its figures are for `headrace bench`."""
 
-from infra.cli.bench.reprocess import run
+from infra.cli.bench.records.reprocess import run
 
 
 def test_a_benchmarked_reprocessing_finds_what_is_recorded() -> None:

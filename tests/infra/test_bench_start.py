@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.start import DEMO, KINDS, ROLES, Started, StartPlan, figures_of, fresh_caches, rounds_of, run
+from infra.cli.bench.growth.start import (
+    DEMO,
+    KINDS,
+    ROLES,
+    Started,
+    StartPlan,
+    figures_of,
+    fresh_caches,
+    rounds_of,
+    run,
+)
 from infra.cli.bench.targets import TARGETS
-from infra.cli.up import ROLES as UP
+from infra.cli.run.up import ROLES as UP
 
 
 def test_of_each_the_best_round_is_shown_and_the_target_is_of_a_figure() -> None:

@@ -1,6 +1,6 @@
 """The benchmark of starts runs masters and readers over logs it makes."""
 
-from infra.cli.bench.starts import run
+from infra.cli.bench.growth.starts import run
 
 
 def test_the_benchmark_starts_every_role_over_each_log() -> None:

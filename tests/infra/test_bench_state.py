@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_state_saved_by_two_killed_ranks_is_read_by_one_two_and_three_with_an_equal_hash() -> None:
     pytest.importorskip("deepspeed")
-    from infra.cli.bench.state import StatePlan, run
+    from infra.cli.bench.learner.state import StatePlan, run
 
     figures = run(StatePlan(hidden=256, layers=2, silence_s=8.0, timeout_s=4.0), say=lambda text: None)
     assert all(figures[f"ranks_{num_ranks}_equal_hash"] == 1.0 for num_ranks in (1, 2, 3))

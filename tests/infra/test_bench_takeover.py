@@ -1,6 +1,6 @@
 """The benchmark of taking a partition over: what it measures is what a worker does."""
 
-from infra.cli.bench.takeover import TakeoverPlan, run
+from infra.cli.bench.records.takeover import TakeoverPlan, run
 
 
 def test_a_small_partition_is_taken_over_from_the_store_and_from_the_log() -> None:

@@ -1,6 +1,6 @@
 """The benchmark of `trace` asks real questions: each answer it asks about was published and trained once."""
 
-from infra.cli.bench.trace import run
+from infra.cli.bench.looking.trace import run
 
 
 def test_every_question_of_the_benchmark_is_answered() -> None:

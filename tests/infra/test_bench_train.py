@@ -13,10 +13,10 @@ from rich.console import Console
 
 from actors.tasksets.arithmetic import write_arithmetic
 from infra.cli.bench.beside import OURS
+from infra.cli.bench.learning.train import REWARDS, TRL, TrainPlan, TrainRun, asked_of, heard, require_alike, sooner
+from infra.cli.bench.learning.train_ours import RunFollower, warmed
 from infra.cli.bench.rows import rows_of
 from infra.cli.bench.tables import train_table
-from infra.cli.bench.train import REWARDS, TRL, TrainPlan, TrainRun, asked_of, heard, require_alike, sooner
-from infra.cli.bench.train_ours import RunFollower, warmed
 from infra.cli.demo.char_model import Size, build_char_model
 from infra.cli.demo.settings import DemoOptions, demo_toml
 from infra.cli.settings import Settings, load_settings
@@ -135,7 +135,7 @@ def test_a_warmed_up_model_is_a_folder_of_the_same_form(tmp_path: Path) -> None:
 
 
 def test_rewards_alone_is_a_control_of_the_demo() -> None:
-    from infra.cli.bench.train import CONTROLS
+    from infra.cli.bench.learning.train import CONTROLS
     from infra.cli.demo.arithmetic import ARITHMETIC
 
     assert set(CONTROLS.values()) <= set(ARITHMETIC.lanes) and set(CONTROLS) == {OURS, REWARDS}

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from infra.cli.bench import transport
 from infra.cli.bench.peers.wire import digest
-from infra.cli.bench.transport import (
+from infra.cli.bench.records import transport
+from infra.cli.bench.records.transport import (
     ReaderProcess,
     TransportPlan,
     expected_digest,
@@ -22,7 +22,7 @@ from infra.cli.bench.transport import (
     redis_readings,
     written_answers,
 )
-from infra.cli.bench.transport_ours import publish, taken
+from infra.cli.bench.records.transport_ours import publish, taken
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas.topics import BUFFER

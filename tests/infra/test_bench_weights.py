@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from infra.cli.bench.targets import TARGETS
-from infra.cli.bench.weights import WeightsPlan, run
-from infra.cli.bench.weights_sweep import sweep
-from infra.cli.bench.weights_table import ROWS, rows
+from infra.cli.bench.weights.sweep import sweep
+from infra.cli.bench.weights.table import ROWS, rows
+from infra.cli.bench.weights.weights import WeightsPlan, run
 
 
 @pytest.mark.long

@@ -17,8 +17,8 @@ import typer.main
 import yaml
 
 from infra.cli.main import app
+from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
-from infra.cli.up import METRICS_ORDER
 from infra.observe.dashboards import DASHBOARDS, dashboards, of_app
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from infra.cli.connect import cache_folder
-from infra.cli.roles import role_of
+from infra.cli.run.roles import role_of
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

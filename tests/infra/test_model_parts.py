@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
+from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.model.model import load_model
 from infra.model.parts import FolderParts, hollow_model, put
 from infra.policies.tensors import from_torch, load_tensors, save_tensors

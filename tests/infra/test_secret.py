@@ -9,7 +9,7 @@ import pytest
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
 from actors.rollout.tools.mcp import McpServer
-from infra.cli.roles import webhooks_of
+from infra.cli.run.roles import webhooks_of
 from infra.cli.settings import load_settings
 from infra.settings.secret import bearer, secret_of
 from schemas.errors import ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench import minio
-from infra.cli.bench.minio import MinioServer
+from infra.cli.bench.common import minio
+from infra.cli.bench.common.minio import MinioServer
 from infra.store.s3 import S3Store, open_s3
 from infra.store.s3_keys import S3Credentials, keys_of
 from schemas.errors import ConfigError, StoreError

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from infra.cli.bench import codec
-from infra.cli.bench.codec import check_same, edit_header, measure, open_block, pack_block, rows
-from infra.cli.bench.codec_rivals import missing, rivals
-from infra.cli.bench.texts import samples
+from infra.cli.bench.common.texts import samples
+from infra.cli.bench.records import codec
+from infra.cli.bench.records.codec import check_same, edit_header, measure, open_block, pack_block, rows
+from infra.cli.bench.records.codec_rivals import missing, rivals
 from schemas import Block, decode
 
 

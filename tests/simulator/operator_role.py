@@ -3,8 +3,8 @@
 import asyncio
 from random import Random
 
-from infra.cli.channel import check_move, servable
-from infra.cli.words import recent_words
+from infra.cli.govern.channel import check_move, servable
+from infra.cli.govern.words import recent_words
 from infra.log.log import Log
 from schemas import PolicyEvent
 from schemas.errors import ConfigError

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from infra.cli.bench.virtual_time import START_S, Stuck
+from infra.cli.bench.overlap.virtual_time import START_S, Stuck
 from tests.simulator.virtual_loop import Process, VirtualLoop
 
 

@@ -12,7 +12,7 @@ from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any, TypeVar
 
-from infra.cli.bench.virtual_time import OneThread, VirtualTime
+from infra.cli.bench.overlap.virtual_time import OneThread, VirtualTime
 
 T = TypeVar("T")
 MAX_THREAD_S = 0.004

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.bench.draw import run as run_bench
+from infra.cli.bench.learner.draw import run as run_bench
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
 from schemas import Batch

@@ -5,7 +5,7 @@ import torch
 from test_torch_learner import plain_logprobs
 from trainer_samples import random_items, tiny_model
 
-from infra.cli.bench.tiny_models import FAMILIES
+from infra.cli.bench.learner.tiny_models import FAMILIES
 from infra.model.model import load_model
 from schemas.errors import ConfigError
 from tests.grids import rest_long

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from infra.cli.status import read_status
+from infra.cli.look.status import read_status
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.tensors import to_numpy

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from infra.cli.bench.days import CountingBus, summarize
+from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

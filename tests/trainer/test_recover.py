@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from infra.cli.main import app
-from infra.cli.recover import recover
+from infra.cli.repeat.recover import recover
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

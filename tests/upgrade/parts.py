@@ -17,8 +17,8 @@ from actors.gateway.access.keys import KeyBook, create_key
 from actors.gateway.recording.outbox import Spooled
 from actors.gateway.recording.spool import Spool
 from infra.chain.processor import Memory
+from infra.cli.repeat.source import unpacked
 from infra.cli.settings import load_settings
-from infra.cli.source import unpacked
 from infra.log.blobs import deposit, is_claim, read_claim
 from infra.policies.adapter import Adapter
 from infra.policies.chain import read_manifest

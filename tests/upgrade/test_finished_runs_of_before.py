@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from infra.cli.connect import bootstrap_of, kafka_folder, reading
+from infra.cli.look.status import read_status
 from infra.cli.settings import load_settings
-from infra.cli.status import read_status
 from infra.local.broker import EmbeddedKafka
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

@@ -5,7 +5,7 @@ from functools import partial
 
 from actors.master.master import take_in
 from infra.cli.console.fold import FOLDED
-from infra.cli.newest import newest, newest_reports
+from infra.cli.look.newest import newest, newest_reports
 from infra.ledger.drain import Draining, drain
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import msgspec
 
-from infra.cli.bench.children import end
+from infra.cli.bench.common.children import end
 from infra.cli.bench.rows import BenchRow, rows_of, rows_without
 from infra.local.process import start_watched
 

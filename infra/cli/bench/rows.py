@@ -106,7 +106,7 @@ def _beside(name: str, figures: Any) -> list[BenchRow]:
 
 
 def _codec(name: str, figures: Any) -> list[BenchRow]:
-    from infra.cli.bench.codec import TARGETS as CODEC
+    from infra.cli.bench.records.codec import TARGETS as CODEC
 
     return [
         BenchRow(name, f"{shape}, {figure}", numbers[figure], low=low)
@@ -132,7 +132,7 @@ def _learner(name: str, figures: Any) -> list[BenchRow]:
 
 def _growth(name: str, figures: Any) -> list[BenchRow]:
     """Exponents, of what is above the noise."""
-    from infra.cli.bench.growth import LINEAR, GrowthLine
+    from infra.cli.bench.growth.growth import LINEAR, GrowthLine
 
     found = msgspec.convert(figures, list[GrowthLine])
     return [
@@ -142,7 +142,7 @@ def _growth(name: str, figures: Any) -> list[BenchRow]:
 
 def _families(name: str, figures: Any) -> list[BenchRow]:
     """By how much of what float32 may differ by; what is refused has no figure."""
-    from infra.cli.bench.families import GRADIENT, LOGPROB, Family
+    from infra.cli.bench.learner.families import GRADIENT, LOGPROB, Family
 
     rows = []
     for one in msgspec.convert(figures, list[Family]):
@@ -156,7 +156,7 @@ def _families(name: str, figures: Any) -> list[BenchRow]:
 
 def _gate(name: str, figures: Any) -> list[BenchRow]:
     """Shares of paths that were turned away, taken back or held: of what is worse many, of the rest few."""
-    from infra.cli.bench.gate import AT_LEAST, AT_MOST, Figures
+    from infra.cli.bench.learning.gate import AT_LEAST, AT_MOST, Figures
 
     return [
         BenchRow(
@@ -172,7 +172,7 @@ def _gate(name: str, figures: Any) -> list[BenchRow]:
 
 def _train(name: str, figures: Any) -> list[BenchRow]:
     """How many times as soon as TRL each side of headrace arrived, by the clock."""
-    from infra.cli.bench.train import SOONER, TRL, TrainRun, sooner
+    from infra.cli.bench.learning.train import SOONER, TRL, TrainRun, sooner
 
     found = msgspec.convert(figures, list[TrainRun])
     peers = {one.seed: one.wall_s for one in found if one.side == TRL}

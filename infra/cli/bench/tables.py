@@ -7,16 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.cli.bench.beside import OURS, Beside
-from infra.cli.bench.growth import LINEAR
+from infra.cli.bench.growth.growth import LINEAR
 from infra.cli.bench.targets import TARGETS
 
 if TYPE_CHECKING:
     from infra.cli.bench.all import BenchEnd
-    from infra.cli.bench.families import Family
-    from infra.cli.bench.gate import Figures as GateFigures
-    from infra.cli.bench.growth import GrowthLine, GrowthPoint
-    from infra.cli.bench.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
-    from infra.cli.bench.train import TrainRun
+    from infra.cli.bench.growth.growth import GrowthLine, GrowthPoint
+    from infra.cli.bench.learner.families import Family
+    from infra.cli.bench.learner.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
+    from infra.cli.bench.learning.gate import Figures as GateFigures
+    from infra.cli.bench.learning.train import TrainRun
 
 
 def figures_table(name: str, figures: dict[str, float]) -> Table:
@@ -147,7 +147,7 @@ def _grown(point: "GrowthPoint") -> str:
 
 def train_table(found: "Sequence[TrainRun]") -> Table:
     """One row a side and seed: when it arrived, or that it did not, and how many times as soon as the peer."""
-    from infra.cli.bench.train import SOONER, TRL, sooner
+    from infra.cli.bench.learning.train import SOONER, TRL, sooner
 
     table = Table("seed", "", title="bench train: to 90 % of the development set, from the same weights")
     for title in ("begins at", "arrives", "sooner than TRL by", "target"):

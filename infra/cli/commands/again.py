@@ -51,7 +51,7 @@ def reprocess(
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
     """
-    from infra.cli.reprocess import run_reprocess
+    from infra.cli.repeat.reprocess import run_reprocess
 
     options = msgspec.structs.asdict(flags)
     other = options.pop("other")

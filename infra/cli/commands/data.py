@@ -35,7 +35,7 @@ def load_tasks(
     Example: [cyan]headrace load tasks gsm8k.parquet --map prompt=question[/], or
     [cyan]headrace load tasks --use actors.tasksets.reasoning_gym:reasoning_gym --option generator=chain_sum[/]
     """
-    from infra.cli.load import run_load_tasks
+    from infra.cli.data.load import run_load_tasks
 
     exit_with(
         lambda: run_load_tasks(file, use, options, config, sets, fields=fields, split=split, rates_from=rates_from)
@@ -53,7 +53,7 @@ def load_experts(
 
     Example: [cyan]headrace load experts worked.jsonl[/]
     """
-    from infra.cli.load import run_load_answers
+    from infra.cli.data.load import run_load_answers
 
     exit_with(lambda: run_load_answers("experts", file, config, sets, fields=fields, split=split))
 
@@ -68,7 +68,7 @@ def load_pairs(
 
     Example: [cyan]headrace load pairs preferences.jsonl[/]
     """
-    from infra.cli.load import run_load_answers
+    from infra.cli.data.load import run_load_answers
 
     exit_with(lambda: run_load_answers("pairs", file, config, sets, fields=fields))
 
@@ -91,7 +91,7 @@ def forget(
 
     Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]
     """
-    from infra.cli.forget import run_forget
+    from infra.cli.data.forget import run_forget
 
     exit_with(lambda: run_forget(user, tenant, config, sets, as_json=as_json, wait=wait))
 
@@ -107,7 +107,7 @@ def load_prompts(
 
     Example: [cyan]headrace load prompts 200[/]
     """
-    from infra.cli.prompts import run_load_prompts
+    from infra.cli.data.prompts import run_load_prompts
 
     exit_with(lambda: run_load_prompts(count, suite, config, sets))
 
@@ -127,7 +127,7 @@ def skip(
 
     Example: [cyan]headrace skip verify[/]
     """
-    from infra.cli.skip import run_skip
+    from infra.cli.data.skip import run_skip
 
     exit_with(lambda: run_skip(group, config, sets))
 
@@ -145,6 +145,6 @@ def create_topic(
 
     Example: [cyan]headrace topic create zendesk.closed[/]
     """
-    from infra.cli.topic import run_create_topic
+    from infra.cli.data.topic import run_create_topic
 
     exit_with(lambda: run_create_topic(name, config, sets, partitions=partitions, keep=keep))

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from infra.cli.benches import Found, some_of, tell
+from infra.cli.bench.found import Found, some_of, tell
 
 
 def every_of(known: Collection[str]) -> Callable[..., Found]:

@@ -23,7 +23,7 @@ def channel(
 
     The gate ([bold]\\[master.gate][/]) promotes what its eval suites let pass; the commands below move it by hand.
     """
-    from infra.cli.channel import run_channel
+    from infra.cli.govern.channel import run_channel
 
     exit_with(lambda: run_channel(config, sets, as_json=as_json, every=every))
 
@@ -42,7 +42,7 @@ def promote(
 
     Example: [cyan]headrace promote 144 --why "looked at fifty answers"[/]
     """
-    from infra.cli.channel import run_move
+    from infra.cli.govern.channel import run_move
 
     channel: Literal["canary", "stable"] = "canary" if canary else "stable"
     exit_with(lambda: run_move("promoted", version, why, config, sets, channel=channel))
@@ -53,14 +53,14 @@ def pin(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: S
 
     Example: [cyan]headrace pin 120 --why "launch week"[/]
     """
-    from infra.cli.channel import run_move
+    from infra.cli.govern.channel import run_move
 
     exit_with(lambda: run_move("pinned", version, why, config, sets))
 
 
 def unpin(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
     """End a pin: customers go to the newest promoted version."""
-    from infra.cli.channel import run_move
+    from infra.cli.govern.channel import run_move
 
     exit_with(lambda: run_move("pinned", -1, why, config, sets))
 
@@ -70,7 +70,7 @@ def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, se
 
     Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
     """
-    from infra.cli.channel import run_move
+    from infra.cli.govern.channel import run_move
 
     exit_with(lambda: run_move("rolled_back", version, why, config, sets))
 
@@ -82,13 +82,13 @@ def pause(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -
 
     Example: [cyan]headrace pause --why "feedback source looks wrong"[/]
     """
-    from infra.cli.learning import run_learning
+    from infra.cli.govern.learning import run_learning
 
     exit_with(lambda: run_learning("pause", why, config, sets))
 
 
 def resume(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
     """Let learning go on after a [bold]pause[/] or a drain: what has waited is trained on first."""
-    from infra.cli.learning import run_learning
+    from infra.cli.govern.learning import run_learning
 
     exit_with(lambda: run_learning("continue", why, config, sets))

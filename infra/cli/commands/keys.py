@@ -31,14 +31,14 @@ def create(
 
     Example: [cyan]headrace keys create --tenant acme --train yes --rpm 600[/]
     """
-    from infra.cli.keys import run_create
+    from infra.cli.data.keys import run_create
 
     exit_with(lambda: run_create(config, sets, tenant, scope, train, rpm, tpm, expires))
 
 
 def list_keys(config: ConfigOption = DEFAULT, sets: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
     """List the keys, without their secrets."""
-    from infra.cli.keys import run_list
+    from infra.cli.data.keys import run_list
 
     exit_with(lambda: run_list(config, sets, as_json))
 
@@ -49,6 +49,6 @@ def revoke(
     sets: SetOption = [],  # noqa: B006
 ) -> None:
     """End a key. Gateways refuse it within gateway.keys_reload_s."""
-    from infra.cli.keys import run_revoke
+    from infra.cli.data.keys import run_revoke
 
     exit_with(lambda: run_revoke(config, sets, key))

@@ -28,7 +28,7 @@ def status(
 
     Example: [cyan]headrace status --check --json[/]
     """
-    from infra.cli.status import run_status
+    from infra.cli.look.status import run_status
 
     exit_with(lambda: run_status(config, sets, as_json=as_json, check=check, max_lag=max_lag))
 
@@ -49,7 +49,7 @@ def peek(
 
     Example: [cyan]headrace peek buffer -n 3[/], [cyan]headrace peek dead-letters --follow[/]
     """
-    from infra.cli.peek import run_peek
+    from infra.cli.look.peek import run_peek
 
     exit_with(lambda: run_peek(topic, config, sets, last=last, follow=follow, as_json=as_json))
 
@@ -76,7 +76,7 @@ def audit(
 
     Example: [cyan]headrace audit --drain --then-continue[/], [cyan]headrace audit --json | jq .dropped[/]
     """
-    from infra.cli.audit import run_audit
+    from infra.cli.look.audit import run_audit
 
     exit_with(lambda: run_audit(config, sets, as_json, drained=drain, within=timeout, then_continue=then_continue))
 
@@ -100,7 +100,7 @@ def trace(
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
     """
-    from infra.cli.trace import run_follow, run_trace
+    from infra.cli.look.trace import run_follow, run_trace
 
     if keep_up:
         exit_with(lambda: run_follow(config, sets))
@@ -125,6 +125,6 @@ def evaluate(
 
     Example: [cyan]headrace eval held-out --version 144[/]
     """
-    from infra.cli.evaluate import run_eval
+    from infra.cli.govern.evaluate import run_eval
 
     exit_with(lambda: run_eval(suite, version, config, sets, within=within, as_json=as_json))

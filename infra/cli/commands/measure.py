@@ -11,29 +11,29 @@ from typing import Annotated
 import msgspec
 import typer
 
-from infra.cli.benches import Found, beside, command, one_of, some_of, tell
+from infra.cli.bench.found import Found, beside, command, one_of, some_of, tell
 from infra.cli.commands.every import every_of
 from infra.cli.commands.measure_whole import overlap, start, train
 from infra.cli.commands.plan import plan
 from infra.cli.commands.weights_bench import weights
 
 DTYPES = ("float32", "bfloat16")
-# Those without flags of their own: each is a module of that name in infra/cli/bench.
+# Those without flags of their own, by their module in infra/cli/bench.
 PLAIN = {
-    "console": "The console over an index of 1,000,000 experiences: pages, searches, memory; its first start. Minutes.",
-    "delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
-    "draw": "Draws by priority and even ones from a buffer of 100,000 experiences; by priority beside cpprb.",
-    "feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
-    "gateway": "The gateway over the engine alone: what it adds to an answer, and how many it gives a second.",
-    "held": "How long one request holds the gateway's event loop: prompts, control tokens, redaction.",
-    "lora": "What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters.",
-    "reprocess": "Verify and collect over 20,000 recorded experiences again, with and without comparing.",
-    "sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
-    "days": "What roles read at their start after one day and after thirty: records and CPU. A minute.",
-    "starts": "What roles read at their start, over logs of up to 1,000,000 reports and groups. Minutes.",
-    "stream": "Events that the gateway streams a second to 240 clients, and how long a stream pauses.",
-    "turn": "How long a turn of a conversation of 38,000 tokens holds the event loop of an explorer and of the gateway.",
-    "trace": "Questions to a log of 1,000,000 experiences: the first, which builds the index, and those after it. Minutes.",
+    "looking.console": "The console over an index of 1,000,000 experiences: pages, searches, memory; its first start. Minutes.",
+    "weights.delta": "The weight delta of one reinforcement step in bfloat16, against all weights.",
+    "learner.draw": "Draws by priority and even ones from a buffer of 100,000 experiences; by priority beside cpprb.",
+    "records.feedback": "Feedback joined to 100,000 waiting answers, and their state rebuilt from the log.",
+    "serving.gateway": "The gateway over the engine alone: what it adds to an answer, and how many it gives a second.",
+    "serving.held": "How long one request holds the gateway's event loop: prompts, control tokens, redaction.",
+    "learner.lora": "What a version of a LoRA run weighs beside full weights, of a Qwen3 of 103 M parameters.",
+    "records.reprocess": "Verify and collect over 20,000 recorded experiences again, with and without comparing.",
+    "serving.sandbox": "What it costs to confine untrusted code, over 1,000 runs; and that none of them leaves a process.",
+    "growth.days": "What roles read at their start after one day and after thirty: records and CPU. A minute.",
+    "growth.starts": "What roles read at their start, over logs of up to 1,000,000 reports and groups. Minutes.",
+    "serving.stream": "Events that the gateway streams a second to 240 clients, and how long a stream pauses.",
+    "serving.turn": "How long a turn of a conversation of 38,000 tokens holds the event loop: of an explorer, of the gateway.",
+    "looking.trace": "Questions to a log of 1,000,000 experiences: the first, which builds the index, and later ones. Minutes.",
 }
 RepeatOption = Annotated[int, typer.Option(min=1, help="Rounds timed of each.")]
 
@@ -41,23 +41,24 @@ RepeatOption = Annotated[int, typer.Option(min=1, help="Rounds timed of each.")]
 def commands() -> dict[str, Callable[..., None]]:
     """Every benchmark's command by its name."""
     own = {one.__name__.replace("_", "-"): one for one in BENCHES}
-    benches = {name: plain(name) for name in PLAIN} | {"all": every_of([*PLAIN, *own])} | own
+    benches = {module.rpartition(".")[2]: plain(module) for module in PLAIN} | own
+    benches = {**benches, "all": every_of(benches)}
     return {name: command(name, bench) for name, bench in benches.items()}
 
 
-def plain(name: str) -> Callable[[], Found]:
+def plain(module: str) -> Callable[[], Found]:
     """The benchmark of PLAIN."""
 
     def bench() -> Found:
-        return Found(importlib.import_module(f"infra.cli.bench.{name}").run())
+        return Found(importlib.import_module(f"infra.cli.bench.{module}").run())
 
-    bench.__doc__ = PLAIN[name]
+    bench.__doc__ = PLAIN[module]
     return bench
 
 
 def codec(repeat: RepeatOption = 7) -> Found:
     """The experience block beside msgspec of packed bytes and of lists, pickle, orjson and protobuf."""
-    from infra.cli.bench.codec import rows, run
+    from infra.cli.bench.records.codec import rows, run
     from infra.cli.bench.tables import shapes_table
 
     found = run(tell, rounds=repeat)
@@ -69,7 +70,7 @@ def hop(
     groups: Annotated[int, typer.Option(min=1, help="Of 16 answers, in each round.")] = 64,
 ) -> Found:
     """Verify and collect on a real broker beside a plain aiokafka loop and stock Faust, by processor time. Minutes."""
-    from infra.cli.bench.hop import HopPlan, run
+    from infra.cli.bench.records.hop import HopPlan, run
 
     return beside("hop", run(HopPlan(rounds=repeat, groups=groups), tell))
 
@@ -83,7 +84,7 @@ def transport(
     The peers come from an environment of their own, which `make bench-deps` makes, and redis-server from the machine; those
     that are missing are named and left out. Minutes.
     """
-    from infra.cli.bench.transport import TransportPlan, run
+    from infra.cli.bench.records.transport import TransportPlan, run
 
     return beside("transport", run(TransportPlan(rounds=repeat, answers=answers), tell))
 
@@ -96,7 +97,7 @@ def gateway_peers(
 
     Processor time of an answer, and how many come a second. A peer that is missing is named and left out. Minutes.
     """
-    from infra.cli.bench.gateway_peers import PeersPlan, run
+    from infra.cli.bench.serving.gateway_peers import PeersPlan, run
 
     return beside("gateway-peers", run(PeersPlan(rounds=repeat, model=model), tell))
 
@@ -112,7 +113,7 @@ def growth(
     out: Annotated[Path, typer.Option(help="Folder for growth.json and growth.png.")] = Path("bench"),
 ) -> Found:
     """All that starts, answers or holds, over logs of 10,000 to 1,000,000: CPU, memory, and how they grow. Minutes."""
-    from infra.cli.bench.growth import WORKS, run
+    from infra.cli.bench.growth.growth import WORKS, run
     from infra.cli.bench.tables import growth_table
     from schemas.errors import ConfigError
 
@@ -132,7 +133,7 @@ def takeover(
     rebuild: Annotated[bool, typer.Option(help="Also from the log alone.")] = True,
 ) -> Found:
     """A worker takes a partition of waiting answers over: from the state in the store, and from the log alone."""
-    from infra.cli.bench.takeover import TakeoverPlan, run
+    from infra.cli.bench.records.takeover import TakeoverPlan, run
 
     return Found(run(TakeoverPlan(waiting=waiting, closed=closed, rebuild=rebuild), tell))
 
@@ -141,7 +142,7 @@ def audit(
     experiences: Annotated[int, typer.Option(help="In the log, which is made as it is read.", min=1)] = 1_000_000,
 ) -> Found:
     """Audit, and trace with its index built from nothing: the memory and the processor time of each. Minutes."""
-    from infra.cli.bench.audit import run
+    from infra.cli.bench.looking.audit import run
 
     return Found(run(experiences=experiences))
 
@@ -152,7 +153,7 @@ def console_load(
     people: Annotated[int, typer.Option(min=1, help="Who look at once.")] = 10,
 ) -> Found:
     """The demo's steps a second with browsers on its console and without, in pairs. A quarter of an hour."""
-    from infra.cli.bench.console_load import LoadPlan, run
+    from infra.cli.bench.looking.console_load import LoadPlan, run
 
     return Found(run(LoadPlan(pairs=pairs, piece_s=seconds, people=people), tell))
 
@@ -166,7 +167,7 @@ def fan_out(
     followers: Annotated[int, typer.Option(min=1, help="Processes of each host.")] = 8,
 ) -> Found:
     """Many followers of one version, from a MinIO server behind slow connections: bytes from the store, and speed. Minutes."""
-    from infra.cli.bench.fan_out import FanOutPlan, run
+    from infra.cli.bench.weights.fan_out import FanOutPlan, run
 
     return Found(run(FanOutPlan(mb=mb, mb_per_s=mb_per_s, hosts=hosts, followers=followers), tell))
 
@@ -175,9 +176,9 @@ def families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
 ) -> Found:
     """Tiny models of every family through learner, publication and engine: how each is read, or why it is refused."""
-    from infra.cli.bench.families import run
+    from infra.cli.bench.learner.families import run
+    from infra.cli.bench.learner.tiny_models import FAMILIES
     from infra.cli.bench.tables import families_table
-    from infra.cli.bench.tiny_models import FAMILIES
     from infra.cli.terminal import Screen
 
     found = []
@@ -197,7 +198,7 @@ def reload(
     """Hot reloads under load beside a trainer, in both modes of reload.kv: pause, memory per version, and how far logprobs
     after a reload are from exact ones. Minutes.
     """
-    from infra.cli.bench.reload import MODES, run
+    from infra.cli.bench.weights.reload import MODES, run
 
     return Found(run(versions, lora_rank=lora_rank, modes=[one_of("--kv", mode, MODES) for mode in kv.split(",")]))
 
@@ -210,7 +211,7 @@ def offpolicy(
     losses: Annotated[str, typer.Option(help="Losses, by commas.")] = "dppo,decoupled,grpo,reinforce",
 ) -> Found:
     """How much each objective loses on samples that are versions old, off the log. Runs in the folder are not run again."""
-    from infra.cli.bench.offpolicy import OffPolicyPlan, run
+    from infra.cli.bench.learning.offpolicy import OffPolicyPlan, run
     from schemas.errors import ConfigError
 
     try:
@@ -227,7 +228,7 @@ def mix(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 500,
 ) -> Found:
     """200 demonstrations alone, rewards alone, and both in one loss, off the log. Runs in the folder are not run again."""
-    from infra.cli.bench.mix import MixPlan, run
+    from infra.cli.bench.learning.mix import MixPlan, run
 
     return Found(run(MixPlan(seeds=tuple(range(seeds)), steps=steps), out=out, say=tell))
 
@@ -236,7 +237,7 @@ def gate(
     paths: Annotated[int, typer.Option(min=1, help="Deployments simulated a row.")] = 1000,
 ) -> Found:
     """How often the gate, its trials and its guard are wrong, in worlds of all kinds, and how often they find harm. Minutes."""
-    from infra.cli.bench.gate import run
+    from infra.cli.bench.learning.gate import run
     from infra.cli.bench.tables import gate_table
 
     found = run(paths)
@@ -259,7 +260,7 @@ def learner(
 
     On a GPU say --hidden 2048 --layers 16, or --model with a folder.
     """
-    from infra.cli.bench.learner import LearnerBenchPlan, run
+    from infra.cli.bench.learner.learner import LearnerBenchPlan, run
     from infra.cli.bench.tables import learner_about, learner_table
 
     plan = LearnerBenchPlan(
@@ -287,8 +288,8 @@ def life(
     """Ten steps of `headrace train` on two CPU ranks, killed after a checkpoint and started again; then an engine loads the
     last version. Minutes.
     """
-    from infra.cli.bench.life import LifePlan, run
-    from infra.cli.bench.reload import ENGINES
+    from infra.cli.bench.learner.life import LifePlan, run
+    from infra.cli.bench.weights.reload import ENGINES
 
     plan = LifePlan(
         hidden=hidden,
@@ -309,8 +310,8 @@ def memory(
     stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO, of several ranks.")] = 3,
 ) -> Found:
     """What a learner holds, beside what `headrace check --size` says that it needs."""
-    from infra.cli.bench.memory import run
-    from infra.cli.bench.memory_held import MemoryPlan
+    from infra.cli.bench.learner.memory import run
+    from infra.cli.bench.learner.memory_held import MemoryPlan
 
     one_of("--dtype", dtype, DTYPES)
     plan = MemoryPlan(hidden=hidden, layers=layers, dtype=dtype, checkpointing=checkpointing, ranks=ranks, stage=stage)
@@ -322,7 +323,7 @@ def outage(
     per_s: Annotated[float, typer.Option("--rate", help="Requests a second.")] = 20.0,
 ) -> Found:
     """A broker killed under a gateway and started again: what clients notice, and what becomes of their answers."""
-    from infra.cli.bench.outage import run
+    from infra.cli.bench.serving.outage import run
 
     return Found(run(minutes, per_s=per_s))
 
@@ -332,7 +333,7 @@ def episodes(
     one_client: Annotated[bool, typer.Option("--one-client", help="Of HTTP, for all of them.")] = False,
 ) -> Found:
     """Many episodes of an agent with OpenAI's client at once, through one explorer: whether each is recorded as its own."""
-    from infra.cli.bench.episodes import run
+    from infra.cli.bench.serving.episodes import run
 
     return Found(run(episodes, one_client=one_client))
 
@@ -347,7 +348,7 @@ def state(
     """A large learner's state saved by two ranks, killed, and read by one, two and three; about 30 bytes of memory a
     parameter, 12 of disk. Minutes.
     """
-    from infra.cli.bench.state import StatePlan, run
+    from infra.cli.bench.learner.state import StatePlan, run
 
     return Found(run(StatePlan(hidden=hidden, layers=layers, stage=stage, silence_s=silence, timeout_s=timeout), tell))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from infra.cli.benches import Found, one_of, some_of, tell
+from infra.cli.bench.found import Found, one_of, some_of, tell
 
 
 def overlap(
@@ -15,8 +15,8 @@ def overlap(
     """The whole loop beside its own synchronous mode, under log-normal answer lengths: how busy each side is, and what it waits
     for. In virtual time: a minute.
     """
-    from infra.cli.bench.overlap import run
-    from infra.cli.bench.overlap_plan import OverlapPlan
+    from infra.cli.bench.overlap.overlap import run
+    from infra.cli.bench.overlap.plan import OverlapPlan
 
     return Found(run(OverlapPlan(seeds=tuple(range(repeat)), staleness=staleness), tell))
 
@@ -30,7 +30,7 @@ def start(
     """Each role from the start of its process until it works, with nothing compiled and with all of it; the demo's first
     experience. Minutes.
     """
-    from infra.cli.bench.start import ROLES, StartPlan, run
+    from infra.cli.bench.growth.start import ROLES, StartPlan, run
     from infra.cli.demo.settings import ENGINES
 
     wanted = tuple(some_of("--roles", roles, ROLES)) or ROLES
@@ -50,8 +50,8 @@ def train(
     out. Up to half an hour a seed.
     """
     from infra.cli.bench.beside import OURS
+    from infra.cli.bench.learning.train import REWARDS, TrainPlan, run
     from infra.cli.bench.tables import train_table
-    from infra.cli.bench.train import REWARDS, TrainPlan, run
     from infra.cli.demo.settings import ENGINES
 
     plan = TrainPlan(

@@ -22,7 +22,7 @@ def recover(
 
     Example: [cyan]headrace recover -c support/headrace.toml[/]
     """
-    from infra.cli.recover import run_recover
+    from infra.cli.repeat.recover import run_recover
 
     exit_with(lambda: run_recover(config, sets, yes=yes))
 
@@ -43,7 +43,7 @@ def backup(
 
     Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """
-    from infra.cli.backup import run_backup
+    from infra.cli.repeat.backup import run_backup
 
     exit_with(lambda: run_backup(to, config, sets, keys=keys))
 
@@ -63,6 +63,6 @@ def restore(
 
     Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """
-    from infra.cli.backup import run_restore
+    from infra.cli.repeat.backup import run_restore
 
     exit_with(lambda: run_restore(source, config, sets, keys=keys))

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from infra.cli.benches import Found
+from infra.cli.bench.found import Found
 from infra.cli.options import DEFAULT, ConfigOption, SetOption, with_flags
 
 
@@ -47,9 +47,9 @@ def plan(
 
     Example: [cyan]headrace bench plan --groups-per-s 2 --requests-per-s 50 --engine-tokens-per-s 4000[/]
     """
-    from infra.cli.bench.plan import Rates
-    from infra.cli.bench.plan import run as planned
-    from infra.cli.bench.plan_table import shown
+    from infra.cli.bench.plan.plan import Rates
+    from infra.cli.bench.plan.plan import run as planned
+    from infra.cli.bench.plan.table import shown
     from infra.cli.settings import load_settings
 
     settings = load_settings(config, sets)

@@ -42,7 +42,7 @@ def replay(
 
     Example: [cyan]headrace replay runs/demo --verify[/]
     """
-    from infra.cli.replay import Trust, run_replay
+    from infra.cli.repeat.replay import Trust, run_replay
     from infra.ledger.archive import MAX_BYTES
 
     trust = Trust(plugins=trust_plugins, max_bytes=max_unpacked or MAX_BYTES)
@@ -69,6 +69,6 @@ def export(
 
     Example: [cyan]headrace export runs/demo demo.headrace[/], elsewhere [cyan]headrace replay demo.headrace --verify[/]
     """
-    from infra.cli.export import run_export
+    from infra.cli.repeat.export import run_export
 
     exit_with(lambda: run_export(run, file, from_step=from_step, as_json=as_json, trusted=trust_plugins))

@@ -69,6 +69,6 @@ def serve(
 
 
 def _role(role: str, config: Path, sets: list[str]) -> None:
-    from infra.cli.roles import loop_of, run_role
+    from infra.cli.run.roles import loop_of, run_role
 
     exit_with(lambda: run_role(role, config, sets), loop_of(role))

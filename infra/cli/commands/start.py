@@ -88,7 +88,7 @@ def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """
-    from infra.cli.up import run_up
+    from infra.cli.run.up import run_up
 
     exit_with(lambda: run_up(config, sets))
 
@@ -116,7 +116,7 @@ def init(
 
     Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """
-    from infra.cli.init import run_init
+    from infra.cli.run.init import run_init
 
     exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 
@@ -164,15 +164,15 @@ def check(
 
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
-    from infra.cli.check import run_check
+    from infra.cli.check.check import run_check
 
     def sized() -> int:
-        from infra.cli.size import run_size, this_machine
+        from infra.cli.check.size import run_size, this_machine
 
         return run_size(config, sets, this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s))
 
     async def tried() -> int:
-        from infra.cli.check_connect import run_connect
+        from infra.cli.check.connect import run_connect
 
         return await run_connect(config, sets)
 

@@ -28,6 +28,6 @@ def export_model(
 
     Example: [cyan]headrace export-model stable ./support-v144[/]
     """
-    from infra.cli.export_model import run_export_model
+    from infra.cli.govern.export_model import run_export_model
 
     exit_with(lambda: run_export_model(version, folder, config, sets, adapter))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.benches import Found, tell
+from infra.cli.bench.found import Found, tell
 
 
 def weights(
@@ -28,10 +28,11 @@ def weights(
     """The way of weights over 50 versions, from the trainer's copy to the file for an engine's workers, beside safetensors and
     xor. Minutes.
     """
-    from infra.cli.bench import fan_out, reload, weights_table
     from infra.cli.bench.tables import figures_table
-    from infra.cli.bench.weights import WeightsPlan, run
-    from infra.cli.bench.weights_sweep import CURVES, sweep
+    from infra.cli.bench.weights import fan_out, reload
+    from infra.cli.bench.weights import table as weights_table
+    from infra.cli.bench.weights.sweep import CURVES, sweep
+    from infra.cli.bench.weights.weights import WeightsPlan, run
     from schemas.errors import ConfigError
 
     if not sizes:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from actors.gateway.access.keys import Scope
-from infra.cli.channel import check_move, versions_and_stable
 from infra.cli.console.access import Viewer
 from infra.cli.console.reading import Reading
+from infra.cli.govern.channel import check_move, versions_and_stable
 from infra.policies.channel import MASTERS
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import BadFrame, ConfigError

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from infra.cli.console.rates import label_words, name_and_labels
-from infra.cli.status import grown_line
-from infra.cli.status_screen import State
+from infra.cli.look.status import grown_line
+from infra.cli.look.status_screen import State
 from infra.observe.alarms import alarm_of, anchor
 from infra.observe.measures import MEASURES
 

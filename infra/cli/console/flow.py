@@ -1,6 +1,6 @@
 """The flow in words: who waits for whom, in one sentence. From `status` alone."""
 
-from infra.cli.status_screen import State
+from infra.cli.look.status_screen import State
 
 WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage

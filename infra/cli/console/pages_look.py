@@ -23,7 +23,7 @@ from infra.cli.console.picture import ARROWS, HIGH, WIDE, boxes_of
 from infra.cli.console.rates import IN_PULSE, IN_TABLE, doings, together
 from infra.cli.console.reading import NotReadYet
 from infra.cli.console.search import Query, choices, query_of, search
-from infra.cli.status_screen import State
+from infra.cli.look.status_screen import State
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
 from schemas import DeadLetter

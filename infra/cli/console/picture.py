@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from infra.cli.console.charts import short
-from infra.cli.expected import OVER
-from infra.cli.status_screen import State
+from infra.cli.look.expected import OVER
+from infra.cli.look.status_screen import State
 from infra.policies.channel import Stable
 
 WIDE, HIGH = 220, 98  # of a box

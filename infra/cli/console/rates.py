@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from infra.cli.console.charts import short
-from infra.cli.expected import OVER
-from infra.cli.status_screen import State
+from infra.cli.look.expected import OVER
+from infra.cli.look.status_screen import State
 from infra.observe.measures import MEASURES, Measure
 
 IN_TABLE = 16  # counters of one process

@@ -20,20 +20,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.channel import ChannelDecision, decisions
-from infra.cli.clock import LogClock
 from infra.cli.console.alarms import noted
 from infra.cli.console.fold import MARK
 from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
 from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
 from infra.cli.console.rates import by_labels, together
-from infra.cli.expected import wanted_of
-from infra.cli.heard import LastHour
-from infra.cli.newest import HeldNewest
+from infra.cli.govern.channel import ChannelDecision, decisions
+from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
+from infra.cli.look.clock import LogClock
+from infra.cli.look.expected import wanted_of
+from infra.cli.look.heard import LastHour
+from infra.cli.look.newest import HeldNewest
+from infra.cli.look.status import GONE_S, READ, read_status
+from infra.cli.look.status_screen import State
 from infra.cli.settings import Settings
-from infra.cli.status import GONE_S, READ, read_status
-from infra.cli.status_screen import State
-from infra.cli.words import RECENT, PolicyWords, recent_words, words_about
 from infra.ledger.index import INDEXED, LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower

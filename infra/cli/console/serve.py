@@ -27,8 +27,8 @@ from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keep
 from infra.cli.console.learning import Run
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import NotReadYet, Reading
+from infra.cli.repeat.source import opened
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
-from infra.cli.source import opened
 from infra.local.idle_time import take_idle_time
 from infra.log.log import Log
 from infra.settings.config import split_address

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from markupsafe import Markup
 
-from infra.cli.channel import ChannelDecision
 from infra.cli.console.charts import Scale, interval, safe
 from infra.cli.console.index import MAX_TEXT
 from infra.cli.console.reading import History
 from infra.cli.console.search import score_names
+from infra.cli.govern.channel import ChannelDecision
 
 SHOWN = 60
 MAX_TASKS = 200

@@ -24,9 +24,9 @@ from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.traffic import gateway_settings, users_child
 from infra.cli.demo.watch import Watch, follow_log
+from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
-from infra.cli.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.local.supervisor import Child, Supervisor
 from infra.roles.unless import unless
 from schemas.errors import ConfigError

@@ -11,8 +11,8 @@ from actors.gateway.access.keys import create_key
 from infra.cli.connect import store_of
 from infra.cli.demo.arithmetic import ARITHMETIC, WARMUP
 from infra.cli.exit_codes import CONFIG_ERROR
+from infra.cli.run.up import child_environment
 from infra.cli.settings import Settings
-from infra.cli.up import child_environment
 from infra.local.address import choose_address
 from infra.local.supervisor import Child
 

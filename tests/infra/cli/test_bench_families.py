@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.families import Family, examined
+from infra.cli.bench.learner.families import Family, examined
+from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.cli.bench.tables import families_table
-from infra.cli.bench.tiny_models import FAMILIES, build_tiny_model
 
 REFUSED = {
     "cohere": r"\(cohere\).*its head is not supported",

@@ -7,7 +7,7 @@ import sys
 SCRIPT = """
 import os, subprocess, sys
 import typer
-from infra.cli.benches import Found, command, tell
+from infra.cli.bench.found import Found, command, tell
 
 def bench() -> Found:
     print("a library warns")

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from infra.cli.bench.days import CountingBus, summarize
-from infra.cli.bench.starts import store_records
-from infra.cli.channel import check_move, versions_and_stable
-from infra.cli.evaluate import request
-from infra.cli.export_model import published
-from infra.cli.words import recent_words, words_about
+from infra.cli.bench.growth.days import CountingBus, summarize
+from infra.cli.bench.growth.starts import store_records
+from infra.cli.govern.channel import check_move, versions_and_stable
+from infra.cli.govern.evaluate import request
+from infra.cli.govern.export_model import published
+from infra.cli.govern.words import recent_words, words_about
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infra.cli.check_connect import groups_of, object_fault, store_tried
+from infra.cli.check.connect import groups_of, object_fault, store_tried
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.local.address import HOST, choose_address

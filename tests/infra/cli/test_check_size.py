@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.needs import LearnerPlan, learner_needs, learner_state, most_at_once
+from infra.cli.check.needs import LearnerPlan, learner_needs, learner_state, most_at_once
+from infra.cli.check.size import Machine, estimate
 from infra.cli.settings import load_settings
-from infra.cli.size import Machine, estimate
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
 from tests.infra.cli.test_check_command import check
@@ -53,7 +53,7 @@ def test_a_folder_with_config_json_alone_gives_the_published_number_of_parameter
 
 def test_the_largest_model_is_sized_without_the_memory_it_would_take(tmp_path: Path) -> None:
     code = PEAK_MB + (
-        "import sys; from pathlib import Path; from infra.cli.size import Machine, run_size\n"
+        "import sys; from pathlib import Path; from infra.cli.check.size import Machine, run_size\n"
         "run_size(Path(sys.argv[1]), [], Machine(80e9, 1e12, 1e11, 120.0))\n"
         "print(peak_mb())"
     )

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from infra.cli.console.serve import source_of
-from infra.cli.export import fill, records_from
+from infra.cli.repeat.export import fill, records_from
+from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
-from infra.cli.source import ReplaySource
 from infra.ledger.archive import writing
 from infra.log.bus import Record
 from infra.log.log import Log

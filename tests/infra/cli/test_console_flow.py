@@ -15,10 +15,10 @@ from infra.cli.console.charts import Bins, ChartPoint, Line, area_chart, bounds,
 from infra.cli.console.flow import sentence
 from infra.cli.console.picture import boxes_of
 from infra.cli.console.versions import MAX_PAIRED, Budget, marked
+from infra.cli.look.status_screen import State
+from infra.cli.run.up import console_child
 from infra.cli.settings import load_settings
-from infra.cli.status_screen import State
 from infra.cli.terminal import printable
-from infra.cli.up import console_child
 from infra.policies.channel import Stable
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)

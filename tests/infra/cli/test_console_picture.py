@@ -3,7 +3,7 @@
 import pytest
 
 from infra.cli.console.picture import ARROWS, HIGH, WIDE, Arrow, Box, boxes_of
-from infra.cli.status_screen import State
+from infra.cli.look.status_screen import State
 from infra.policies.channel import Stable
 from tests.infra.cli.test_console_flow import role, state
 

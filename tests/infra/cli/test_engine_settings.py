@@ -3,7 +3,7 @@
 import pytest
 
 from actors.config import ReloadConfig
-from infra.cli.roles import implied_options
+from infra.cli.run.roles import implied_options
 from infra.cli.settings import Settings
 from infra.settings.config import Use
 from schemas.errors import ConfigError

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.engines.scripted import ScriptedEngine
-from infra.cli.evaluate import check_suite, request, result_of
+from infra.cli.govern.evaluate import check_suite, request, result_of
 from schemas import Directive, EvalResult, PolicyEvent
 from schemas.errors import ConfigError
 from schemas.topics import EVALS, POLICIES

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from infra.cli.demo.char_model import Size, build_char_model
-from infra.cli.export_model import ABOUT, ExportedPolicy, check_new, export, published, write_shards
+from infra.cli.govern.export_model import ABOUT, ExportedPolicy, check_new, export, published, write_shards
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.cli.replay import check_names
+from infra.cli.repeat.replay import check_names
+from infra.cli.repeat.source import ReplaySource, unpacked
 from infra.cli.settings import load_settings
-from infra.cli.source import ReplaySource, unpacked
 from infra.ledger.archive import ABOUT, ArchiveHead, writing
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -92,7 +92,7 @@ def test_every_shipped_learner_is_known(use: str) -> None:
     [
         ({"lanes": {"usual": {"loss": "os:system"}}}, 'trainer.lanes.usual.loss = "os:system"'),
         ({"lanes": {"usual": {"loss": "trainer.losses.grpo:load"}}}, "trainer.losses.grpo:load"),
-        ({"lanes": {"usual": {"loss": "infra.cli.bench.mix:run"}}}, "infra.cli.bench.mix:run"),
+        ({"lanes": {"usual": {"loss": "infra.cli.bench.learning.mix:run"}}}, "infra.cli.bench.learning.mix:run"),
         ({"lanes": {"expert": {"loss": "../grpo"}}}, "../grpo"),
         ({"learner": {"use": "builtins:exec"}}, 'trainer.learner.use = "builtins:exec"'),
         (

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infra.cli.expected import Heard, missing
-from infra.cli.heard import CELL_MS, MARK, LastHour
-from infra.cli.newest import newest
-from infra.cli.status import GONE_S, read_status
+from infra.cli.look.expected import Heard, missing
+from infra.cli.look.heard import CELL_MS, MARK, LastHour
+from infra.cli.look.newest import newest
+from infra.cli.look.status import GONE_S, read_status
 from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log

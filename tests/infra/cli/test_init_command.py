@@ -9,9 +9,9 @@ from typer.testing import CliRunner, Result
 
 from actors.gateway.config import GatewayConfig
 from infra.cli.main import app
-from infra.cli.roles import webhooks_of
+from infra.cli.run.roles import webhooks_of
+from infra.cli.run.up import ROLES, roles_of, say_door
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, roles_of, say_door
 from schemas.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import msgspec
 
 from infra.cli.console.access import ended_bound
 from infra.cli.console.index import ConsoleIndex
-from infra.cli.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
+from infra.cli.look.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
+from infra.cli.look.status import read_status
 from infra.cli.settings import load_settings
-from infra.cli.status import read_status
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -93,7 +93,7 @@ def test_tables_of_the_console_are_shown_with_their_rows_and_bounds_and_without_
 
 
 def test_looking_at_what_is_kept_loads_no_torch() -> None:
-    said = "import sys, infra.cli.status; print('torch' in sys.modules)"
+    said = "import sys, infra.cli.look.status; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True).stdout == "False\n"
 
 

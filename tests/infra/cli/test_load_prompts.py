@@ -4,7 +4,7 @@ import asyncio
 
 from msgspec.structs import replace
 
-from infra.cli.prompts import newest_prompts, recorded
+from infra.cli.data.prompts import newest_prompts, recorded
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Block, Experience, Message, topics

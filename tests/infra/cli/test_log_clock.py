@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infra.cli.clock import LISTEN_S, LogClock, clock_line
-from infra.cli.status import GONE_S, read_status
+from infra.cli.look.clock import LISTEN_S, LogClock, clock_line
+from infra.cli.look.status import GONE_S, read_status
 from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.cli.newest import HeldNewest, newest
-from infra.cli.words import PolicyWords
+from infra.cli.govern.words import PolicyWords
+from infra.cli.look.newest import HeldNewest, newest
 from infra.log.bus import Partition, Record
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.cli.newest import newest, newest_and_next
-from infra.cli.peek import one_line, show
+from infra.cli.look.newest import newest, newest_and_next
+from infra.cli.look.peek import one_line, show
 from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from infra.cli.export import fill
 from infra.cli.main import app
-from infra.cli.replay import on_one_rank
+from infra.cli.repeat.export import fill
+from infra.cli.repeat.replay import on_one_rank
+from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
-from infra.cli.source import ReplaySource
 from infra.ledger.archive import writing
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -164,7 +164,7 @@ def test_an_archive_with_an_altered_checkpoint_is_one_line(tmp_path: Path, damag
 
 
 def test_an_archive_holds_no_address_and_no_option_of_an_engine(tmp_path: Path) -> None:
-    from infra.cli.source import shaping
+    from infra.cli.repeat.source import shaping
 
     settings = msgspec.convert(
         {

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from infra.cli.status import alarms, read_status
-from infra.cli.status_screen import accuracy_text, show
+from infra.cli.look.status import alarms, read_status
+from infra.cli.look.status_screen import accuracy_text, show
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Directive, EvalResult, FeedbackWait, PolicyEvent, Progress, Tick, topics

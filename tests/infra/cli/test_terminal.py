@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from infra.cli import forget, keys, load, peek, status, trace, up
+from infra.cli.data import forget, keys, load
+from infra.cli.look import peek, status, trace
+from infra.cli.look.newest import newest
 from infra.cli.main import app
-from infra.cli.newest import newest
 from infra.cli.options import exit_with
+from infra.cli.run import up
 from infra.cli.terminal import JsonFormatter, LineFormatter, Screen, printable, printable_json
 from infra.ledger.forget import ForgetReport
 from infra.ledger.trace import AnswerTrace, PolicyTrace

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from infra.cli.look.trace import answer_json, show_answer
+from infra.cli.look.waits import waits_for
 from infra.cli.settings import Settings, load_settings
-from infra.cli.trace import answer_json, show_answer
-from infra.cli.waits import waits_for
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
 from infra.log.log import Log

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.ranks import open_on_rank, train_on_ranks
+from infra.cli.run.ranks import open_on_rank, train_on_ranks
 from infra.cli.settings import load_settings
 from schemas.errors import ConfigError
 from trainer.config import TrainerConfig

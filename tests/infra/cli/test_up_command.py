@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
-from infra.cli.roles import gateway_of
+from infra.cli.run.roles import gateway_of
+from infra.cli.run.up import ROLES, broker_child, failed_of, index_child, last_words, role_child, roles_of
 from infra.cli.settings import load_settings
-from infra.cli.up import ROLES, broker_child, failed_of, index_child, last_words, role_child, roles_of
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors.master.taskbook import TaskBook
-from infra.cli.forget import duration_of, first_checkpoint
+from infra.cli.data.forget import duration_of, first_checkpoint
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell, withdraw_tasks
 from infra.ledger.index import LogIndex
 from infra.log.log import Log

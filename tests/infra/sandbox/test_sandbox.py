@@ -190,7 +190,7 @@ def test_what_a_program_started_ends_with_it(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_runs_of_every_end_leave_nothing() -> None:
-    from infra.cli.bench.sandbox import run
+    from infra.cli.bench.serving.sandbox import run
 
     sandbox_or_skip()
     figures = run(num_runs=100)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
-from infra.cli.bench.days import CountingBus, summarize
+from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.policies.beginning import LOOK, MOST, folded, newest_summary

@@ -10,7 +10,7 @@ import pytest
 from answers import answered
 
 from infra.chain.chain import Context, make_step, run_chain
-from infra.cli.bench.days import CountingBus, summarize
+from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -20,8 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.engines.engine import Chunk, Sampling
-from infra.cli.bench.echo import EchoEngine
-from infra.cli.bench.http_asking import ECHO, PATH, TOKENS
+from infra.cli.bench.serving.echo import EchoEngine
+from infra.cli.bench.serving.http_asking import ECHO, PATH, TOKENS
 
 _HEAD = {"id": "chatcmpl-0", "created": 0, "model": "m", "system_fingerprint": "v0"}
 _JSON = [(b"content-type", b"application/json")]

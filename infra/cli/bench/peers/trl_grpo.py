@@ -16,7 +16,7 @@ from typing import Any
 
 
 def run(asked: dict[str, Any]) -> None:
-    """Train until `at` of the tasks asked are right. asked: see `infra.cli.bench.train.asked_of`."""
+    """Train until `at` of the tasks asked are right. asked: see `infra.cli.bench.learning.train.asked_of`."""
     sys.path += asked["path"]  # after the peers' own packages
     import msgspec
     import torch

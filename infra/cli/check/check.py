@@ -1,0 +1,217 @@
+"""`headrace check`: are the settings sound, do the plugins load, what runs in which order, is the broker as expected.
+
+Everything that a role would refuse when it starts is refused here, with the same words.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from infra.chain.chain import Step
+from infra.chain.processor import mark_of
+from infra.cli.check.fit import check_fit
+from infra.cli.check.private import open_to_others
+from infra.cli.check.start import check_engine, check_model, check_secrets
+from infra.cli.check.state import check_state
+from infra.cli.connect import connected, create_topics
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
+from infra.settings.config import duration_s
+from infra.settings.plugin import add_plugin_folders, find, option_defaults
+from schemas.errors import ConfigError
+from streams.config import FeedbackConfig
+
+NOT_SAID = (
+    "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them",
+    "a role reads the settings when it starts: those that run keep the old ones until they are started again",
+)
+
+
+async def run_check(config: Path, sets: list[str], create: bool) -> int:
+    """Print what was resolved; raises ConfigError for what cannot hold."""
+    from streams.sources.source import build_sources
+    from streams.stages.chain_builder import build_collect, build_tasks, build_verify
+    from trainer.batch.batch_chain import build_batch
+
+    settings = load_settings(config, sets)
+    add_plugin_folders(settings.folder, settings.plugins)
+    duration_s(settings.keep.replay)
+    streams = settings.streams()
+    collect = build_collect(streams, settings.model_path)
+    chains = {"tasks": build_tasks(streams), "verify": build_verify(streams), "collect": collect}
+    if batch := build_batch(settings.processor):
+        chains["batch"] = batch
+    sources = build_sources(settings.feedback, settings.folder)
+    notes = check_plugins(settings) + check_reward(settings) + check_routing(settings) + check_gateway(settings)
+    if importlib.util.find_spec("torch") is not None:
+        notes += check_state(settings)
+    notes += open_to_others(settings)
+    parsers = ""
+    if create:
+        notes.append(
+            "model and secrets are not looked at: topics may be made where no role runs; check without --create does"
+        )
+    else:
+        check_secrets(settings, sources)
+        parsers, missing = check_model(settings)
+        notes += missing
+    console = Screen()
+    console.print(summary(settings, parsers))
+    for stage, steps in chains.items():
+        console.print(chain_table(stage, steps))
+    if sources:
+        versions = {source.name: mark_of(source.function).version for source in sources}
+        console.print(feedback_table(settings.feedback, versions))
+    for note in notes:
+        console.print(f"note: {note}", style="yellow")
+    if create:
+        async with connected(settings, deadline_s=15.0, create=True) as log:
+            created = await create_topics(log, settings)
+        console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
+    for note in await check_fit(settings):
+        console.print(f"note: {note}", style="yellow")
+    for line in NOT_SAID:
+        console.print(line)
+    return 0
+
+
+def check_plugins(settings: Settings) -> list[str]:
+    """Find the plugins outside the streams; returns what this machine cannot check. Raises ConfigError."""
+    from actors.rollout.workflow import Workflows
+
+    Workflows(settings.explore.workflow, settings.explore.options, settings.explore.workflows)
+    if importlib.util.find_spec("torch") is None:
+        return ["engine, learner and losses are not checked: they need torch, which is not installed here"]
+    from trainer.losses.loss import open_objective
+
+    notes = check_engine(settings, settings.engine, "engine.use")
+    if settings.gateway is not None and settings.gateway.engine is not None:
+        notes += check_engine(settings, settings.gateway.engine, "gateway.engine.use")
+    find(settings.trainer.learner.use, "trainer.learner.use")
+    for lane, one in settings.trainer.lanes.items():
+        if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
+            check_late(settings, one.loss)
+    return notes
+
+
+def check_late(settings: Settings, loss: str) -> None:
+    """Late feedback that retrains needs a lane human that trains answers, not pairs as `loss` does. Raises ConfigError."""
+    retrains = [index for index, one in enumerate(settings.feedback) if one.late == "retrain"]
+    if retrains:
+        raise ConfigError(
+            f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
+            ' alone; expected late = "amend", or another loss in [trainer.lanes.human]'
+        )
+
+
+def check_reward(settings: Settings) -> list[str]:
+    """Names in [reward] that no score or feedback source of the file gives; a workflow may still give them."""
+    given = {one.name for one in settings.score} | {one.name for one in settings.feedback}
+    named = {"blend": settings.reward.blend, "require": settings.reward.require}
+    return [
+        f'reward.{key}: no [[score]] or [[feedback]] is called "{name}"; expected one of {", ".join(sorted(given))}, or one '
+        "that a workflow returns"
+        for key, names in named.items()
+        for name in names
+        if name not in given
+    ]
+
+
+def check_routing(settings: Settings) -> list[str]:
+    """Whether what one side records of experts is what the other wants; the other's machines may have another file."""
+    recorded, wanted = bool(settings.engine.options.get("routing")), settings.trainer.routing == "replay"
+    if wanted and not recorded:
+        return [
+            'trainer.routing is "replay", but engine.options.routing is not true: explorers of this file record no experts'
+        ]
+    if recorded and not wanted:
+        return ['engine.options.routing records experts that nothing reads: trainer.routing is "own"']
+    return []
+
+
+def check_gateway(settings: Settings) -> list[str]:
+    """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
+    webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
+    if settings.gateway is None:
+        return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
+    from actors.gateway.serve import processor_steps
+
+    processor_steps(settings.gateway)
+    found = []
+    if settings.gateway.train_on == "nothing":
+        found.append('gateway.train_on is "nothing": answers are served, and neither recorded nor learned from')
+    return found
+
+
+def summary(settings: Settings, parsers: str = "") -> Table:
+    """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
+    pacing = settings.pacing
+    table = Table(title=settings.app, show_header=False)
+    lanes = ", ".join(f"{lane}: {one.loss} × {one.weight:g}" for lane, one in settings.trainer.lanes.items())
+    rows = {
+        "broker": settings.kafka.bootstrap_servers or "embedded",
+        "store": settings.store.shown,
+        "keep": settings.keep.replay,
+        "policy": f"{settings.policy.name}, from {settings.policy.model or 'nothing yet'}",
+        **({"answers": parsers} if parsers else {}),
+        "engine": settings.engine.use
+        + (", which keeps keys and values over a reload" if settings.reload.kv == "keep" else ""),
+        "learner": settings.trainer.learner.use + adapter_words(settings),
+        "pacing": f"{pacing.groups_per_step} groups per step, {pacing.steps_per_version} steps per version, "
+        f"at most {pacing.max_staleness} versions stale",
+        "lanes": lanes,
+        "reward": settings.reward.use or shown(settings.reward.blend) or "every score alike",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def adapter_words(settings: Settings) -> str:
+    """What is trained in place of the whole model, "" for all of it."""
+    lora = settings.trainer.lora
+    if lora is None:
+        return ""
+    return f", an adapter of rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
+
+
+def chain_table(stage: str, steps: Sequence[Step]) -> Table:
+    """The steps of a stage in the order they run."""
+    table = Table("step", "version", "sees", "options", title=f"stage {stage}", title_justify="left")
+    sees = {
+        "task": "a task",
+        "experience": "an experience",
+        "group": "a group",
+        "batch": "the whole batch",
+        "score": "an experience, gives a score",
+    }
+    for step in steps:
+        options = shown(option_defaults(step.function))
+        if step.memory:
+            options = f"{options}, memory={step.memory}" if options else f"memory={step.memory}"
+        table.add_row(step.name, str(step.version), sees[step.kind], options)
+    return table
+
+
+def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) -> Table:
+    """Where feedback comes from and how long it is waited for."""
+    columns = ("source", "version", "function", "listens to", "window", "default", "late")
+    table = Table(title="feedback", title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for one in configs:
+        named = (("topic", one.from_.topic), ("file", one.from_.file), ("webhook", one.from_.webhook))
+        place = next(f"{kind} {name}" for kind, name in named if name)
+        table.add_row(one.name, str(versions[one.name]), one.use, place, one.window, str(one.default), one.late)
+    return table
+
+
+def shown(options: dict[str, object] | dict[str, float]) -> str:
+    """Options as one line.
+
+    >>> shown({"min_tokens": 8})
+    'min_tokens=8'
+    """
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -1,0 +1,142 @@
+"""`headrace check --connect`: everything that the roles use is tried from here, and what is missing is said.
+
+Nothing is left behind: rights of topics are asked for, and one small object is put into the store, listed, read and removed.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from infra.cli.connect import bootstrap_of, quieten_client, store_of
+from infra.cli.data.skip import READS
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
+from infra.log.access import Access, access_of
+from infra.settings.config import duration_s
+from infra.settings.plugin import add_plugin_folders
+from infra.store.store import PRIVATE, Store
+from schemas import topics
+from schemas.errors import BrokerUnavailable, ConfigError, StoreError
+from schemas.topics import topic_config, topic_name
+
+ANSWER_S = 10.0
+BODY = b"headrace check --connect"
+
+
+class Tried(NamedTuple):
+    """One thing that was tried. fault: what is missing and where to mend it, "" where all is well."""
+
+    what: str
+    found: str
+    fault: str = ""
+
+
+async def run_connect(config: Path, sets: list[str]) -> int:
+    """Print what was tried; 1 where something is missing. Raises ConfigError for what cannot hold."""
+    settings = load_settings(config, sets)
+    add_plugin_folders(settings.folder, settings.plugins)
+    tried = [*await kafka_tried(settings), *await asyncio.to_thread(lambda: list(store_tried(settings)))]
+    table = Table("tried", "found")
+    for one in tried:
+        table.add_row(one.what, one.fault or one.found, style="red" if one.fault else None)
+    Screen().print(table)
+    return int(any(one.fault for one in tried))
+
+
+async def kafka_tried(settings: Settings) -> list[Tried]:
+    """The brokers, each topic and each group."""
+    from infra.log.kafka import answers
+
+    quieten_client()
+    try:
+        bootstrap, access = bootstrap_of(settings), access_of(settings)
+        there = await answers(bootstrap, timeout_s=ANSWER_S, access=access)
+    except (ConfigError, BrokerUnavailable) as error:
+        return [Tried("broker", "", str(error))]
+    what = f"broker {bootstrap}"
+    if not there:
+        return [Tried(what, "", f"no broker answers within {ANSWER_S:g} s: kafka.bootstrap_servers, or the network")]
+    who = access.username or access.mechanism if access.protocol.startswith("SASL") else "without a name"
+    return [Tried(what, f"answers, {access.protocol}, {who}"), *await _rights_tried(settings, bootstrap, access)]
+
+
+async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> list[Tried]:
+    from infra.log.rights import Right, asking
+
+    keep_ms, found = int(duration_s(settings.keep.replay) * 1000), []
+    async with asking(bootstrap, access) as rights:
+        for topic in topics.ALL:
+            trimmed: tuple[Right, ...] = ("delete",) if topic.retention == "trimmed" else ()
+            wanted: tuple[Right, ...] = ("read", "write", *trimmed)
+            name, count = topic_name(settings.app, topic), topic.partitions or settings.kafka.partitions
+            asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication))
+            what, fault = f"topic {name}", asked.fault
+            if asked.denied:
+                fault = f"may not {', '.join(asked.denied)}: it needs an ACL"
+            elif not asked.partitions and not fault:
+                may = "headrace check --create makes it" if asked.creates else "and may not be made with these rights"
+                fault = f"is not there; {may}"
+            elif not fault and asked.partitions != count:
+                fault = f"has {asked.partitions} partitions, expected {count} (kafka.partitions)"
+            found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
+        for one in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
+            asked = await rights.of_topic(one, ("read",), 1)
+            missing = f"is not there, and [[feedback]] names it: headrace topic create {one} makes it"
+            missing = "" if asked.partitions or asked.denied else missing
+            denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
+            found.append(
+                Tried(f"topic {one}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
+            )
+        for group in groups_of(settings):
+            name = f"{settings.app}.{group}"
+            asked = await rights.of_group(name)
+            denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
+            found.append(Tried(f"group {name}", "read", asked.fault or denied))
+    return found
+
+
+def groups_of(settings: Settings) -> list[str]:
+    """Whatever reads as a group: stages, explorers, what comes in over HTTP, and each source with a topic."""
+    sources = [f"feedback.{one.name}" for one in settings.feedback if one.from_.topic]
+    return [*READS, "feedback", *sources]
+
+
+def store_tried(settings: Settings) -> Iterator[Tried]:
+    """Put, list, get and delete, where weights lie and where keys do. Blocking."""
+    try:
+        store = store_of(settings)
+    except (ConfigError, StoreError) as error:
+        yield Tried(f"store {settings.store.shown}", "", str(error))
+        return
+    places = [f"store {settings.store.shown}", f"keys {settings.store.keys or settings.store.shown}"]
+    for what, folder in zip(places, ("checks/", PRIVATE[-1]), strict=True):
+        yield Tried(what, "put, list, get, delete", object_fault(store, f"{folder}check-{secrets.token_hex(8)}"))
+
+
+def object_fault(store: Store, key: str) -> str:
+    """What cannot be done with an object of this name, in a line; "" where all can."""
+    faults = []
+
+    def seen() -> None:
+        if key not in store.keys(key):
+            raise StoreError("it is not in the list")
+
+    def same() -> None:
+        if store.get(key) != BODY:
+            raise StoreError("other bytes came back")
+
+    steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("put", lambda: store.put(key, BODY)), ("list", seen), ("get", same), ("delete", lambda: store.delete(key)),
+    )  # fmt: skip
+    for verb, step in steps:
+        try:
+            step()
+        except (ConfigError, StoreError) as error:
+            faults.append(f"may not {verb}: {error}")
+            if verb == "put":
+                break  # nothing is there to be listed, read or removed
+    return "; ".join(faults)

@@ -1,0 +1,307 @@
+"""`headrace check --size`: what the settings need, from config.json alone, and what will not fit where they are to run.
+
+Bytes of weights, gradients and optimizer are exact; seconds are computed from unit costs measured elsewhere; activations are
+rough. See `infra.cli.check.needs`.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from infra.cli.check.needs import (
+    MOMENTS_AND_WEIGHT,
+    WIDTH,
+    LearnerPlan,
+    ProcessMemory,
+    VersionCost,
+    learner_needs,
+    together,
+    torch_engine_needs,
+    version_cost,
+    vllm_engine_needs,
+)
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
+from infra.model.adapter import named_adapter
+from infra.model.model import gpu_bytes
+from infra.model.size import ModelSize, model_size
+from infra.policies.adapter import Adapter
+from infra.settings.config import Use, duration_s
+from schemas.errors import ConfigError
+
+GPU_SHARE = 0.9  # of a card that vLLM takes, unless its option says otherwise
+MOST_WEIGHTS = 0.8  # of what vLLM has: the rest is for keys and values
+MOST_RANKS = 1024
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What there is, in bytes. gpu: memory of one GPU, 0 for none. host: of one host. shm: free in /dev/shm. step_s:
+    seconds from one optimizer step to the next.
+    """
+
+    gpu: float
+    host: float
+    shm: float
+    step_s: float
+
+
+class SizeEstimate(msgspec.Struct, frozen=True):
+    """What the settings need.
+
+    size: of the model. plan: of the learner. learner: memory of one rank. engines: those that this file names, by role.
+    shm: bytes in /dev/shm, of the served version and the next one of each role. version: what each one costs. stored:
+    bytes that the store holds in the long run. problems: what does not fit.
+    """
+
+    size: ModelSize
+    plan: LearnerPlan
+    learner: ProcessMemory
+    engines: dict[str, ProcessMemory]
+    shm: float
+    version: VersionCost
+    stored: float
+    problems: tuple[str, ...]
+
+
+def run_size(config: Path, sets: list[str], machine: Machine) -> int:
+    """Print the estimate; 1 where something will not fit. Raises ConfigError."""
+    settings = load_settings(config, sets)
+    found = estimate(settings, machine)
+    console = Screen()
+    console.print(
+        f"for GPUs of {_gb(machine.gpu)}, hosts of {_gb(machine.host)} with {_gb(machine.shm)} free in /dev/shm; a step each "
+        f"{machine.step_s:g} s (--help says how to name others)"
+    )
+    for table in tables(settings, machine, found):
+        console.print(table)
+    for problem in found.problems:
+        console.print(f"will not fit: {problem}", style="red")
+    console.print("what rates need of brokers, disks and processes: headrace bench plan")
+    return 1 if found.problems else 0
+
+
+def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | None, step_s: float) -> Machine:
+    """What was said, and where nothing was, what this machine has; a GPU of 80 GB where it has none."""
+    gpu = gpu_bytes() or 80e9
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    shm = shared.f_bavail * shared.f_frsize if shared else 0
+    said = [default if one is None else one * 1e9 for one, default in ((gpu_gb, gpu), (host_gb, host), (shm_gb, shm))]
+    return Machine(said[0], said[1], said[2], step_s)
+
+
+def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
+    """What the settings need on such machines. Raises ConfigError."""
+    if not settings.policy.model:
+        raise ConfigError("policy.model: missing, expected the folder or name of a model, to look at its size")
+    size, plan = model_size(settings.model_path, adapter_of(settings)), learner_plan(settings)
+    learner = learner_needs(size, plan)
+    uses = uses_of(settings)
+    engines = {
+        role: vllm_engine_needs(size, engine_dtype(use.options, plan), plan.dtype, use.options)
+        if use.use.endswith(":VllmEngine")
+        else torch_engine_needs(size, str(use.options.get("dtype", "float32")), plan.dtype)
+        for role, use in uses.items()
+        if use.use.endswith((":VllmEngine", ":TorchEngine"))
+    }
+    on_shm = sum(use.use.endswith(":VllmEngine") for use in uses.values())
+    saved = MOMENTS_AND_WEIGHT + (4 if plan.reference else 0) + (MOMENTS_AND_WEIGHT if plan.critic else 0)
+    version = version_cost(
+        size, plan.dtype, every_s=machine.step_s * settings.pacing.steps_per_version,
+        checkpoint_every=settings.trainer.checkpoint_every, saved=saved,
+    )  # fmt: skip
+    days = duration_s(settings.keep.replay) / 86_400
+    stored = days * (version.anchor_bytes + version.delta_bytes)
+    stored += settings.trainer.keep_checkpoints * saved * size.trained
+    found = SizeEstimate(
+        size=size, plan=plan, learner=learner, engines=engines, version=version, stored=stored, problems=(),
+        shm=on_shm * 2 * size.published * WIDTH[plan.dtype],
+    )  # fmt: skip
+    return msgspec.structs.replace(found, problems=tuple(problems(settings, machine, found)))
+
+
+def adapter_of(settings: Settings) -> Adapter | None:
+    """What [trainer.lora] describes, None without. Raises ConfigError."""
+    lora = settings.trainer.lora
+    if lora is None:
+        return None
+    return named_adapter(settings.model_path, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
+def uses_of(settings: Settings) -> dict[str, Use]:
+    """The engines that the settings name, by the role that runs one."""
+    gateway = settings.gateway.engine if settings.gateway is not None else None
+    return {"explore": settings.engine} | ({"serve": gateway} if gateway is not None else {})
+
+
+def learner_plan(settings: Settings) -> LearnerPlan:
+    """What the settings say of the learner's memory. Raises ConfigError for a learner whose needs are not known."""
+    from trainer.learners.lanes import reference_dtype
+    from trainer.losses.loss import open_objectives
+
+    config = settings.trainer
+    kind = config.learner.use.rpartition(":")[2]
+    if kind not in ("TorchLearner", "DeepSpeedLearner"):
+        raise ConfigError(
+            f"trainer.learner: got {config.learner.use}, expected TorchLearner or DeepSpeedLearner for --size"
+        )
+    compares = any(one.reference for one in open_objectives(config.lanes).values())
+    return LearnerPlan(
+        ranks=config.ranks,
+        stage=int(config.learner.options.get("stage", 2)) if kind == "DeepSpeedLearner" else -1,
+        dtype=config.dtype,
+        tokens=-(-config.max_tokens_per_microbatch // int(config.learner.options.get("sequence_parallel", 1))),
+        recomputes=config.activation_checkpointing,
+        offload=bool(config.learner.options.get("offload", False)),
+        reference=WIDTH[reference_dtype(config)] if compares else 0,
+        critic=config.critic is not None,
+    )
+
+
+def engine_dtype(options: dict[str, Any], plan: LearnerPlan) -> str:
+    """Of vLLM's weights."""
+    said = str(options.get("dtype", "auto"))
+    return said if said in WIDTH else plan.dtype
+
+
+def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[str]:
+    """What will not fit, each with the setting that would mend it."""
+    yield from _of_the_learner(machine, found)
+    for role, needs in found.engines.items():
+        yield from _of_an_engine(machine, role, needs, uses_of(settings)[role].options)
+    version = found.version
+    if found.shm > machine.shm:
+        yield (
+            f"the versions that engines hold need {_gb(found.shm)} in /dev/shm, which has {_gb(machine.shm)} free; they go to "
+            "a folder on disk then, which is slower: give the container more (docker --shm-size, or an emptyDir of medium "
+            "Memory)"
+        )
+    every_s = 86_400 / version.versions
+    slowest = max(version.publish_s, version.reload_s)
+    if slowest > every_s:
+        yield (
+            f"a version takes {slowest:,.0f} s to publish or to fetch (computed), and comes every {every_s:,.0f} s: "
+            f"pacing.steps_per_version = {math.ceil(slowest / machine.step_s)}"
+        )
+
+
+def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
+    plan, needs = found.plan, found.learner
+    if machine.gpu and needs.gpu_bytes > machine.gpu:
+        yield (
+            f"a learner's rank needs {_gb(needs.gpu_bytes)} of GPU memory, there are {_gb(machine.gpu)}: "
+            f"{mended(found.size, plan, machine)}"
+        )
+    on_host = together(needs, plan.ranks, with_gpu=not machine.gpu)
+    if on_host > machine.host:
+        yield (
+            f"{plan.ranks} rank(s) on one host need {_gb(on_host)} of its memory, there are {_gb(machine.host)}: several "
+            "hosts with fewer ranks each, or one with more memory"
+        )
+
+
+def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Mapping[str, Any]) -> Iterator[str]:
+    if needs.host_bytes > machine.host:
+        yield (
+            f"an engine of {role} needs {_gb(needs.host_bytes)} of host memory, there are {_gb(machine.host)}: a host with more"
+        )
+    room = machine.gpu * float(options.get("gpu_memory_utilization", GPU_SHARE))
+    if room and needs.gpu_bytes > MOST_WEIGHTS * room:
+        more = _doubled(lambda parts: needs.gpu_bytes / parts <= MOST_WEIGHTS * room)
+        table = "engine" if role == "explore" else "gateway.engine"
+        parts = more * int(options.get("tensor_parallel_size", 1))
+        yield (
+            f"the weights of {role}'s engine take {_gb(needs.gpu_bytes)} of each GPU; of vLLM's {_gb(room)} keys and "
+            f"values need a part: {table}.options.tensor_parallel_size = {parts}"
+        )
+
+
+def mended(size: ModelSize, plan: LearnerPlan, machine: Machine) -> str:
+    """The settings with which a rank fits: the least that is enough, tried in this order."""
+    tried: list[str] = []
+    for name, change in (
+        ('trainer.dtype = "bfloat16"', {"dtype": "bfloat16"}),
+        ("trainer.activation_checkpointing = true", {"recomputes": True}),
+    ):
+        changed = msgspec.structs.replace(plan, **change)
+        if changed != plan:
+            tried.append(name)
+            plan = changed
+            if learner_needs(size, plan).gpu_bytes <= machine.gpu:
+                return ", ".join(tried)
+
+    def fits(ranks: int) -> bool:
+        return learner_needs(size, msgspec.structs.replace(plan, ranks=ranks, stage=3)).gpu_bytes <= machine.gpu
+
+    ranks = _doubled(fits)
+    learner = '"trainer.learners.deepspeed:DeepSpeedLearner"'
+    tried.append(f"trainer.learner = {{ use = {learner}, options = {{ stage = 3 }} }}, trainer.ranks = {ranks}")
+    if ranks >= MOST_RANKS:
+        tried.append("a smaller trainer.max_tokens_per_microbatch")
+    return ", ".join(tried)
+
+
+def _doubled(fits: Callable[[int], bool]) -> int:
+    """The smallest power of two that fits."""
+    number = 1
+    while number < MOST_RANKS and not fits(number):
+        number *= 2
+    return number
+
+
+def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[Table]:
+    """What is printed."""
+    size, version = found.size, found.version
+    table = Table(
+        title=f"{settings.policy.model}: {size.frozen or size.trained:,} parameters, {size.layers} layers"
+        + (f"; an adapter of {size.trained:,} is trained" if size.frozen else ""),
+        show_header=False,
+    )
+    rows = {
+        f"learner, each of {found.plan.ranks} rank(s)": found.learner,
+        **{f"engine of {k}": v for k, v in found.engines.items()},
+    }
+    for role, needs in rows.items():
+        for place, parts, total in (("GPU", needs.gpu, needs.gpu_bytes), ("host", needs.host, needs.host_bytes)):
+            if not parts:
+                continue
+            table.add_row(role, place, _gb(total), "in all", style="bold")
+            for row in parts:
+                table.add_row("", "", _gb(row.num_bytes), row.what + (" (rough)" if row.is_rough else ""))
+    for role, needs in found.engines.items():
+        if needs.gpu and machine.gpu:
+            left = GPU_SHARE * machine.gpu - needs.gpu_bytes
+            tokens = max(0.0, left / (size.kv * 2))
+            table.add_row(
+                f"engine of {role}", "GPU", _gb(max(0.0, left)), f"left for keys and values: {tokens:,.0f} tokens"
+            )
+    table.add_row(
+        "/dev/shm", "host", _gb(found.shm), "the served version and the next of each role, shared by its engines"
+    )
+    yield table
+    times = Table(title=f"a version, one each {86_400 / version.versions:,.0f} s (computed)", show_header=False)
+    times.add_row(
+        "to publish", f"{version.publish_s:,.1f} s", f"an anchor {version.anchor_s:,.1f} s; uploads come on top"
+    )
+    times.add_row("to reload", f"{version.reload_s:,.1f} s", "before sampling pauses; a first download comes on top")
+    times.add_row("anchors and slices", f"{_gb(version.anchor_bytes)} a day", "")
+    times.add_row("deltas", f"{_gb(version.delta_bytes)} a day", "at a learning rate of 1e-6; more at a higher one")
+    times.add_row(
+        "checkpoints", f"{_gb(version.checkpoint_bytes)} a day", f"{settings.trainer.keep_checkpoints} of them stay"
+    )
+    times.add_row("kept in the store", _gb(found.stored), f"with keep.replay = {settings.keep.replay}")
+    yield times
+
+
+def _gb(num_bytes: float) -> str:
+    """As a person reads it.
+
+    >>> _gb(16_381_470_720)
+    '16.4 GB'
+    """
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"

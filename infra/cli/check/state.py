@@ -1,0 +1,103 @@
+"""What `headrace check` says of an app that has started: whether its newest checkpoint fits the settings."""
+
+from pathlib import Path
+
+import msgspec
+
+from infra.cli.check.fit import is_there
+from infra.cli.check.size import adapter_of
+from infra.cli.connect import main_store_of
+from infra.cli.settings import Settings
+from schemas.errors import ConfigError, StoreError
+
+MAX_HEADER_BYTES = 100_000_000
+BEGINS = {"reference": "the version that training began from", "critic": "policy.model"}
+
+
+def check_state(settings: Settings) -> list[str]:
+    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, for
+    lanes that do not go with the critic, and for [trainer.lora] on a model that cannot be adapted so.
+    """
+    from trainer.journal import checkpoint
+    from trainer.learners.values import check_critic
+    from trainer.losses.loss import open_objectives
+
+    objectives = open_objectives(settings.trainer.lanes)
+    if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
+        adapter_of(settings)
+    check_critic(settings.trainer, objectives)
+    if not is_there(settings):
+        return []
+    try:
+        manifests = checkpoint.manifests(main_store_of(settings), settings.run or settings.app)
+    except StoreError as error:
+        return [f"the newest checkpoint was not looked at: {error}"]
+    if not manifests or manifests[-1].parts is None:
+        return []
+    newest, held = manifests[-1], set(manifests[-1].parts)
+    what = f"checkpoint of step {newest.position.step}"
+    check_shapes(settings, newest.shapes, what)
+    faults = other_ranks(settings, newest.made_with, what)
+    wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
+    wanted |= {"critic"} if settings.trainer.critic is not None else set()
+    lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]
+    return (
+        faults + lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+    )
+
+
+def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> list[str]:
+    """What another number of ranks or another stage of ZeRO does to a checkpoint, where the settings ask for one."""
+    config = settings.trainer
+    sharded = config.learner.use.endswith(":DeepSpeedLearner")
+    asked = (str(config.ranks), str(config.learner.options.get("stage", 2))) if sharded else ("", "")
+    before = made_with.get("ranks", ""), made_with.get("zero", "")
+    if not made_with or asked == before:
+        return []
+    return [
+        f"{what} was made by {_described(*before)}, the settings ask for {_described(*asked)}: weights, optimizer and "
+        "reference are kept, nothing begins anew; gradients are summed in another order, so that later steps differ in "
+        "their last bits from what the earlier ones would have made"
+    ]
+
+
+def _described(ranks: str, stage: str) -> str:
+    return f"{ranks} rank(s) of ZeRO {stage}" if ranks else "one process"
+
+
+def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: str) -> None:
+    """Compare with the model's folder, where there is one. Raises ConfigError naming the first weight that differs."""
+    folder = Path(settings.model_path)
+    if not settings.policy.model or not folder.is_dir():
+        return
+    wanted, has = settings.trainer.lora, adapter_rank(shapes)
+    if (wanted.rank if wanted is not None else 0) != has:
+        raise ConfigError(
+            f"trainer.lora: {what} is of {f'an adapter of rank {has}' if has else 'full weights'}, the settings ask for "
+            f"{f'an adapter of rank {wanted.rank}' if wanted else 'full weights'}: a run keeps what it trains; expected the "
+            "settings it was made with, or another name in `run`, which begins anew from policy.model"
+        )
+    here = {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in header_shapes(path).items()}
+    for name in sorted(shapes.keys() & here.keys()):
+        if shapes[name] != here[name]:
+            raise ConfigError(
+                f"{what} does not fit the configured model: {name} is {shapes[name]}, policy.model has {here[name]}; "
+                "expected the policy.model it was made with, or another name in `run`, which begins anew from policy.model"
+            )
+
+
+def adapter_rank(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Of the adapter whose weights these are, 0 for a whole model's."""
+    return next((shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")), 0)
+
+
+def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a safetensors file, whose weights are not read. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(size, MAX_HEADER_BYTES)), type=dict[str, dict[str, object]])
+        tensors = {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+        return msgspec.convert(tensors, dict[str, tuple[int, ...]])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"policy.model: {path}: {error}") from error

@@ -1,0 +1,5 @@
+"""Writes the reference pages: see `infra.cli.docs.pages`."""
+
+from infra.cli.docs.pages import main
+
+main()

@@ -1,0 +1,279 @@
+"""Writes the reference pages of infra/docs from the code: `python -m infra.cli.docs`.
+
+A setting is documented in the docstring of its struct, as `name: what it means.` or `one, other: what both mean.`; a command
+in its own help; a name of `headrace` in its docstring. A test fails where the pages are not what this writes.
+"""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import msgspec
+
+from infra.cli.docs.parts import parts
+from infra.cli.docs.text import cell, labelled, toml
+from infra.observe.alarms import anchor, rules
+from infra.observe.dashboards import dashboards
+from infra.observe.measures import MEASURES
+from infra.settings.config import Section
+from infra.settings.words import words_of
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n\n"
+SETTINGS = f"""\
+# Every setting
+
+For whoever writes a `headrace.toml`: each table, with the type and the default of each key.
+
+{BY}A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
+resolves to. `--set a.b=c` overrides one key of any table on the command line. A role reads the file when it starts: a change
+holds for a role once that is started again. Under `headrace up`, `kill` of a role's process starts it anew.
+"""
+COMMANDS = f"""\
+# Every command
+
+For whoever types `headrace`: each command with its arguments and options.
+
+{BY}`headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
+line, 130 stopped with Ctrl-C.
+
+A command that reads the settings also takes `--config FILE` (`-c`, default `headrace.toml`) and, as often as wanted,
+`--set A.B=C`, which overrides one key.
+"""
+NAMES = f"""\
+# Every name of `headrace`
+
+For whoever writes a plugin: what `from headrace import …` offers, by what is written with it.
+
+{BY}A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
+that name needs and nothing else. Of a record the names and defaults of its fields are shown.
+"""
+
+
+OPTIONS = f"""\
+# Every option of what ships
+
+For whoever names a part in `use`: its options, which go into the table beside it.
+
+{BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
+`actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments. With `[trainer.lora]` versions are adapters, and
+`max_loras` says how many of them live at once, 4 by default: the one that serves, the one that is being proved, and those that
+requests still run under. Where all are taken, the requests of the oldest go on under the one that serves.
+"""
+METRICS = f"""\
+# Every metric
+
+For whoever draws or watches them: what every role serves at `/metrics`, with its labels.
+
+{BY}Every role also has `headrace_build_info` (role, release) and the metrics of its process (`process_*`). Every sample bears
+the label `app`, as in the settings. What a report in the log carries has the same values under shorter names: `tokens_per_s`
+for `headrace_tokens_per_second`, `usual/ess` for `headrace_step_ess{{lane="usual"}}`. A metric is there from the first time
+that it is counted or set on.
+
+| metric | kind | labels | role | meaning |
+|---|---|---|---|---|
+"""
+# Keys that mean the same in every table.
+COMMON = {
+    "on": "whether it is part of the chain.",
+    "options": "keyword-only parameters of the function, or fields of the struct.",
+    "report_s": "seconds from one report to the log to the next.",
+}
+
+
+def main() -> None:
+    """Write every page."""
+    for path, text in pages().items():
+        (FOLDER / path).parent.mkdir(parents=True, exist_ok=True)
+        (FOLDER / path).write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """The text of every generated page, by its path below infra/docs."""
+    from actors.gateway.http.openapi import document
+    from infra.cli.settings import Settings
+
+    return {
+        "reference/openapi.json": json.dumps(document(), indent=1, ensure_ascii=False) + "\n",
+        "reference/settings.md": SETTINGS + "".join(tables(Settings, "")),
+        "reference/commands.md": COMMANDS + "".join(commands()),
+        "reference/headrace.md": NAMES + "".join(names()),
+        "reference/options.md": OPTIONS + "".join(parts()),
+        "reference/metrics.md": METRICS + "".join(metrics()),
+        "../deploy/alerts.yml": rules(),
+        **dashboards(),
+    }
+
+
+def metrics() -> Iterator[str]:
+    """The rows of the table of metrics, by name."""
+    for one in sorted(MEASURES, key=lambda one: one.shown):
+        labels = ", ".join(f"`{label}`" for label in one.shown_labels)
+        yield f"| `{one.shown}` | {one.kind} | {labels} | {one.roles} | {one.meaning}. |\n"
+
+
+def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:
+    """The table of a struct in Markdown, then those of the structs in it. header: as the TOML writes it, "" for the root."""
+    about, meanings = described(struct)
+    yield f"\n## {f'`{header}`' if header else 'The top of the file'}\n\n{about}\n"
+    inner, rows = [], []
+    for field in msgspec.structs.fields(struct):
+        if field.type is Path:
+            continue
+        name, meaning = field.encode_name, meanings.get(field.encode_name, "")
+        found = section_of(field.type)
+        if found is None or field.encode_name in ("engine", "learner", "agent", "environment"):
+            rows.append(f"| `{name}` | {cell(words_of(field.type))} | {default_of(field)} | {cell(meaning)} |\n")
+            continue
+        section, form = found
+        below = f"{path}.{name}" if path else name
+        heading = form.format(below)
+        inner.append((section, below.removesuffix(".<name>"), heading))
+        link = f"[`{heading}`](#{anchor(heading)})"
+        rows.append(f"| `{name}` | {link} | {default_of(field)} | {cell(meaning or described(section)[0])} |\n")
+    yield "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    for section, below, heading in inner:
+        yield from tables(section, f"{below}.<name>" if "<name>" in heading else below, heading)
+
+
+def section_of(kind: Any) -> tuple[type[Section], str] | None:
+    """The struct that a field holds, and how the TOML writes its table; None for a plain value."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) in (Union, types.UnionType):
+        found = [section_of(one) for one in get_args(kind)]
+        return next((one for one in found if one is not None), None)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind, "[{}]"
+    if get_origin(kind) is tuple and (found_one := section_of(get_args(kind)[0])):
+        return found_one[0], "[[{}]]"
+    if get_origin(kind) is dict and (found_one := section_of(get_args(kind)[1])):
+        return found_one[0], "[{}.<name>]"
+    return None
+
+
+def described(struct: type) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the whole, and of each field.
+
+    >>> from infra.settings.config import Keep
+    >>> described(Keep)[1]["replay"]
+    'how far back replay and audit reach; sets every retention and every pruning.'
+    """
+    shown, meanings = "", dict(COMMON)
+    for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
+        fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
+        shown, found = labelled(inspect.getdoc(one) or "", fields)
+        meanings |= found
+    return shown, meanings
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """A field's default as the TOML writes it."""
+    if field.required:
+        return "required"
+    default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    if isinstance(default, Section) and type(default).__name__ != "Use":
+        return ""
+    return "left out" if default is None else f"`{cell(toml(default))}`"
+
+
+def commands() -> Iterator[str]:
+    """The sections of all commands, in the order of `headrace --help`."""
+    import typer.main
+
+    from infra.cli.main import app
+
+    def below(group: Any, path: str) -> Iterator[str]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield f"\n## `{path} {name}`\n\n{plain(command.help)}\n"
+                yield from below(command, f"{path} {name}")
+            else:
+                yield from command_section(f"{path} {name}", command)
+
+    yield from below(typer.main.get_command(app), "headrace")
+
+
+def command_section(name: str, command: Any) -> Iterator[str]:
+    """One command: what it does, and its arguments and options."""
+    yield f"\n## `{name}`\n\n{plain(command.help)}\n"
+    shared = [one for one in command.params if getattr(one, "rich_help_panel", None) == "Settings"]
+    if len(command.params) > len(shared):
+        yield "\n| argument or option | default | meaning |\n|---|---|---|\n"
+    for one in (one for one in command.params if one not in shared):
+        is_flag = bool(getattr(one, "is_flag", False))
+        shown = one.metavar or one.name.upper() if one.param_type_name == "argument" else ", ".join(one.opts)
+        value = "" if is_flag or one.param_type_name == "argument" else f" {one.metavar or one.name.upper()}"
+        written = one.show_default if isinstance(one.show_default, str) else ""
+        default = written or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
+        default = "required" if one.required else f"`{default}`" if default and not written else default
+        yield f"| `{shown}{value}` | {default} | {cell(plain(one.help))} |\n"
+    if shared:
+        yield "\nReads the settings: `--config`, `--set`.\n"
+
+
+def plain(text: str | None) -> str:
+    """Help with rich's marks as Markdown.
+
+    >>> plain("as in [cyan]headrace up[/], see [bold]\\\\[keep][/]")
+    'as in `headrace up`, see `[keep]`'
+    """
+    marked = re.sub(r"\[(?:cyan|bold)\](.*?)\[/\]", r"`\1`", inspect.cleandoc(text or ""), flags=re.DOTALL)
+    return marked.replace("\\[", "[").replace("\f", "").strip()
+
+
+def names() -> Iterator[str]:
+    """What `headrace` exports, by kind: how it is called, and its docstring."""
+    import headrace
+
+    for kind, found in headrace.HOMES.items():
+        yield f"\n## {kind.capitalize()}\n"
+        for name in sorted(found, key=str.lower):
+            thing = getattr(headrace, name)
+            is_alias = getattr(thing, "__name__", "") != name
+            shown = f"{name} = {short(thing)}" if is_alias else "\n".join((f"{name}{called(thing)}", *methods(thing)))
+            text = "" if is_alias else f"\n{inspect.getdoc(thing)}\n"
+            yield f"\n### `{name}`\n\n```text\n{shown}\n```\n{text}"
+
+
+def methods(thing: Any) -> list[str]:
+    """The public methods of a class that is neither a record nor an error: what they are called with, and their first line."""
+    if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
+        return []
+    shown = ("__call__",) if getattr(thing, "_is_protocol", False) else ()
+    found = [(name, one) for name, one in vars(thing).items() if inspect.isfunction(one) or isinstance(one, property)]
+    found = [(name, one) for name, one in found if name in shown or not name.startswith("_")]
+    return [
+        f"    {name}{'' if isinstance(one, property) else called(one)}\n        {(inspect.getdoc(one) or '').splitlines()[0]}"
+        for name, one in found
+    ]
+
+
+def called(thing: Any) -> str:
+    """What a function or a class is called with; nothing for a class that is a protocol or an error."""
+    is_class = inspect.isclass(thing)
+    if is_class and (issubclass(thing, Exception) or getattr(thing, "_is_protocol", False)):
+        return ""
+    found, parts = inspect.signature(thing), list[str]()
+    for one in found.parameters.values():
+        if one.name != "self":
+            if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+                parts.append("*")
+            stars = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
+            kind = "" if is_class else f": {short(one.annotation)}"
+            plain_default = repr(one.default) if isinstance(one.default, str | int | float | tuple | None) else "…"
+            parts.append(f"{stars}{one.name}{kind}" + ("" if one.default is one.empty else f" = {plain_default}"))
+    return f"({', '.join(parts)})" + ("" if is_class else f" -> {short(found.return_annotation)}")
+
+
+def short(thing: Any) -> str:
+    """A type without the modules of its names."""
+    if get_origin(thing) is Annotated:
+        return short(get_args(thing)[0])
+    text = thing.__name__ if isinstance(thing, type) and not get_args(thing) else str(thing)
+    text = re.sub(r"\*?<class '([\w.]+)'>", r"\1", text)
+    return re.sub(r"(?<!\w)(?:[A-Za-z_]\w*\.)+(?=\w)", "", text.replace("NoneType", "None")).replace("~", "")

@@ -1,0 +1,149 @@
+"""`headrace promote | pin | unpin | rollback | channel`: what customers are served, moved by hand, and who moved it when."""
+
+import getpass
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from infra.cli.connect import connected, reading
+from infra.cli.govern.words import RECENT, recent_words, words_about
+from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
+from infra.cli.times import clock
+from infra.log.log import Log
+from infra.policies.beginning import folded
+from infra.policies.channel import Stable, moved
+from schemas import Directive, PolicyEvent, topics
+from schemas.errors import ConfigError
+from schemas.fields import Channel, Numbers, PolicyEventKind
+
+MOVES = ("promoted", "held", "pinned", "rolled_back")
+
+
+async def run_move(
+    kind: PolicyEventKind, version: int, reason: str, config: Path, sets: list[str], *, channel: Channel = "stable"
+) -> int:
+    """Append one move of a channel. version: -1 with `pinned` ends a pin. Raises ConfigError for one there is not."""
+    settings = load_settings(config, sets)
+    async with connected(settings) as log:
+        versions, before = await versions_and_stable(log, settings.policy.name, version)
+        check_move(versions, before, kind, version)
+        event = PolicyEvent(
+            event=kind,
+            policy=settings.policy.name,
+            version=version,
+            channel=channel,
+            reason=reason,
+            owner=getpass.getuser(),
+        )
+        await log.publish(topics.POLICIES, event)
+        after = moved(before, event, settings.policy.name)
+    Screen().print(f"stable: {stable_text(before)} → {stable_text(after)}")
+    return 0
+
+
+class ChannelDecision(msgspec.Struct, frozen=True):
+    """One decision about serving or learning.
+
+    time_ms: by the log's clock. event: its kind. version: -1 where it is about none. by: who decided. reason: in their
+    words. numbers: what it was made on. channel: that was moved.
+
+    Example: ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="ann", reason="looked at it")
+    """
+
+    time_ms: int
+    event: str
+    version: int
+    by: str
+    reason: str
+    numbers: Numbers = {}
+    channel: Channel = "stable"
+
+
+async def run_channel(config: Path, sets: list[str], *, as_json: bool, every: bool = False) -> int:
+    """Print what customers are served and what was decided about it and about learning. every: of all the app's life."""
+    settings = load_settings(config, sets)
+    async with reading(settings) as log:
+        words = await recent_words(log, settings.policy.name, at_least=None if every else RECENT)
+    stable, made = words.stable, decisions(words.events, words.orders)
+    if as_json:
+        told_of = {"stable": stable.version, "pinned": stable.pinned, "trial": stable.trial}
+        told_of |= {"decisions": msgspec.to_builtins(made)}
+        print(json.dumps(told_of))
+        return 0
+    console = Screen()
+    console.print(f"stable: {stable_text(stable)}", style="bold")
+    if made:
+        console.print(decisions_table(made))
+    if not words.is_whole:
+        console.print("decisions of before: headrace channel --all", style="dim")
+    return 0
+
+
+def decisions(
+    history: Sequence[tuple[int, PolicyEvent]], orders: Sequence[tuple[int, Directive]]
+) -> list[ChannelDecision]:
+    """Moves of the stable channel and operators' words about learning, in the order of their times."""
+    moves = [
+        ChannelDecision(time_ms, one.event, one.version, one.owner, one.reason, one.stats, one.channel)
+        for time_ms, one in history
+        if one.channel != "candidate" and one.event in MOVES
+    ]
+    orders_made = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
+
+
+def decisions_table(made: Sequence[ChannelDecision]) -> Table:
+    """Every decision with who made it and on what numbers."""
+    rows = Table("when", "what", "version", "by", "why")
+    for one in made:
+        what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
+        what = "on trial" if one.channel == "canary" else what
+        style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
+        rows.add_row(
+            clock(one.time_ms), what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style
+        )
+    return rows
+
+
+async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Collection[int], Stable]:
+    """Versions of a policy that may be served, and where its channel is. Read from the newest summary of `policies` on, where
+    `version` is not older than what that tells of: then older ones are missing.
+    """
+    known = (await folded(log)).of(policy)
+    if version < 0 or version >= known.known_from:
+        return [one for one, event in known.published().items() if event.event == "published"], known.stable
+    words = await words_about(log, policy, version)
+    return servable(words.events), words.stable
+
+
+def servable(history: Sequence[tuple[int, PolicyEvent]]) -> set[int]:
+    """Versions that were published and not orphaned."""
+    published = {event.version for _, event in history if event.event == "published"}
+    return published - {event.version for _, event in history if event.event == "orphaned"}
+
+
+def check_move(versions: Collection[int], stable: Stable, kind: PolicyEventKind, version: int) -> None:
+    """Raises ConfigError for a version that is not there or that every role refused, and for a rollback to a newer one.
+    versions: that may be served.
+    """
+    if version < 0:
+        return
+    if version not in versions:
+        newest = max(versions, default=-1)
+        raise ConfigError(
+            f"version {version}: never published; " + (f"the newest is {newest}" if newest >= 0 else "none is")
+        )
+    if kind == "rolled_back" and version >= stable.version:
+        raise ConfigError(f"rollback: got version {version}, expected one below the stable version {stable.version}")
+
+
+def stable_text(stable: Stable) -> str:
+    """The channel in words."""
+    if stable.version < 0:
+        return "nothing was promoted yet"
+    trial = f", version {stable.trial} on trial" if stable.trial >= 0 else ""
+    return f"version {stable.version}{' (pinned)' if stable.pinned else ''}{trial}"

@@ -1,0 +1,230 @@
+"""`headrace export-model VERSION FOLDER`: a published version as a model folder that transformers and vLLM load.
+
+A version that is an adapter is merged into policy.model, in the dtype it was trained in; or written alone, as peft writes it.
+
+Guarantees: every tensor is verified against the manifest that the version's event names before a byte of it is written;
+the folder appears whole or not at all. Nothing of it is code.
+"""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.cli.connect import reading, store_of
+from infra.cli.govern.channel import ChannelDecision, decisions
+from infra.cli.govern.words import words_about
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen
+from infra.ledger.archive import MODEL_SUFFIXES
+from infra.log.log import Log
+from infra.model.adapter import base_hash, merged_model, write_adapter_folder
+from infra.model.model import DTYPE_NAMES, model_tensors
+from infra.policies.adapter import Adapter
+from infra.policies.beginning import newest_summary
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.policy import Policy
+from infra.policies.policy_feed import PolicyFeed
+from infra.policies.share import SHARD_BYTES, split_runs
+from infra.policies.summary import Summary
+from infra.policies.tensors import Tensor, write_tensors
+from infra.store.store import Store
+from schemas import Directive, PolicyEvent, topics
+from schemas.errors import ConfigError, NotInStore
+
+ABOUT = "headrace.json"
+INDEX = "model.safetensors.index.json"
+METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
+
+
+class ExportedPolicy(msgspec.Struct, frozen=True):
+    """What an exported folder is: written into it as headrace.json.
+
+    app, policy: that it was trained as. version: of the policy. parent: trained from. step: the last one it contains.
+    manifest_sha256: of the published manifest. decisions: of the gate and of people, about this version. adapter: of
+    which the version is, None for whole weights.
+
+    Example: ExportedPolicy(app="support-bot", policy="main", version=144, parent=143, step=144, manifest_sha256="9f…",
+                            decisions=(ChannelDecision(time_ms=1763715600000, event="promoted", version=144, by="gate"),))
+    """
+
+    app: str
+    policy: str
+    version: int
+    parent: int
+    step: int
+    manifest_sha256: str
+    decisions: tuple[ChannelDecision, ...] = ()
+    adapter: Adapter | None = None
+
+
+async def run_export_model(version: str, folder: Path, config: Path, sets: list[str], alone: bool = False) -> int:
+    """Write the version into a new or empty folder. alone: of an adapter nothing else. Raises ConfigError, PolicyRefused,
+    StoreError.
+    """
+    settings = load_settings(config, sets)
+    check_new(folder)
+    async with reading(settings) as log:
+        event = await published(log, settings.policy.name, version)
+        words = await words_about(log, settings.policy.name, event.version)
+    about = ExportedPolicy(
+        app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
+        manifest_sha256=event.manifest_sha256,
+        decisions=tuple(one for one in decisions(words.events, []) if one.version == event.version),
+    )  # fmt: skip
+    console = Screen(stderr=True)
+    console.print(f"fetching version {event.version} of {event.policy}")
+    num_bytes = await asyncio.to_thread(export, store_of(settings), event, settings, folder, about, alone=alone)
+    console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
+    return 0
+
+
+def check_new(folder: Path) -> None:
+    """Raises ConfigError for a folder that holds anything, and for a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: it is there already; expected a folder that is not, or an empty one")
+
+
+async def published(log: Log, policy: str, version: str) -> PolicyEvent:
+    """The event of a version: a number, "newest" or "stable". Raises ConfigError with what there is."""
+    if not version.isdigit() and version not in ("newest", "stable"):
+        raise ConfigError(f'version: got "{version}", expected a number, "newest" or "stable"')
+    since = await newest_summary(log)
+    feed = await _feed(log, policy, since)
+    event = feed.events.get(_number(version, feed))
+    if event is None and since is not None and _number(version, feed) < since.of(policy).known_from:
+        feed = await _feed(log, policy, None)
+        event = feed.events.get(_number(version, feed))
+    if event is None:
+        there = f"the newest is {max(feed.events)}" if feed.events else "none is"
+        raise ConfigError(f"version: got {version}, which is not published (or retracted); {there}")
+    return event
+
+
+def _number(version: str, feed: PolicyFeed) -> int:
+    return int(version) if version.isdigit() else feed.newest if version == "newest" else feed.stable.version
+
+
+async def _feed(log: Log, policy: str, since: Summary | None) -> PolicyFeed:
+    """All that is said behind a summary, or at all."""
+    feed = PolicyFeed(policy, since=None if since is None else since.of(policy))
+    begins, ends = await log.bounds(topics.POLICIES)
+    async with aclosing(log.scan(topics.POLICIES, {0: begins[0] if since is None else since.below}, ends)) as messages:
+        async for message in messages:
+            if isinstance(message.value, PolicyEvent):
+                feed.apply(message.value, message.offset)
+            elif isinstance(message.value, Directive):
+                feed.fence(message.value, message.offset)
+    return feed
+
+
+def export(
+    store: Store, event: PolicyEvent, settings: Settings, folder: Path, about: ExportedPolicy, *, alone: bool = False
+) -> int:
+    """Fetch, verify and write; how many bytes of weights. alone: of an adapter nothing else. Blocks."""
+    policy = fetched(store, event)
+    if alone and policy.adapter is None:
+        raise ConfigError(
+            f"--adapter: version {event.version} is full weights, expected one of a run with [trainer.lora]"
+        )
+    tensors = dict(policy.tensors) if alone else whole_tensors(policy, settings.model_path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        if alone and policy.adapter is not None:
+            write_adapter_folder(made, policy.adapter, tensors)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        else:
+            num_bytes = write_model(tensors, settings.model_path, made)
+        about = msgspec.structs.replace(about, adapter=policy.adapter)
+        (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        made.rename(folder)
+    return num_bytes
+
+
+def fetched(store: Store, event: PolicyEvent) -> Policy:
+    """A version, verified. Raises ConfigError where the store no longer has it, PolicyRefused where it is damaged."""
+    try:
+        store.get(event.manifest)
+    except NotInStore as error:
+        raise ConfigError(
+            f"version: {event.version} of {event.policy} was published, but is not in the store any more (see [keep]); "
+            f"expected a newer version: {error}"
+        ) from error
+    return PolicyFetcher(store, event.policy).fetch(event)
+
+
+def whole_tensors(policy: Policy, model: str) -> dict[str, Tensor]:
+    """All tensors of a version; an adapter's added to those of the model that the app began with. Raises ConfigError."""
+    if policy.adapter is None:
+        return dict(policy.tensors)
+    if (base := base_hash(model)) != policy.adapter.base:
+        raise ConfigError(
+            f"policy.model: version {policy.version} is an adapter of base {policy.adapter.base[:12]}, {model} is {base[:12]}; "
+            "expected the model it was trained from, or --adapter to export it alone"
+        )
+    kinds = {tensor.dtype for tensor in policy.tensors.values()}
+    return model_tensors(merged_model(model, policy.adapter, policy.tensors, dtype=DTYPE_NAMES[kinds.pop()]))
+
+
+def write_model(tensors: dict[str, Tensor], model: str, folder: Path) -> int:
+    """A model folder with these weights and the settings of another; how many bytes of weights."""
+    copy_settings(model, folder)
+    described = json.loads((folder / "config.json").read_bytes())
+    without_ties(tensors, described)
+    with_dtype(described, tensors)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    return write_shards(tensors, folder)
+
+
+def copy_settings(model: str, folder: Path) -> None:
+    """Configuration, tokenizer and template of the model the app began with. Raises ConfigError."""
+    source = Path(model)
+    if not source.is_dir():
+        from infra.model.model import save_settings
+
+        save_settings(model, folder)
+        return
+    for path in sorted(source.iterdir()):
+        is_weights = path.suffix == ".safetensors" or path.name == INDEX
+        if path.is_file() and path.suffix in MODEL_SUFFIXES and not is_weights:
+            shutil.copyfile(path, folder / path.name)
+
+
+def without_ties(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Drop the output matrix where the configuration takes the embeddings in its place, and they are the same."""
+    embeddings, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if config.get("tie_word_embeddings") and embeddings is not None and head is not None and embeddings == head:
+        del tensors["lm_head.weight"]
+
+
+def with_dtype(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Let the configuration name the dtype that the weights were published in, where that is one."""
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPE_NAMES}
+    if len(kinds) == 1:
+        config.pop("torch_dtype", None)  # how older folders call it
+        config["dtype"] = DTYPE_NAMES[kinds.pop()]
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+    """Safetensors files of at most `shard_bytes` (or one tensor), with an index where there are several."""
+    runs = list(split_runs({name: tensors[name].num_bytes for name in sorted(tensors)}, shard_bytes))
+    names = [f"model-{n:05}-of-{len(runs):05}.safetensors" for n in range(1, len(runs) + 1)]
+    if len(runs) == 1:
+        names = ["model.safetensors"]
+    for name, run in zip(names, runs, strict=True):
+        with (folder / name).open("wb") as file:
+            write_tensors(file, {one: tensors[one] for one in run}, METADATA)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    if len(runs) > 1:
+        where = {one: name for name, run in zip(names, runs, strict=True) for one in run}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": where}
+        (folder / INDEX).write_bytes(json.dumps(index, indent=2).encode())
+    return num_bytes

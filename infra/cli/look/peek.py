@@ -1,0 +1,174 @@
+"""`headrace peek TOPIC`: records as a person reads them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from infra.cli.connect import reading
+from infra.cli.look.newest import newest_and_next
+from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
+from infra.log.log import LogMessage
+from schemas import Batch, Block, DeadLetter, Experience, Progress, Task, UnknownMajor, decode, topics
+from schemas.errors import BadFrame, ConfigError
+
+SHOWN = 8  # members of a block; the rest is counted
+MAX_TEXT = 160
+
+
+async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, follow: bool, as_json: bool) -> int:
+    """Print the newest records of a topic, and go on with `follow`."""
+    settings = load_settings(config, sets)
+    try:
+        chosen = topics.by_name(topic.removeprefix(f"{settings.app}."))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # Records are read as they are, whatever the terminal's width.
+    console = Screen(soft_wrap=True)
+    async with reading(settings) as log:
+        messages, following = await newest_and_next(log, chosen, last)
+        for message in messages:
+            show(console, message, as_json)
+        if not messages and last and not follow and not as_json:
+            console.print(f"{log.name(chosen)} is empty", style="dim")
+        if follow:
+            async for message in log.tail(chosen, following):
+                show(console, message, as_json)
+    return 0
+
+
+def show(console: Console, message: LogMessage, as_json: bool) -> None:
+    """One record: where it lies and what it says."""
+    if as_json:
+        where = {"partition": message.partition, "offset": message.offset, "timestamp_ms": message.timestamp_ms}
+        line = msgspec.json.encode({**where, "record": plain(message)}, enc_hook=str).decode()
+        print(printable_json(line), flush=True)
+        return
+    clock = time.strftime("%H:%M:%S", time.localtime(message.timestamp_ms / 1000))
+    head = Text(f"{message.partition}/{message.offset} {clock}  ", style="dim")
+    try:
+        if message.error is not None:
+            raise message.error
+        if isinstance(message.value, Block):
+            show_block(console, head, message.value)
+        else:
+            console.print(head + Text(one_line(message.value)))
+    except BadFrame as error:  # of the record, or of a block's bulk, which is decoded here first
+        console.print(head + Text(f"unreadable: {error}", style="red"))
+
+
+def show_block(console: Console, head: Text, block: Block) -> None:
+    """A group: its question once, then a line per answer."""
+    first = block.experiences[0]
+    prompt = " ".join(one.content for one in first.messages if one.role != "assistant")
+    title = f"{block.group}  attempt {first.attempt}  lane {first.lane}  {len(block.experiences)} of {first.group_size}"
+    console.print(head + Text(f"{title}  ", style="bold") + Text(cut(prompt), style="cyan"))
+    for one in block.experiences[:SHOWN]:
+        console.print(Text("    ") + answer_line(one))
+    if len(block.experiences) > SHOWN:
+        console.print(Text(f"    … and {len(block.experiences) - SHOWN} more", style="dim"))
+
+
+def answer_line(one: Experience) -> Text:
+    """One answer: what was said, by which version, and what was thought of it."""
+    versions = f"v{one.min_version}" if one.min_version == one.max_version else f"v{one.min_version}–{one.max_version}"
+    line = (
+        Text(f"{one.episode:>3} ", style="dim") + Text(f"{cut(one.response)!r:<16}") + Text(f" {versions}", style="dim")
+    )
+    for score in one.scores:
+        line.append(f"  {score.name} {score.value:g}", style="green" if score.value > 0 else "yellow")
+    if one.reward is not None:
+        line.append(f"  reward {one.reward:g}")
+    if one.advantage is not None:
+        line.append(f"  advantage {one.advantage:+.2f}")
+    return line.append(f"  {one.num_sampled} tokens  {one.end}", style="dim")
+
+
+def one_line(record: object) -> str:
+    """A control record as `kind field=value …`; long fields are cut, absent ones left out."""
+    assert isinstance(record, msgspec.Struct)
+    match record:
+        case Task():
+            return task_line(record)
+        case Batch():
+            return batch_line(record)
+        case DeadLetter():
+            return letter_line(record)
+        case Progress():
+            counters = " ".join(f"{name}={value:g}" for name, value in sorted(record.counters.items()))
+            version = f" version={record.version}" if record.version >= 0 else ""
+            return f"progress {record.instance} {record.state}{version} {cut(counters)}"
+    fields = msgspec.to_builtins(record)
+    kind = fields.pop("kind", type(record).__name__)
+    return f"{kind} " + " ".join(f"{name}={value_text(value)}" for name, value in fields.items())
+
+
+def task_line(task: Task) -> str:
+    """A task: what is asked, what is right, and how it was issued."""
+    question = " ".join(one.content for one in task.messages)
+    words = [f"task {task.id}  {cut(question)!r}"]
+    if task.answer is not None:
+        words.append(f"answer={cut(task.answer)!r}")
+    if task.split != "train":
+        words.append(f"split={task.split}")
+    if (issued := task.issued) is not None:
+        words.append(f"group={issued.group} attempt={issued.attempt} episodes={issued.num_episodes}")
+        words.append(f"eval of v{issued.version}" if issued.suite else f"sequence={issued.sequence}")
+    return "  ".join(words)
+
+
+def batch_line(batch: Batch) -> str:
+    """A journaled batch: how many experiences of which lane."""
+    lanes: dict[str, int] = {}
+    for item in batch.items:
+        lanes[item.lane] = lanes.get(item.lane, 0) + 1
+    counts = "".join(f" {lane}={count}" for lane, count in lanes.items())
+    drops = "".join(f" dropped[{reason}]={count}" for reason, count in batch.drops.items())
+    return f"batch step={batch.step} version={batch.version} phase={batch.phase} token={batch.token}{counts}{drops}"
+
+
+def letter_line(letter: DeadLetter) -> str:
+    """A dead letter: where it lay, why it died, and what it held as far as that is known."""
+    try:
+        inner = decode(letter.value)
+        held = f"a block of {inner.group}" if isinstance(inner, Block) else one_line(inner)
+    except (BadFrame, UnknownMajor):
+        held = f"{len(letter.value)} bytes {letter.value[:16]!r}"
+    why = f"{letter.reason}: {cut(letter.error)}" if letter.error else letter.reason
+    return f"dead letter of {letter.topic} {letter.partition}/{letter.offset}  {letter.stage}: {why}  held {cut(held)}"
+
+
+def value_text(value: object) -> str:
+    """A field of a control record, cut to fit a line."""
+    return cut(repr(value) if isinstance(value, str) and " " in value else str(value))
+
+
+def plain(message: LogMessage) -> Any:
+    """A record as plain data, blocks without their token arrays."""
+    if message.error is not None:
+        return {"error": str(message.error)}
+    if not isinstance(message.value, Block):
+        return msgspec.to_builtins(message.value)
+    fields = [name for name in Experience.__struct_fields__ if name != "bulk"]
+    return [
+        {name: msgspec.to_builtins(getattr(one, name)) for name in fields} | {"response": response_of(one)}
+        for one in message.value.experiences
+    ]
+
+
+def response_of(one: Experience) -> str | None:
+    """What was answered; None where the frame's text cannot be decoded."""
+    try:
+        return one.response
+    except BadFrame:
+        return None
+
+
+def cut(text: str) -> str:
+    """Text short enough for a line."""
+    text = text.replace("\n", "⏎")
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

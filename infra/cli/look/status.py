@@ -1,0 +1,363 @@
+"""`headrace status`: roles, versions, rates, lags, drops and alarms, read from the log alone."""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from infra.cli.connect import reading
+from infra.cli.data.skip import READS
+from infra.cli.look.clock import LogClock
+from infra.cli.look.expected import OVER, missing, wanted_of
+from infra.cli.look.heard import LastHour
+from infra.cli.look.kept import kept_of
+from infra.cli.look.newest import Newest, newest, newest_reports
+from infra.cli.look.status_screen import State, show
+from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen, printable_json
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from infra.observe.alarms import NO_VERSION_S, STILL
+from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
+from schemas.fields import CANARY_MISSING
+from schemas.ids import answer_id
+from schemas.reports import together
+
+READ = (topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.EXPERIENCES, topics.BATCHES, topics.EVALS)
+RECENT = 2000  # records looked at in each topic: minutes of a busy system
+NEWEST = 64  # records of experiences looked at for the newest answer
+WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
+FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
+OUTSTANDING = "outstanding_groups"  # gauge of the master
+GONE_S = 15.0  # a role that has not spoken for so long is silent
+
+_TOPIC_MISSING = re.compile(r"feedback_topic_missing\{source=(?P<source>[^,]*),topic=(?P<topic>.*)\}")
+_STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
+
+Reports = list[tuple[Progress, float]]
+
+
+async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int) -> int:
+    """Print the state of the system; with `check`, exit code 1 if there is an alarm."""
+    settings = load_settings(config, sets)
+    async with reading(settings) as log:
+        wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
+        follower = Follower(log, (topics.REPORTS,))
+        try:
+            clock = LogClock(log, follower, silent_s=GONE_S)
+            now_s = await clock.now_s()
+            state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=LastHour(log, follower))
+        finally:
+            await follower.close()
+        state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
+        state["clock_off_s"] = round(clock.off_s, 1)
+    if as_json:
+        print(printable_json(json.dumps(state)))
+    else:
+        show(Screen(), state)
+    return 1 if check and state["alarms"] else 0
+
+
+async def read_status(
+    log: Log,
+    *,
+    now_s: float,
+    max_lag: int,
+    wanted: Mapping[str, int] = MappingProxyType({}),
+    look: Newest | None = None,
+    hour: LastHour | None = None,
+) -> State:
+    """Everything `status` shows, as plain data. now_s: by the log's clock (see `LogClock`). wanted: see
+    `wanted_of`. look: reads the newest records; `HeldNewest` for a caller that asks again and again, who keeps the hour, too.
+    """
+    look = look or partial(newest, log)
+    reports: dict[str, Reports] = {}
+    spoken = await newest_reports(look, RECENT)
+    heard = await (hour or LastHour(log)).heard(spoken)
+    for message in spoken:
+        if isinstance(message.value, Progress):
+            reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
+    roles = newest_of_each([role_state(one, now_s) for one in reports.values()])
+    policies = await look(topics.POLICIES, RECENT, "")
+    state: State = {
+        "roles": roles,
+        "missing": missing(wanted, heard, now_s, GONE_S),
+        "policies": policy_state(policies, now_s),
+        "learning": learning_state(policies),
+        "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
+        "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
+        "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
+        "lags": await lags_of(log),
+        "dropped": by_reason([one[-1][0] for one in reports.values()], "dropped"),
+        "cancelled": {
+            what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
+            for what in ("episodes", "tokens")
+        },
+        "caches": caches(roles),
+        "waiting": waiting([one[-1][0] for name, one in reports.items() if name in speaking(roles)], now_s),
+        "masked": int(sum(one[-1][0].counters.get("tokens_masked", 0.0) for one in reports.values())),
+        "accuracy": {
+            message.value.suite: {
+                "version": message.value.version,
+                "share": message.value.accuracy,
+                "interval": message.value.interval,
+                "pass_at": message.value.pass_at,
+            }
+            for message in await look(topics.EVALS, RECENT, "")
+            if isinstance(message.value, EvalResult)
+        },
+    }
+    return {**state, "clock_off_s": 0.0, "kept": [], "alarms": alarms(state, max_lag)}
+
+
+def role_state(reports: Reports, now_s: float) -> State:
+    """One process: its newest report, and what its counters did in the minute before it.
+
+    rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
+    grown_at: of each of `grown` when it first did in these reports, seconds, and by how much in all.
+    """
+    new, new_s = reports[-1]
+    old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])
+    grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
+    rates = {name: round(more / max(new_s - old_s, 1e-9), 2) for name, more in sorted(grown.items())}
+    age_s = round(now_s - new_s, 1)
+    still = {name: more for name, more in sorted(grown.items()) if more > 0 and name.partition("{")[0] in STILL}
+    return {
+        "role": new.role,
+        "instance": new.instance,
+        "state": new.state,
+        "reason": new.reason,
+        "alarms": new.alarms,
+        "version": new.version,
+        "release": new.release,
+        "age_s": age_s,
+        "silent": age_s >= GONE_S and new.state not in OVER,
+        "per_s": {name: rate for name, rate in rates.items() if grown[name] > 0 and "{" not in name},
+        "rates": rates,
+        "grown": still,
+        "grown_at": {name: first_grown(reports, name) for name in still},
+        "failing": failing(grown),
+        "unread": unread(new.gauges),
+        "gauges": {name: value for name, value in new.gauges.items() if "{" not in name},
+        "stored_bytes": sum(value for name, value in new.gauges.items() if name.startswith("snapshot_bytes{")),
+    }
+
+
+def first_grown(reports: Reports, name: str) -> tuple[float, float]:
+    """When a counter first grew in these reports, and by how much it did in all; 0 for one that did not."""
+    values = [(one.counters.get(name, 0.0), at_s) for one, at_s in reports]
+    grown = [(at_s, after - before) for (before, _), (after, at_s) in pairwise(values) if after > before]
+    return (grown[0][0], sum(more for _, more in grown)) if grown else (0.0, 0.0)
+
+
+def grown_line(instance: str, name: str, more: float) -> str:
+    """The alarm of a counter that should stand still and did not."""
+    return f"{instance}: {name} +{more:g} in the last minute"
+
+
+def failing(grown: Mapping[str, float]) -> list[str]:
+    """Steps of chains that failed at more than FAILED_SHARE, by what their stage's counters did: a line each."""
+    found = []
+    for name, failed in sorted(grown.items()):
+        match = _STEP_FAILED.fullmatch(name)
+        if match is None or failed <= 0:
+            continue
+        of = failed + grown.get(f"experiences_out{{stage={match['stage']}}}", 0.0)
+        if failed > FAILED_SHARE * of:
+            found.append(
+                f"{match['stage']}: step {match['step']} failed on {failed:g} of {of:g} in the last minute; "
+                "the first error of each kind is in the log of process, as step_failed"
+            )
+    return found
+
+
+def unread(gauges: Mapping[str, float]) -> list[str]:
+    """Sources whose topic is not there: a line each."""
+    waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
+    return [
+        f'feedback "{one["source"]}" waits for topic {one["topic"]} to be made: headrace topic create {one["topic"]}'
+        for one in waiting
+    ]
+
+
+def newest_of_each(roles: list[State]) -> list[State]:
+    """Those that still report; of a role without any, the one that reported last."""
+    alive = [role for role in roles if role["age_s"] < GONE_S]
+    gone = [role for role in roles if role["role"] not in {one["role"] for one in alive}]
+    last = {role["role"]: role for role in sorted(gone, key=lambda role: -role["age_s"])}
+    return sorted([*alive, *last.values()], key=lambda role: role["instance"])
+
+
+def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
+    """The steps in force with their versions: stage → partition → chain, of the workers that report and hold partitions."""
+    found: dict[str, dict[str, str]] = {}
+    for report in reports:
+        for stage, chain in report.chains.items():
+            for partition in report.partitions.get(stage, ()):
+                found.setdefault(stage, {})[str(partition)] = chain
+    return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
+
+
+def speaking(roles: Sequence[State]) -> set[str]:
+    """Instances of the roles that have neither fallen silent nor said that they are over."""
+    return {role["instance"] for role in roles if not role["silent"] and role["state"] not in OVER}
+
+
+def waiting(reports: Sequence[Progress], now_s: float) -> State:
+    """What waits for feedback, as the stream workers say: how many answers, and in how many seconds the first window passes."""
+    waits = together(one.waits for one in reports if one.waits is not None)
+    if not waits.answers:
+        return {}
+    return {"answers": waits.answers, "first_s": round(max(0.0, waits.first_ms / 1000 - now_s), 1)}
+
+
+def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:
+    """What each machine keeps of the store's weights: its name → bytes, max_bytes, as who spoke last there says."""
+    return {
+        role["instance"].split("/")[1]: {
+            "bytes": role["gauges"]["host_cache_bytes"],
+            "max_bytes": role["gauges"]["host_cache_max_bytes"],
+        }
+        for role in sorted(roles, key=lambda one: -one["age_s"])
+        if "host_cache_max_bytes" in role["gauges"]
+    }
+
+
+def by_reason(reports: Sequence[Progress], counter: str) -> dict[str, int]:
+    """A counter of the processes at hand that has a reason: reason → count."""
+    found: dict[str, int] = {}
+    for report in reports:
+        for name, value in report.counters.items():
+            if name.startswith(f"{counter}{{reason="):
+                reason = name.removeprefix(f"{counter}{{reason=").removesuffix("}")
+                found[reason] = found.get(reason, 0) + int(value)
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
+    """Newest published version and its age, and what was refused lately."""
+    events = [message.value for message in policies]
+    came_ms = [
+        one.timestamp_ms for one in policies if isinstance(one.value, PolicyEvent) and one.value.event == "published"
+    ]
+    published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
+    refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
+    version = max((event.version for event in published), default=None)
+    return {
+        "published": version,
+        "age_s": now_s - max(came_ms) / 1000 if came_ms else 0.0,
+        "refused": [f"v{event.version} by {event.owner}: {event.reason}" for event in refused[-3:]],
+        # One that was refused and replaced since is history; the newest being refused means that no engine serves it.
+        "newest_refused": any(event.version == version for event in refused),
+    }
+
+
+def learning_state(policies: Sequence[LogMessage]) -> State:
+    """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
+    state: State = {"state": "on"}
+    for message in policies:
+        directive = message.value
+        if isinstance(directive, Directive) and directive.order == "continue":
+            state = {"state": "on"}
+        elif isinstance(directive, Directive) and directive.is_of_learning:
+            state_word = {"pause": "paused", "drain": "draining"}[directive.order]
+            state = {
+                "state": state_word,
+                "by": directive.owner,
+                "reason": directive.reason,
+                "since_s": message.timestamp_ms / 1000,
+            }
+    return state
+
+
+def answers_state(experiences: Sequence[LogMessage]) -> State:
+    """The newest recorded answer of the gateway, among the newest experiences; empty where there is none."""
+    for message in reversed(experiences):
+        if isinstance(message.value, Block) and (
+            live := [one for one in message.value.experiences if one.lane == "live"]
+        ):
+            spans = live[-1].spans
+            return {
+                "newest": answer_id(live[-1].id),
+                "at_s": message.timestamp_ms / 1000,
+                "version": spans[-1].version if spans else -1,
+            }
+    return {}
+
+
+def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
+    """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
+    records = [message.value for message in journaled]
+    return [
+        f"steps {one.from_step} to {one.to_step} taken back, v{one.version} is v{one.restored_version} again: {one.reason}"
+        for one in records
+        if isinstance(one, Rollback)
+    ][-3:]
+
+
+async def lags_of(log: Log) -> dict[str, int | None]:
+    """The lag of every stage's input by topic, asked at once: each is three round trips to the broker."""
+    asked = [(topic, group) for group, read in READS.items() for topic in read]
+    found = await asyncio.gather(*(lag(log, topic, group) for topic, group in asked))
+    return {topic.name: waiting for (topic, _), waiting in zip(asked, found, strict=True)}
+
+
+async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
+    """Records the group has yet to commit; None where it has committed nothing."""
+    committed = await log.bus.committed(log.group(group), log.name(topic))
+    if not committed:
+        return None
+    ends = await log.bus.end_offsets(log.name(topic))
+    return sum(max(0, end - committed.get(partition, 0)) for partition, end in ends.items())
+
+
+def alarms(state: State, max_lag: int) -> list[str]:
+    """What an operator should look at, one line each; empty when all is well."""
+    found = list(state["missing"]) if state["roles"] else ["no role has reported"]
+    for role in state["roles"]:
+        if role["silent"] and not any(role["instance"] in line for line in state["missing"]):
+            found.append(f"{role['instance']} has been silent for {role['age_s']:.0f} s")
+        elif not role["silent"]:
+            found += [grown_line(role["instance"], name, more) for name, more in role["grown"].items()]
+            found += [f"{role['instance']}: {alarm}" for alarm in role["alarms"]]
+            found += [f"{role['instance']}: {line}" for line in (*role["failing"], *role["unread"])]
+            found += canary_alarm(role)
+            if spooled := role["gauges"].get("spool_records"):
+                found.append(f"{role['instance']}: {spooled:,.0f} records wait on disk for the log; its log says why")
+    lags: Mapping[str, int | None] = state["lags"]
+    for name, waiting in lags.items():
+        if waiting is not None and waiting > max_lag:
+            found.append(f"{name}: {waiting:,} records wait, expected at most {max_lag:,}")
+    if state["policies"]["newest_refused"]:
+        found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
+    return found + no_version(state)
+
+
+def no_version(state: State) -> list[str]:
+    """The line of an app whose groups wait while no version comes; none where learning was stopped by an operator."""
+    age_s, waiting = (
+        state["policies"]["age_s"],
+        max((one["gauges"].get(OUTSTANDING, 0.0) for one in state["roles"]), default=0.0),
+    )
+    if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
+        return []
+    return [f"no version for {age_s / 60:.0f} min, and {waiting:,.0f} groups wait for the trainer"]
+
+
+def canary_alarm(role: State) -> list[str]:
+    """The line of a role that waits for a canary, with what to do about it; none where it has one or wants none."""
+    missing_s, trial = role["gauges"].get(CANARY_MISSING, 0.0), role["gauges"].get("trial_version", -1.0)
+    if not missing_s:
+        return []
+    why = f"version {trial:.0f} is on trial" if role["role"] == "master" else "a share of sessions is meant for one"
+    end = "headrace promote or rollback" if role["role"] == "master" else "gateway.canary.share = 0"
+    return [
+        f"{role['instance']}: {why} and no canary has been heard of for {missing_s:.0f} s: "
+        f"start headrace serve --channel canary (or see its log), or end it with {end}"
+    ]

@@ -1,0 +1,107 @@
+"""`headrace recover`: continues a run whose log or store was lost, as far as that is possible.
+
+Guarantee: nothing is changed where they belong together, where the log has a run of its own, or before it was agreed to.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from infra.cli.connect import create_topics, reading, store_of
+from infra.cli.look.audit import operator
+from infra.cli.settings import load_settings
+from infra.log.log import Log
+from infra.roles.identity import Fit, fault, fit_of
+from infra.settings.config import Floor
+from infra.store.store import Store
+from schemas import Batch, topics
+from schemas.errors import ConfigError
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint
+from trainer.journal.recover import begin_anew
+from trainer.state.stored import StoredState
+
+STORE_LOST = """\
+The weights, the optimizer's state, large frames and users' keys lay in the store alone; no log brings them back.
+- With a backup: put it back under [store] url and start the roles. What was trained since is executed again.
+- Without: name another `app` (its topics begin empty) and a [store] url that is empty, start it, and load tasks and
+  demonstrations again. The old topics stay where they are, for `headrace audit` and `headrace peek` with the old name."""
+
+
+async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
+    """Look, say what is lost, ask, and begin a new journal. Raises ConfigError where nothing can be recovered."""
+    settings = load_settings(config, sets)
+    store = store_of(settings)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    async with reading(settings, create=True) as log:
+        await create_topics(log, settings)
+        return await recover(log, store, settings, console, agreed=yes)
+
+
+async def recover(log: Log, store: Store, floor: Floor, console: Console, *, agreed: bool) -> int:
+    """`run_recover` on a log. agreed: do not ask."""
+    fit = await fit_of(log, store, floor)
+    reason = fault(fit, floor.app, repr(store)).partition(": ")[0]
+    if not reason:
+        console.print("The log and the store belong together: there is nothing to recover.")
+        return 0
+    console.print(f"{reason}.")
+    if fit.verdict == "store lost":
+        console.print(STORE_LOST)
+        return 1
+    found = await newest(log, store, floor)
+    console.print(plan(found, fit, floor))
+    if not agreed and not ask():
+        console.print("Nothing was changed.")
+        return 1
+    state = await begin_anew(log, store, floor, found, owner=operator())
+    console.print(
+        f"A new journal begins after step {state.position.step}; the first trainer publishes version "
+        f"{state.position.version}. Start the roles, then load tasks and demonstrations again."
+    )
+    return 0
+
+
+async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
+    """What to go on from. Raises ConfigError where the log has steps of its own, or the store no checkpoint."""
+    run = floor.run or floor.app
+    async for message in log.read_all(topics.BATCHES):
+        if isinstance(message.value, Batch) and message.value.run == run:
+            raise ConfigError(
+                f'run "{run}": this log has steps of its own (step {message.value.step} at journal offset '
+                f"{message.offset}), and {store!r} belongs to another one: name the broker or the store that belongs to "
+                "it in [kafka] or [store]; nothing was changed"
+            )
+    found = await asyncio.to_thread(checkpoint.load_newest, store, run, take=StoredState.verified)
+    if found is None:
+        raise ConfigError(
+            f'run "{run}": no checkpoint in {store!r} verifies, so there is nothing to go on from; give [store] url an '
+            "empty place to begin from the configured model"
+        )
+    return found
+
+
+def plan(found: Checkpoint, fit: Fit, floor: Floor) -> str:
+    """What stays and what is lost."""
+    position = found.position
+    waits = len(found.references)
+    rest = "" if fit.here is None else "What this log holds already stays in it and will be learned from.\n"
+    return (
+        f"Kept: weights and optimizer after step {position.step} (version {position.version}), users' keys, API keys.\n"
+        f"Lost with the old log: everything after that step; {waits} groups that waited to be trained; answers and "
+        "feedback that were on their way; tasks and demonstrations (load them again); audit, trace and replay of all "
+        "steps so far; what the gate decided.\n"
+        f"{rest}"
+        f'To go on, a new journal is begun in the log of app "{floor.app}" from that checkpoint. Checkpoints of before '
+        "are removed, since they fit no log any more. Stop all roles first."
+    )
+
+
+def ask() -> bool:
+    """Whether a person at a terminal says yes."""
+    if not sys.stdin.isatty():
+        print("headrace: recover: no terminal to ask on; give --yes to go on", file=sys.stderr)
+        return False
+    return input("Begin a new journal? [y/N] ").strip().lower() in ("y", "yes")

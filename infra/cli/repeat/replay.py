@@ -1,0 +1,281 @@
+"""`headrace replay`: a run done again from its log, a line per checkpoint, and a verdict."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from infra.cli.repeat.source import ReplaySource, opened
+from infra.cli.terminal import Screen, printable_json
+from infra.ledger.archive import MAX_BYTES
+from infra.log.lookup import runs
+from infra.observe.metrics import Metrics
+from infra.settings.plugin import add_plugin_folders
+from infra.store.seal import FORGOTTEN
+from schemas.errors import ConfigError, Sealed
+from trainer.batch.image_inputs import open_sight
+from trainer.config import TrainerConfig
+from trainer.journal.checkpoint import Position
+from trainer.journal.origin import differences, made_with
+from trainer.learners.learner import open_learner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
+from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
+from trainer.replay.shipped import foreign_names
+from trainer.state.pieces import KIND
+
+SHOWN_HASH = 16
+
+
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay found.
+
+    run: its name. from_step, to_step: the first and the last one replayed. steps: how many. equal: every checkpoint
+    that was compared is. bits_promised: nothing the bits depend on differs from the run. checkpoints: that were
+    compared. not_compared: how many were not there. faults: what is wrong with stored checkpoints. differs: name →
+    (there, here). replay_s: how long the replay took. run_s: how long the run took for these steps, by log-append
+    times.
+
+    forgotten: steps that trained on what was forgotten since. without_key: on what is sealed under keys that are not
+    here, as those of an archive are not. The replay ends before the first of all these.
+    """
+
+    run: str
+    from_step: int
+    to_step: int
+    steps: int
+    equal: bool
+    bits_promised: bool
+    checkpoints: tuple[Compared, ...]
+    not_compared: int
+    faults: tuple[str, ...]
+    differs: dict[str, tuple[str, str]]
+    replay_s: float
+    run_s: float
+    forgotten: tuple[int, ...] = ()
+    without_key: tuple[int, ...] = ()
+
+    @property
+    def verified(self) -> int:
+        """Checkpoints that steps led to, and not the one it began with."""
+        return sum(1 for one in self.checkpoints if one.step != self.from_step)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something was found that must not be, or nothing was."""
+        return 1 if self.faults or not self.verified or (self.bits_promised and not self.equal) else 0
+
+
+class Trust(msgspec.Struct, frozen=True):
+    """How far what came with a run is trusted. plugins: what its settings name is imported and called. max_bytes: what an
+    archive may unpack to.
+    """
+
+    plugins: bool = False
+    max_bytes: int = MAX_BYTES
+
+
+async def run_replay(
+    path: Path, *, from_step: int | None, to_step: int | None, verify: bool, as_json: bool, trust: Trust
+) -> int:
+    """Replay the run at `path` and print what came out; returns the exit code."""
+    console = Screen(stderr=as_json, soft_wrap=True)
+    async with opened(path, trust.max_bytes, trusted=trust.plugins) as source:
+        check_names(console, source, trusted=trust.plugins)
+        with console.status("loading the model"):
+            learner = await asyncio.to_thread(open_learner, on_one_rank(source.settings.trainer), source.model)
+        run = Learning(
+            floor=source.settings,
+            config=source.settings.trainer,
+            learner=learner,
+            report=TrainerReport(Metrics("replay")),
+            position=Position(),
+            image_inputs=await asyncio.to_thread(open_sight, source.model, source.store),
+        )
+        try:
+            verdict = await done_again(console, source, run, from_step, to_step, verify=verify)
+        finally:
+            run.executor.shutdown()
+    if as_json:
+        print(printable_json(msgspec.json.encode(as_table(verdict)).decode()))
+    else:
+        summarize(console, verdict, verify=verify)
+    return verdict.exit_code if verify else 0
+
+
+def on_one_rank(config: TrainerConfig) -> TrainerConfig:
+    """A learner's settings for a single process, which shares its rows with no other."""
+    options = {name: value for name, value in config.learner.options.items() if name != "sequence_parallel"}
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, options=options))
+
+
+def check_names(console: Console, source: ReplaySource, *, trusted: bool) -> None:
+    """Print what would be imported and does not ship, and let it be found. Raises ConfigError where it is not trusted."""
+    names = foreign_names(source.settings.trainer)
+    if names and not trusted:
+        raise ConfigError(
+            f"replay would import and call what headrace does not ship: {'; '.join(names)}. --trust-plugins does so, where "
+            "you know who wrote this run's settings"
+        )
+    for name in names:
+        console.print(f"trusted: {name}", markup=False)
+    if names:
+        add_plugin_folders(source.settings.folder, source.settings.plugins)
+
+
+async def done_again(
+    console: Console, source: ReplaySource, run: Learning, from_step: int | None, to_step: int | None, *, verify: bool
+) -> ReplayResult:
+    """Replay under a progress bar, with a line for each checkpoint."""
+    began_s = time.monotonic()
+    with console.status("reading the journal"):
+        start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=to_step)
+        here = await run.in_thread(made_with, run.config, run.floor, run.learner)
+    differs = differences(start.manifest.made_with, here)
+    for fault in start.passed_over:
+        console.print(f"passed over: {fault}", style="red", markup=False)
+    for name, (there, now) in differs.items():
+        console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
+    compared: list[Compared] = []
+    done: list[int] = []
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("steps", total=start.survey.num_steps)
+
+        def on_step(step: int) -> None:
+            done.append(step)
+            progress.advance(bar)
+
+        steps = replay(run, source.run, source.log, source.store, start, on_step=on_step)
+        lost: dict[int, str] = {}
+        try:
+            async for one in steps:
+                compared.append(one)
+                differs = differences(one.made_with, here) | differs
+                progress.console.print(line(one, verify=verify), markup=False)
+        except Sealed as error:
+            progress.console.print(f"ended before {error}", style="yellow", markup=False)
+            lost = await lost_steps(source.log, source.run, start)
+    found = judged(source, run, start, compared, differs, here, time.monotonic() - began_s)
+    return msgspec.structs.replace(
+        found,
+        steps=start.survey.steps_in(len(done)),
+        forgotten=tuple(step for step, why in lost.items() if why == FORGOTTEN),
+        without_key=tuple(step for step, why in lost.items() if why != FORGOTTEN),
+    )
+
+
+def judged(
+    source: ReplaySource,
+    run: Learning,
+    start: ReplayStart,
+    compared: list[Compared],
+    differs: dict[str, tuple[str, str]],
+    here: dict[str, str],
+    replay_s: float,
+) -> ReplayResult:
+    """What all of it says."""
+    return ReplayResult(
+        run=source.run,
+        from_step=start.manifest.place.step,
+        to_step=run.position.step,
+        steps=start.survey.num_steps,
+        equal=all(one.equal for one in compared),
+        bits_promised=not differs and here.get("device", "cpu") == "cpu",
+        checkpoints=tuple(compared),
+        not_compared=start.survey.not_compared,
+        faults=(*start.passed_over, *(one.fault for one in compared if one.fault)),
+        differs=differs,
+        replay_s=round(replay_s, 2),
+        run_s=round(start.survey.duration_s, 2),
+    )
+
+
+def line(one: Compared, *, verify: bool) -> str:
+    """A checkpoint as a line."""
+    words = [f"step {one.step:>6}  v{one.version:<5} {one.got.removeprefix(KIND)[:SHOWN_HASH]}"]
+    if verify:
+        recorded = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
+        words.append("equal" if one.equal else f"DIFFERS: the run recorded {recorded}")
+        if not one.equal and one.distance is not None:
+            words.append(f"largest difference of a weight {one.distance:.3g}")
+        if one.fault:
+            words.append(one.fault)
+    return "  ".join(words)
+
+
+def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
+    """The figures, and what they promise."""
+    rate = verdict.steps / verdict.replay_s if verdict.replay_s else 0.0
+    ratio = f", {verdict.run_s / verdict.replay_s:.1f} times faster than the run" if verdict.replay_s else ""
+    console.print(
+        f"{verdict.steps} steps from step {verdict.from_step} to {verdict.to_step} in {verdict.replay_s:.1f} s: "
+        f"{rate:.1f} steps/s{ratio} ({verdict.run_s:.1f} s by its log)"
+    )
+    if verdict.forgotten:
+        console.print(
+            f"steps {listed(verdict.forgotten)} cannot be reproduced: what they trained on was forgotten",
+            style="yellow",
+        )
+    if verdict.without_key:
+        console.print(
+            f"steps {listed(verdict.without_key)} cannot be replayed here: what they trained on is sealed, and its keys are not"
+            " here. They are in no archive; replay the run where its store is",
+            style="yellow",
+        )
+    if lost := (*verdict.forgotten, *verdict.without_key):
+        console.print(f"what follows a checkpoint of step {max(lost)} or later can be: --from", style="yellow")
+    if verify:
+        summarize_checkpoints(console, verdict)
+
+
+def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
+    """What was compared, and what was not."""
+    num = len(verdict.checkpoints)
+    if verdict.not_compared:
+        console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")
+    if verdict.equal and not verdict.verified:
+        why = "" if verdict.faults else ": no step led to a checkpoint that could be compared"
+        console.print(f"nothing is verified{why}", style="red")
+    elif verdict.equal and (verdict.forgotten or verdict.without_key):
+        console.print(f"{num} checkpoints up to step {verdict.checkpoints[-1].step} equal; none after it is verified")
+    elif verdict.equal:
+        console.print(f"all {num} checkpoints equal", style="green")
+    else:
+        wrong = [one.step for one in verdict.checkpoints if not one.equal]
+        right = [one.step for one in verdict.checkpoints if one.equal and one.step < wrong[0]]
+        since = f"; equal up to step {right[-1]}, so it is in the steps after that" if right else ""
+        console.print(f"{len(wrong)} of {num} checkpoints differ, the first at step {wrong[0]}{since}", style="red")
+    if not verdict.bits_promised:
+        why = f"differs from the run: {', '.join(verdict.differs)}" if verdict.differs else "not computed on the CPU"
+        console.print(f"bits are not promised here ({why}); every batch is the one that was journaled", style="yellow")
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Steps in ascending order, those that follow one another as a range.
+
+    >>> listed((0, 1, 2, 3, 7, 9))
+    '0 to 3, 7, 9'
+    """
+    found = [(first, stop - 1) for first, stop in runs(steps, max_hole=1)]
+    return ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in found)
+
+
+def as_table(verdict: ReplayResult) -> dict[str, Any]:
+    """The verdict as plain data, with the figures a reader would compute from it."""
+    found: dict[str, Any] = msgspec.to_builtins(verdict)
+    for plain, one in zip(found["checkpoints"], verdict.checkpoints, strict=True):
+        plain["equal"] = one.equal
+        del plain["made_with"]
+    speed = max(verdict.replay_s, 1e-9)
+    return found | {
+        "steps_per_s": round(verdict.steps / speed, 2),
+        "times_faster": round(verdict.run_s / speed, 2),
+        "verified": verdict.verified,
+        "exit_code": verdict.exit_code,
+    }

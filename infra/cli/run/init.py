@@ -1,0 +1,76 @@
+"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts beside a model.
+
+Guarantee: nothing that is there is overwritten.
+"""
+
+import shutil
+from pathlib import Path
+
+from infra.cli.terminal import Screen
+from schemas.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ENGINES = {"vllm": "actors.engines.vllm.engine:VllmEngine", "torch": "actors.engines.torch:TorchEngine"}
+SETTINGS = "headrace.toml"
+
+
+def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bool = False) -> int:
+    """Copy the files of an example, with the app named after the folder. tiny: beside the demo's model, with random weights.
+    Raises ConfigError where there are some already.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine: got {engine!r}, expected one of {', '.join(ENGINES)}")
+    files = files_of(example)
+    if tiny and (Path(model).is_absolute() or len(Path(model).parts) != 1):
+        raise ConfigError(f"--tiny: got --model {model!r}, expected a name for the folder that it writes")
+    if there := [directory / name for name in files if (directory / name).exists()]:
+        raise ConfigError(f"{there[0]}: is there already; init writes into a folder without one")
+    console = Screen()
+    for name, source in files.items():
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        if name == SETTINGS:
+            text = source.read_text(encoding="utf-8")
+            target.write_text(filled(text, example, directory, model, engine), encoding="utf-8")
+        console.print(f"wrote {target}")
+    if tiny:
+        from infra.cli.demo.char_model import build_char_model
+
+        console.print(
+            f"wrote {build_char_model(directory / model, seed=0)}, a model of 0.9 M parameters with random weights"
+        )
+    where = directory / SETTINGS
+    console.print(f"next: headrace check -c {where}, then headrace up -c {where}")
+    return 0
+
+
+def files_of(example: str) -> dict[str, Path]:
+    """The files of an example by their path within it. Raises ConfigError for one that is not there."""
+    known = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / SETTINGS).is_file())
+    if example not in known:
+        raise ConfigError(f"--from: got {example!r}, expected one of {', '.join(known)}")
+    found = sorted(path for path in (EXAMPLES / example).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(EXAMPLES / example).as_posix(): path for path in found}
+
+
+def filled(text: str, example: str, directory: Path, model: str, engine: str) -> str:
+    """The settings of an example for a folder, a model and an engine."""
+    for before, after in (
+        (f'app = "{example}"', f'app = "{app_name(directory)}"'),
+        ('model = "model"', f'model = "{model}"'),
+        (f'use = "{ENGINES["vllm"]}"', f'use = "{ENGINES[engine]}"'),
+    ):
+        assert text.count(before) == 1, f"{example}: expected {before} once"
+        text = text.replace(before, after)
+    return text
+
+
+def app_name(directory: Path) -> str:
+    """A topic prefix after the folder.
+
+    >>> app_name(Path("/srv/Support Bot"))
+    'support-bot'
+    """
+    name = "".join(one if one.isascii() and one.isalnum() else "-" for one in directory.resolve().name.lower())
+    return name.strip("-") or "headrace"

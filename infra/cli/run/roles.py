@@ -1,0 +1,301 @@
+"""Running one role in this process: settings in, until a signal or the role's own end."""
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from actors.config import ReloadConfig
+from actors.gateway.config import GatewayConfig, Webhook
+from infra.cli.check.private import open_to_others
+from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
+from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
+from infra.cli.settings import Settings, load_settings
+from infra.local.ranks import adopt_slurm, rank_of
+from infra.log.log import Log
+from infra.observe import failpoint
+from infra.observe.metrics import LISTEN_VARIABLE, Metrics
+from infra.observe.release import full_release
+from infra.roles.deadline import ends_within
+from infra.roles.identity import require_fit
+from infra.roles.memory import give_back_large_blocks, share_heaps
+from infra.roles.role import Role, instance_of
+from infra.settings.config import Use, split_address
+from infra.settings.plugin import add_plugin_folders
+from infra.settings.secret import secret_of
+from schemas import Progress
+from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
+from schemas.topics import REPORTS
+from streams.config import FEEDBACK_PATH
+
+logger = logging.getLogger(__name__)
+
+CODE_VARIABLE = "HEADRACE_STOPPED_CODE"
+SAY_S = 5.0
+FIT_S = 2.0
+WITH_ENGINE = ("explore", "serve")
+MAX_REASON = 1000  # characters
+STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
+
+
+async def run_role(role: str, config: Path, sets: list[str]) -> int:
+    """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud.
+
+    Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so whoever keeps roles running can
+    tell it from one that came to its end.
+    """
+    settings = load_settings(config, sets)
+    log_to_stderr(as_json=settings.logs.format == "json")
+    for line in open_to_others(settings):
+        logger.warning("open_to_others %s", line)
+    failpoint.check()
+    add_plugin_folders(settings.folder, settings.plugins)
+    stop = asyncio.Event()
+    with ExitStack() as ending:
+
+        def begin_stop() -> None:
+            if not stop.is_set():
+                stop.set()
+                ending.enter_context(ends_within(f"the stop of {role}", STOP_S))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, begin_stop)
+        if role == "train":
+            adopt_slurm(os.environ)
+        stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
+        if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
+            code = await train_on_ranks(settings, config, sets, stop)
+            return code or (stop_code if stop.is_set() else 0)
+        try:
+            await _run(role, settings, stop)
+            return stop_code if stop.is_set() else 0
+        except HeadraceError as error:
+            await say_failed(role, settings, str(error))
+            raise
+
+
+async def say_failed(role: str, settings: Settings, reason: str) -> None:
+    """Write to the log why this role ends, for `headrace status`; nothing where the log cannot be reached."""
+    ended = Progress(
+        role=role,
+        instance=instance_of(role),
+        state="failed",
+        life="ended",
+        reason=reason[:MAX_REASON],
+        release=full_release(),
+    )
+    try:
+        async with connected(settings, deadline_s=SAY_S, create=True) as log:
+            await log.publish(REPORTS, ended)
+    except (HeadraceError, ValueError) as error:
+        logger.warning("end_not_told error=%s", error)
+
+
+async def _run(role: str, settings: Settings, stop: asyncio.Event) -> None:
+    metrics = Metrics(role, settings.app)
+    host, wanted = metrics_address(settings)
+    port = metrics.serve(wanted, host)
+    logger.info("started role=%s pid=%d metrics_port=%s release=%s", role, os.getpid(), port, full_release())
+    run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
+    await run(settings, metrics, stop)
+    logger.info("stopped role=%s", role)
+
+
+def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
+    """What a role of these settings is given."""
+    store = (cached_store_of if name in WITH_ENGINE else measured_store_of)(settings, metrics)
+    return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
+
+
+def metrics_address(settings: Settings) -> tuple[str, int]:
+    """Where this process serves its metrics: the environment's word, else the file's. Raises ConfigError."""
+    try:
+        host, port = split_address(os.environ.get(LISTEN_VARIABLE) or settings.metrics.listen, LISTEN_VARIABLE)
+        return host, port if not rank_of(os.environ) else 0  # the first rank speaks for all
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop a role runs in; None for Python's own."""
+    if role != "serve":
+        return None
+    from actors.gateway.http.listen import new_loop
+
+    return new_loop
+
+
+async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    from actors.master.master import run_master
+
+    async with connected(settings) as log:
+        await require_fit(log, store_of(settings), settings)
+        await run_master(role_of("master", settings, log, metrics, stop), settings.gate())
+
+
+async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    folder = model_folder(settings)
+    from actors.engines.engine import Engine
+    from actors.gateway.answering.parsers import answer_parser
+    from actors.gateway.http.listen import forget_loaded
+    from actors.rollout.explorer import run_explorer
+    from infra.model.model import load_tokenizer
+    from infra.settings.plugin import load
+
+    async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
+        await require_fit(log, store_of(settings), settings)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
+        if tokenizer.writing.chosen:
+            await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
+        use = settings.engine
+        engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "engine")
+        role = role_of("explore", settings, log, metrics, stop)
+        await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
+
+
+async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    config = gateway_of(settings)
+    folder = model_folder(settings)
+    webhooks = webhooks_of(settings)
+    from actors.engines.engine import Engine
+    from actors.gateway.http.listen import forget_loaded
+    from actors.gateway.serve import run_gateway
+    from infra.log.access import access_of
+    from infra.log.kafka import KafkaBus
+    from infra.model.model import load_tokenizer
+    from infra.settings.plugin import load
+
+    await require_fit_if_there(settings)
+    # Not connected here: a gateway serves while the broker is away, and connects when it is back.
+    bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
+    log = Log(bus, settings.app, store=store_of(settings))
+    tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
+    await asyncio.to_thread(tokenizer.prepare)
+    use = config.engine or settings.engine
+    engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "gateway.engine")
+
+    def listening(port: int) -> None:
+        forget_loaded()
+        print(f"serving http://{at_port(config.listen, port)}/v1", flush=True)
+
+    try:
+        role = role_of("serve", settings, log, metrics, stop)
+        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
+    finally:
+        await log.bus.close()
+
+
+async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    give_back_large_blocks()
+    share_heaps()  # it decodes, saves and snapshots in threads
+    from infra.log.access import access_of
+    from streams.app import run_worker
+    from streams.stages.hosted import BrokerLogin
+
+    async with connected(settings) as log:
+        role = role_of("process", settings, log, metrics, stop)
+        await require_fit(log, role.store, settings)
+        await run_worker(role, settings.streams(), BrokerLogin(bootstrap_of(settings), access_of(settings)))
+
+
+async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
+    folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
+    from infra.model.model import context_tokens
+    from trainer.batch.batch_chain import build_batch
+    from trainer.batch.image_inputs import open_sight
+    from trainer.health.arithmetic import open_arithmetic
+    from trainer.health.board import Board
+    from trainer.learners.learner import Ranks
+    from trainer.loop.report import TrainerReport
+    from trainer.train import run_trainer
+
+    if (rank_of(os.environ) or 0) > 0:
+        learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
+        if not isinstance(learner, Ranks):
+            raise ConfigError(several_ranks(settings))
+        await asyncio.to_thread(learner.follow, store_of(settings))
+        return
+    # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
+    async with connected(settings, linger_ms=0) as log:
+        learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
+        role = role_of("train", settings, log, metrics, stop)
+        arithmetic = await asyncio.to_thread(open_arithmetic, folder, settings.trainer)
+        board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
+        try:
+            await run_trainer(
+                role,
+                settings.trainer,
+                learner,
+                seed=settings.master.seed,
+                report=TrainerReport(metrics, role.instance, board, arithmetic),
+                chain=build_batch(settings.processor),
+                image_inputs=await asyncio.to_thread(open_sight, folder, role.store),
+                max_tokens=context_tokens(folder),
+            )
+        finally:
+            if board is not None:
+                board.close()
+        await asyncio.to_thread(learner.close)
+
+
+async def require_fit_if_there(settings: Settings) -> None:
+    """`require_fit` where the broker and the store answer at once; a gateway serves without them too."""
+    try:
+        async with connected(settings, deadline_s=FIT_S, create=True) as log:
+            await require_fit(log, store_of(settings), settings)
+    except (BrokerUnavailable, StoreError) as error:
+        logger.warning("log and store not compared: %s", error)
+
+
+def gateway_of(settings: Settings) -> GatewayConfig:
+    """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
+    config = settings.gateway or GatewayConfig()
+    return config.as_canary() if config.channel == "canary" else config
+
+
+def implied_options(settings: Settings, use: Use) -> dict[str, object]:
+    """What other tables say that an engine must know when it starts, where it takes it: what the trainer adapts of the model
+    as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
+    """
+    from infra.settings.plugin import find
+
+    lora, kv, made = settings.trainer.lora, settings.reload.kv, find(use.use, "engine")
+    takes = inspect.signature(made).parameters if callable(made) else {}
+    found: dict[str, object] = {}
+    if kv != (usual := ReloadConfig().kv):
+        if "kv" not in takes:
+            raise ConfigError(f'reload.kv: got "{kv}" with {use.use}, which has no option kv; expected "{usual}"')
+        found["kv"] = kv
+    if lora is not None and "lora" in takes:
+        found["lora"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+    return found
+
+
+def at_port(listen: str, port: int) -> str:
+    """The address a client on this machine uses."""
+    host = split_address(listen)[0]
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
+    """The webhooks of the feedback sources, with their secrets. Raises ConfigError for one that is not there."""
+    found = []
+    for index, one in enumerate(settings.feedback):
+        if not one.from_.webhook or one.from_.webhook == FEEDBACK_PATH:
+            continue
+        at = f"feedback[{index}].from.secret"
+        secret = secret_of(at, one.from_.secret_env, one.from_.secret_file, settings.folder)
+        header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
+        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp, one.from_.tenant))
+    return tuple(found)
+
+
+def model_folder(settings: Settings) -> str:
+    """`Floor.model_path`, which must be named. Raises ConfigError."""
+    if not settings.policy.model:
+        raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
+    return settings.model_path

@@ -1,0 +1,237 @@
+"""`headrace up`: a broker if none is configured, and one process per role, kept running until Ctrl-C."""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
+from infra.cli.run.roles import CODE_VARIABLE, metrics_address
+from infra.cli.settings import Settings, load_settings
+from infra.cli.terminal import Screen, printable
+from infra.local.folder_lock import lock_folder
+from infra.local.supervisor import Child, ChildEvent, ChildState, Supervisor
+from infra.observe.metrics import LISTEN_VARIABLE
+from infra.roles.unless import unless
+from schemas.errors import BrokerUnavailable, ConfigError
+
+ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
+CANARY = "canary"
+CONSOLE = "console"
+CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # see infra.cli.console.serve
+METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
+COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
+BROKER = "kafka"
+TAIL_BYTES = 4096
+STOPPED = 143  # of a role that a signal ended: 128 and SIGTERM, as a shell says it
+
+
+class Stopped(Exception):
+    """The user asked for the end before the start was done."""
+
+
+def broker_child(settings: Settings) -> Child | None:
+    """The embedded broker as a child, or None where one is configured."""
+    if settings.kafka.bootstrap_servers:
+        return None
+    jars = ("--jars", settings.kafka.jars) if settings.kafka.jars else ()
+    return Child(
+        name=BROKER,
+        argv=(sys.executable, "-m", "infra.local.broker", str(kafka_folder(settings)), *jars),
+        log=settings.folder / "logs" / "kafka.log",
+        final_codes=(CONFIG_ERROR,),
+        tier=0,
+        stop_s=30.0,
+    )
+
+
+def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str) -> Child:
+    """One role as a child of this process."""
+    overrides = [argument for one in sets for argument in ("--set", one)]
+    return Child(
+        name=role,
+        argv=(
+            sys.executable,
+            "-m",
+            "infra.cli.main",
+            *COMMANDS.get(role, (role,)),
+            "--config",
+            str(config),
+            *overrides,
+        ),
+        log=settings.folder / "logs" / f"{role}.log",
+        env=child_environment(settings) | metrics_environment(settings, role) | {CODE_VARIABLE: str(STOPPED)},
+        final_codes=(0, FENCED_OUT),
+        mistakes=(CONFIG_ERROR,),
+        tier=2 if role == "master" else 1,
+    )
+
+
+def index_child(settings: Settings, config: Path, sets: Sequence[str]) -> Child:
+    """What keeps the index of `headrace trace` up while the roles run."""
+    child = role_child(settings, config, sets, "trace")
+    return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
+
+
+def console_child(settings: Settings, config: Path, sets: Sequence[str], link: str) -> Child:
+    """The pages in the browser; no role waits for them, and they may fail alone."""
+    child = role_child(settings, config, sets, CONSOLE)
+    return msgspec.structs.replace(child, env={**child.env, CONSOLE_LINK: link})
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """Environment of every role: one thread each where cores are few, and compiled modules kept where Python may not."""
+    environment = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if (os.cpu_count() or 1) <= 4:
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headrace" / "pycache"
+        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache)}
+    return environment
+
+
+def metrics_environment(settings: Settings, role: str) -> dict[str, str]:
+    """A port of its own for each role, where the settings (or the environment) name a first one."""
+    host, first = metrics_address(settings)
+    if not first or role not in METRICS_ORDER:
+        return {LISTEN_VARIABLE: f"{host}:0"}
+    return {LISTEN_VARIABLE: f"{host}:{first + METRICS_ORDER.index(role)}"}
+
+
+async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s: float = 120.0) -> None:
+    """Until the broker answers and its topics exist. Raises ConfigError or BrokerUnavailable with the broker's last words."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await _until_it_answers(settings, supervisor)
+    except TimeoutError as error:
+        where = settings.kafka.bootstrap_servers or f"the embedded broker in {kafka_folder(settings)}"
+        raise BrokerUnavailable(f"Kafka at {where} did not answer within {deadline_s:g} s") from error
+    async with connected(settings, create=True) as log:
+        await create_topics(log, settings)
+
+
+def last_words(log: Path) -> str:
+    """The last line a process wrote, "" for none."""
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+        return printable(lines[-1]) if lines else ""
+    return ""
+
+
+async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
+    from infra.log.access import access_of
+    from infra.log.kafka import answers
+
+    quieten_client()
+    while True:
+        state = supervisor.states.get(BROKER)
+        if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
+            words = last_words(settings.folder / "logs" / "kafka.log")
+            kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
+            raise kind(words.removeprefix("headrace: ") or "the broker did not start")
+        try:
+            address = bootstrap_of(settings)
+        except ConfigError:
+            address = ""
+        if address and await answers(address, timeout_s=2.0, access=access_of(settings)):
+            return
+        await asyncio.sleep(0.1)
+
+
+async def run_up(config: Path, sets: list[str]) -> int:
+    """Run everything until SIGINT or SIGTERM, or until a role cannot start. Raises ConfigError where it is run already."""
+    settings = load_settings(config, sets)
+    with lock_folder(settings.folder / "state" / "up.lock", f"headrace up in {settings.folder}"):
+        return await _run_here(settings, config, sets)
+
+
+async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
+    file = settings.folder / config.name
+    children = [role_child(settings, file, sets, role) for role in roles_of(settings)]
+    console = Screen(stderr=True)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def tell(event: ChildEvent) -> None:
+        if said := words_of(event):
+            console.print(said)
+        if event.kind == "exited" and event.exit_code not in (0, None, STOPPED):
+            words = last_words(settings.folder / "logs" / f"{event.name}.log")
+            console.print(f"  {words}", style="red")
+        if event.kind == "exited" and event.exit_code == FENCED_OUT:
+            console.print(f"  {event.name} runs elsewhere now, and is not started here again", style="red")
+        if event.kind == "gave_up" and event.name in roles_of(settings):
+            stop.set()
+
+    broker = broker_child(settings)
+    async with Supervisor([broker] if broker else [], tell) as first:
+        try:
+            await unless(stop.wait(), wait_for_broker(settings, first, _patience_s(settings)), Stopped)
+        except Stopped:
+            return 130
+        console.print(
+            f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
+        )
+        if settings.gateway is not None:
+            await asyncio.to_thread(say_door, settings, console)
+        beside = [index_child(settings, file, sets)]
+        if settings.console.up:
+            link = secrets.token_urlsafe(24)
+            beside.append(console_child(settings, file, sets, link))
+            where = settings.console.opened_at(settings.console.listen)
+            console.print(f"console {where}/enter?link={link}", soft_wrap=True)
+        async with Supervisor([*children, *beside], tell) as roles:
+            with suppress(Stopped):
+                await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
+        failed = failed_of(roles.states.values())
+    for name in failed:
+        console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
+    return 1 if failed else 0
+
+
+def failed_of(states: Iterable[ChildState]) -> list[str]:
+    """Those that were given up, or ended since another process has their role. The console may fail alone."""
+    return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
+
+
+def words_of(event: ChildEvent) -> str:
+    """What `up` says of an event, "" for nothing. Of a role that a signal ended, its new start alone."""
+    if event.exit_code == STOPPED:
+        restarted = f"{event.name} was ended by a signal that headrace up did not send: it is started again"
+        return restarted if event.kind == "restarting" else f"{event.name} stopped" if event.kind == "stopped" else ""
+    code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
+    return f"{event.name} {event.kind}{code}"
+
+
+def roles_of(settings: Settings) -> tuple[str, ...]:
+    """The roles to start; a gateway is one where the file has a [gateway], a canary where that has one."""
+    if settings.gateway is None:
+        return ROLES
+    return ("serve", *ROLES) if settings.gateway.canary is None else ("serve", CANARY, *ROLES)
+
+
+def say_door(settings: Settings, console: Console) -> None:
+    """Print where the gateway is, and a key where there is none yet. Raises StoreError."""
+    from actors.gateway.access.keys import create_key, list_keys
+
+    assert settings.gateway is not None
+    console.print(f"base_url http://{settings.gateway.listen}/v1  (as soon as the model is loaded)")
+    store = store_of(settings)
+    if not list_keys(store):
+        _, shown = create_key(store, tenant="default", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+        console.print(f"api_key  {shown}  (shown once; it may be trained on: see `headrace keys`)", soft_wrap=True)
+
+
+def _patience_s(settings: Settings) -> float:
+    """How long the broker may take: a configured one is there or not, an embedded one may have to fetch its jars first."""
+    return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)
