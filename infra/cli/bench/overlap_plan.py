@@ -1,4 +1,4 @@
-"""What the benchmark of overlap plays: sizes, times, and its cases. What they mean is said in `infra.cli.bench.overlap`."""
+"""What the benchmark of overlap plays: sizes, times, and its cases. `infra.cli.bench.overlap` says what they mean."""
 
 import msgspec
 

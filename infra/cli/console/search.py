@@ -1,6 +1,6 @@
 """What a search asks of the index, and how: newest first, a window at a time, and never longer than it may take.
 
-Guarantee: a search ends within LONGEST_S and says how far back it looked; whoever wants more asks from there on.
+Guarantee: a search ends within LONGEST_S and says how far back it looked; a next search continues there.
 """
 
 import math
