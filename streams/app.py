@@ -60,7 +60,6 @@ async def run_worker(
     *,
     stages: Sequence[StageName] = ALL_STAGES,
     state_folder: Path | None = None,
-    stuck_s: float = STUCK_S,
 ) -> None:
     """Host `stages` until the role is stopped. The topics must exist.
 
@@ -92,7 +91,7 @@ async def run_worker(
                 for one in companions([*steps["verify"], *steps["collect"]])
             ]
             try:
-                await _host(hosts, role, stuck_s, log_time)
+                await _host(hosts, role, log_time)
             finally:
                 for task in (listening, *beside):
                     task.cancel()
@@ -117,7 +116,7 @@ def _feed(
         host.add(VERIFIED, CollectDriver(log, metrics, settings, committed, tasks, wall_ms=log_time.now_ms))
 
 
-async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float, log_time: LogTime) -> None:
+async def _host(hosts: Sequence[HostedStage], role: Role, log_time: LogTime) -> None:
     """Start, watch, stop."""
     log, metrics, instance, stop = role.log, role.metrics, role.instance, role.stop
     state = ["starting"]
@@ -130,7 +129,7 @@ async def _host(hosts: Sequence[HostedStage], role: Role, stuck_s: float, log_ti
                 for host in hosts:
                     starting.create_task(host.start())
             watchers += [around.create_task(host.guard()) for host in hosts]
-            watchers.append(around.create_task(watch(log, lambda: _held(hosts), metrics, stuck_s)))
+            watchers.append(around.create_task(watch(log, lambda: _held(hosts), metrics, STUCK_S)))
             state[0] = RUNNING
             logger.info("worker_ready instance=%s stages=%s", instance, ",".join(host.stage for host in hosts))
             await stop.wait()

@@ -94,7 +94,7 @@ class FeedbackConfig(Section, frozen=True):
     answer; once `process` is started again, another window, or a source less, holds for the answers that wait, too.
     default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window does
     where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
-    retrain (once for each verdict, in lane human, in the place of a copy that was not drawn yet; not where that lane's
+    retrain (once for each verdict, in lane human, instead of a copy that was not drawn yet; not where that lane's
     loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how
     much better than usual the turn after it was rated; that is for learning alone, and no rating. 0 credits the named
     answer alone. per_rater: how many words of one rater count `within` a time; what a key says without naming a rater is

@@ -40,7 +40,7 @@ CLIENT_LOGGERS = (
 
 
 class QuietRepeats(logging.Filter):
-    """Passes a message once per REPEAT_S: while a broker is away its client says so sixty times a second."""
+    """Passes a message once per REPEAT_S: while a broker is away its client logs that sixty times a second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class CanaryUnavailable(Exception):
 
 
 class Canary:
-    """Asks the canary. transport: in the place of the network. ask_every_s: whether it is there."""
+    """Asks the canary. transport: instead of the network. ask_every_s: how often to ask whether it is there."""
 
     def __init__(
         self,

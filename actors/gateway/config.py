@@ -43,7 +43,7 @@ class RedactRules(Section, frozen=True):
     """[gateway.redact]: what is taken out before anything is written. On by default.
 
     on: whether anything is looked for. kinds: built-in patterns. patterns: your own, name to regular expression.
-    action: mask writes `[email]` in the place of what was found, and the tokens of the masked text, which then have no
+    action: mask writes `[email]` instead of what was found, and the tokens of the masked text, which then have no
     ratio; drop writes nothing. images: pictures are not searched for personal data, so answers to requests with
     pictures are not written, unless it is "keep". Those of named users are never written: a picture is not sealed, so
     it could not be forgotten.
@@ -110,7 +110,7 @@ class GatewayConfig(Section, frozen=True):
     listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`,
     or all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while
     nothing was ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every
-    version. engine: in the place of [engine]. models: names a request may use, any where empty. processor: custom
+    version. engine: instead of [engine]. models: names a request may use, any where empty. processor: custom
     redaction, run before the first write. queue_records, queue_mb: answers that wait for the broker in memory. spool:
     folder of what waits on disk while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a
     broker that takes longer is away. sessions: conversations remembered, to go on with their very tokens; as many that

@@ -37,6 +37,7 @@ from infra.observe.metrics import Metrics
 _log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name a program is given; any other will do
+MAX_DESCRIPTORS = 65_536
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 # Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
 LIMITS = GatewayLimits(
@@ -156,10 +157,10 @@ class ProgramSite:
         return _json(msgspec.json.encode({"object": "list", "data": [one]}))
 
 
-def allow_descriptors(most: int = 65_536) -> None:
-    """As many as this user may have, up to `most`: an episode takes two to six, and the usual 1,024 are soon gone."""
+def allow_descriptors() -> None:
+    """As many as this user may have, up to MAX_DESCRIPTORS: an episode takes two to six, and the usual 1,024 are soon gone."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 

@@ -178,11 +178,11 @@ async def create_topics(log: Log, settings: Settings) -> list[str]:
     )
 
 
-def log_to_stderr(level: int = logging.INFO, *, as_json: bool = False) -> None:
+def log_to_stderr(*, as_json: bool = False) -> None:
     """Lines on stderr: the supervisor sends them to a file per role."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else LineFormatter())
-    logging.basicConfig(handlers=[handler], level=level, force=True)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     for noisy in ("faust", "httpx", "mode", "urllib3", "vllm"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     quieten_client()

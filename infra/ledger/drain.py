@@ -82,7 +82,7 @@ async def _hear_drained(log: Log, topic: Topic, start: Mapping[int, int], drain:
         async for message in messages:
             report = message.value
             if not isinstance(report, Progress) or report.master is None or report.master.drained_to < drain:
-                continue  # an older master, or one that has not heard of it yet
+                continue  # an older master, or one that has not read it yet
             on_draining(Draining(report.master.state, report.master.outstanding))
             if report.master.is_drained:
                 return

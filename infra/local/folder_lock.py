@@ -11,14 +11,14 @@ from schemas.errors import ConfigError
 WAIT_S = 15.0  # for what a process that has just died still holds
 
 
-def lock_folder(file: Path, what: str, wait_s: float = WAIT_S) -> IO[str]:
+def lock_folder(file: Path, what: str) -> IO[str]:
     """Take the lock file, waiting for a process that has just died to go; it is held until the result is closed.
 
     what: that is locked, for the error. Raises ConfigError naming the process that holds it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("a+")
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

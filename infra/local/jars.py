@@ -44,10 +44,10 @@ class Jar(msgspec.Struct, frozen=True):
         return f"{self.artifact}-{self.version}.jar"
 
 
-def read_lock(path: Path = LOCK) -> tuple[Jar, ...]:
+def read_lock() -> tuple[Jar, ...]:
     """The pinned jars: lines of `group:artifact:version sha256`."""
     jars = []
-    for line in path.read_text().splitlines():
+    for line in LOCK.read_text().splitlines():
         if line and not line.startswith("#"):
             coordinate, sha256 = line.split()
             group, artifact, version = coordinate.split(":")

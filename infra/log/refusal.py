@@ -88,8 +88,8 @@ async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
 
 
 async def _alerted(server: str, access: Access) -> ConfigError | None:
-    """Whether a broker closes for the client's certificate: it says so to who only listens, while a client that writes finds
-    the connection gone.
+    """Whether a broker closes for the client's certificate: it tells a client that only listens; one that writes finds the
+    connection gone.
     """
     if access.context is None:
         return None

@@ -10,14 +10,14 @@ from schemas.topics import REPORTS
 LATELY_MS = 3_600_000
 
 
-async def lately(log: Log, within_ms: int = LATELY_MS) -> dict[int, int]:
-    """Where to begin in `reports`, by partition: at the first within that time of the newest; at the end where none is kept."""
+async def lately(log: Log) -> dict[int, int]:
+    """Where to begin in `reports`, by partition: at the first within LATELY_MS of the newest; at the end where none is kept."""
     name = log.name(REPORTS)
     begins, ends = await log.bounds(REPORTS)
     starts = dict(ends)
     for index, end in ends.items():
         newest = await log.at(REPORTS, index, [end - 1])
         if newest:
-            since = await log.bus.offsets_at(name, newest[end - 1].timestamp_ms - within_ms)
+            since = await log.bus.offsets_at(name, newest[end - 1].timestamp_ms - LATELY_MS)
             starts[index] = max([begins[index], *(offset for at, offset in since.items() if at.index == index)])
     return starts

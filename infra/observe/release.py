@@ -19,7 +19,7 @@ def release() -> str:
 
 
 def full_release() -> str:
-    """Release and commit, as `headrace --version` says them; of this process, whatever becomes of the files meanwhile.
+    """Release and commit, as `headrace --version` says them; of this process, even if the files change meanwhile.
 
     Example: "0.1.0 (9f00a1b2c3d4)"
     """

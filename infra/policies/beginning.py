@@ -2,7 +2,7 @@
 
 The search goes backwards from the end, in steps that double, over MOST records. What a start reads so depends on how often a
 summary is written, and not on how long the app has lived. Guarantee: a summary counts only where the log still holds, at its
-place, the record that it was made behind; what is damaged, of another format or of another log is said and passed over.
+place, the record that it was made behind; what is damaged, of another format or of another log is logged and passed over.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""All that is said in `policies`, folded record by record: what a trainer knows of versions, and what it makes summaries of.
+"""All records of `policies`, folded one by one: what a trainer knows of versions, and what it makes summaries of.
 
 Guarantee: a fold that begins with a summary and reads on says the same as one that read every record, but of versions below
 `known_from`. Bound: of each policy twice `window` versions, and those that its channels serve. Pure.
@@ -16,7 +16,7 @@ WINDOW = 64  # newest versions of a policy: more than a checkpoint, an evaluatio
 
 
 class PoliciesFold:
-    """since: what is said below `begun_at`, which is not read. next_offset: of the first record that is not folded. learning:
+    """since: a summary of the records below `begun_at`. next_offset: of the first record that is not folded. learning:
     the newest word of an operator about it. window: how many of a policy's newest versions a summary has.
     """
 

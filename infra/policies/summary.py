@@ -3,7 +3,7 @@
     policies   0 ……………… 811 │ 812 … 905 │ 906: a version, with the summary of all below 812 in a header │ 907 … end
                              └─────────────────────────── what a start reads ──────────────────────────────────┘
 
-A summary is a function of the records below its place, so each is a true one, whoever wrote it and however late. It names the
+A summary is a function of the records below its place, so each is true, from any writer and at any time. It names the
 last of these by a digest of its time and bytes: in a log that lost records and went on otherwise it counts for nothing. It lies
 in a header, so that older releases pass over it and no damage to it costs a version. Pure.
 """

@@ -1,6 +1,6 @@
 """Versions as files in this host's memory, so that an engine, its workers and the other engines there share one copy.
 
-    <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by whoever holds the version
+    <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors         mapped by processes that hold the version
     <place>/headrace-versions-<user>/<sha256 of the manifest>.safetensors.part    one that is being filled
 
 Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room
@@ -60,7 +60,7 @@ Check = Callable[[dict[str, Tensor]], object]
 
 
 class FileTensors(dict[str, Tensor]):
-    """All tensors of one safetensors file, mapped. path: where whoever holds them can read them too."""
+    """All tensors of one safetensors file, mapped. path: where a process that holds them can read them too."""
 
     path: Path
 
@@ -142,7 +142,7 @@ class VersionFiles:
                 time.sleep(POLL_S)
                 continue
             try:
-                if found := self._found(path, check):  # of whoever had the lock before
+                if found := self._found(path, check):  # of the process that had the lock before
                     return found
                 if (mapped := self._fill(file, path, entries, fill)) is None:
                     return None

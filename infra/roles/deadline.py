@@ -23,7 +23,7 @@ def exit_stuck(what: str, seconds: float) -> None:
 
 @contextmanager
 def ends_within(what: str, seconds: float, expired: Callable[[str, float], None] = exit_stuck) -> Iterator[None]:
-    """The block ends in time, or the process does. expired: in the place of the end, called in a thread."""
+    """The block ends in time, or the process does. expired: called in a thread instead of ending the process."""
     timer = threading.Timer(seconds, expired, (what, seconds))
     timer.daemon = True
     timer.start()

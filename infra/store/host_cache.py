@@ -31,7 +31,7 @@ from infra.store.whole import Hashed, read_hashed
 log = logging.getLogger(__name__)
 
 MAX_OBJECTS = 10_000  # each is looked at when one is added
-LEFT_FREE = 0.05  # of the disk, for whoever else writes there
+LEFT_FREE = 0.05  # of the disk, for others who write there
 WAIT_S = 120.0
 POLL_S = 0.02
 

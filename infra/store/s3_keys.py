@@ -162,5 +162,5 @@ def _asking() -> "PoolManager":
     import certifi
     import urllib3
 
-    # Whoever asks the store tries again; a retry here would be logged with the URL, which holds the token.
+    # The store's caller tries again; a retry here would be logged with the URL, which holds the token.
     return urllib3.PoolManager(timeout=urllib3.Timeout(ANSWER_S), retries=False, ca_certs=certifi.where())

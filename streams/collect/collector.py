@@ -289,7 +289,7 @@ class Collector:
         self._load()
 
     async def _take_up(self, begin: int, end: int) -> None:
-        """The newest snapshot in the place of a file that is missing, older or leans on what is gone."""
+        """The newest snapshot instead of a file that is missing, is older or needs what is gone."""
         if not await self._carrier.opened():
             self._clear()
         for snapshot in await self._carrier.candidates():

@@ -116,7 +116,7 @@ def save_position(path: Path, position: FilePosition) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put a new file in the place of an old one, or leave the old one. Raises OSError."""
+    """Replace an old file by a new one, or leave the old one. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         file.write(content)

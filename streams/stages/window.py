@@ -99,6 +99,6 @@ class Window(Generic[Handle]):
             lane.flights.clear()
         return given_up
 
-    def num_in_flight(self, partition: int | None = None) -> int:
-        """Records in flight, of one partition or of all."""
-        return sum(len(lane.waiting) for index, lane in self._lanes.items() if partition in (None, index))
+    def num_in_flight(self) -> int:
+        """Records in flight."""
+        return sum(len(lane.waiting) for lane in self._lanes.values())

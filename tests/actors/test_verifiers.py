@@ -3,10 +3,13 @@
 import asyncio
 import json
 import os
+import signal
+import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -35,27 +38,32 @@ def surroundings() -> dict[str, str]:
 
 
 @contextmanager
-def served(kind: str) -> Iterator[str]:
+def started(kind: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     process = subprocess.Popen(
         [*command("serve", kind), "--listen", "127.0.0.1:0"], env=surroundings(), stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
+        yield process.stdout.readline().split()[-1], process
     finally:
         process.kill()
         process.wait()
 
 
 @pytest.fixture(scope="module")
-def single() -> Iterator[str]:
-    with served("single") as url:
-        yield url
+def single_process() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    with started("single") as found:
+        yield found
+
+
+@pytest.fixture
+def single(single_process: tuple[str, "subprocess.Popen[str]"]) -> str:
+    return single_process[0]
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[str]:
-    with served("tool") as url:
+    with started("tool") as (url, _):
         yield url
 
 
@@ -105,6 +113,21 @@ def test_many_rollouts_at_once_share_one_service(single: str) -> None:
         return [int(scores[0].value) for scores, _, _ in played]
 
     assert asyncio.run(run()) == [1] * 16
+
+
+def test_a_service_that_is_busy_keeps_no_connection_waiting(
+    single_process: tuple[str, "subprocess.Popen[str]"],
+) -> None:
+    url, process = single_process
+    address = urlsplit(url)
+    assert address.hostname and address.port
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with ExitStack() as connections:
+            for _ in range(64):
+                connections.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def test_a_task_of_another_environment_fails_its_episode(single: str) -> None:

@@ -60,7 +60,7 @@ def joins_of(pool: Pool) -> Joins:
 
 
 def united(pool: Pool, joins: Joins) -> Pool:
-    """The candidates, those of a join as one, in the place of its first."""
+    """The candidates, those of a join as one, at the position of its first."""
     if not joins:
         return pool
     kept_N = np.ones(len(pool), bool)

@@ -110,7 +110,7 @@ class LaneRows:
         return (one for one in self._held if one is not None)
 
     def put(self, one: Candidate) -> None:
-        """Take in a candidate, or another in the place of that with its offset."""
+        """Take in a candidate; it replaces one with the same offset."""
         self._own()
         row = self._row.get(one.offset)
         if row is None:

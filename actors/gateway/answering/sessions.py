@@ -105,7 +105,7 @@ class Sessions:
         return Continuation(list(rendered), 0, reason or _reason(ends, prompt.plain, said))
 
     def keep(self, group: str, held: HeldSession) -> None:
-        """Remember a session after a turn, in the place of what it went on from; the sessions that were longest without one are
+        """Remember a session after a turn, instead of the turn before; the sessions that were longest without one are
         forgotten.
         """
         others = [one for one in self._held.get(group, ()) if held.past[one.known - 1 : one.known] != one.past[-1:]]

@@ -63,9 +63,9 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
-def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
+def overloaded(message: str) -> ApiError:
     """Too many requests at once, of all clients together."""
-    return ApiError(429, message, kind="requests", code="overloaded", retry_after_s=retry_after_s)
+    return ApiError(429, message, kind="requests", code="overloaded", retry_after_s=1.0)
 
 
 def unavailable(message: str, retry_after_s: float = 2.0) -> ApiError:

@@ -20,7 +20,7 @@ class FeedbackReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackTokenReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A token for a browser. object: what this is. token: to be sent in the place of a key. answer_id: the only answer
+    """A token for a browser. object: what this is. token: to be sent instead of a key. answer_id: the only answer
     it is for. expires_at: seconds of the epoch.
     """
 

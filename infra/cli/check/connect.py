@@ -1,4 +1,4 @@
-"""`headrace check --connect`: everything that the roles use is tried from here, and what is missing is said.
+"""`headrace check --connect`: everything that the roles use is tried from here, and what is missing is printed.
 
 Nothing is left behind: rights of topics are asked for, and one small object is put into the store, listed, read and removed.
 """

@@ -28,7 +28,7 @@ def load_tasks(
 ) -> None:
     """Load tasks of a file, {"id": …, "messages": […] or "prompt": …, "answer": …} a row, or of a taskset.
 
-    Broken rows are named and passed over. The same command again goes on where an interrupted one was.
+    Broken rows are named and passed over. The same command, run again after an interruption, continues there.
     With --rates-from the tasks stage makes a difficulty of what an earlier run recorded, and \\[tasks.difficulty] may drop
     what was too easy or too hard there.
 

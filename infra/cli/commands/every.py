@@ -28,7 +28,7 @@ def every_of(known: Collection[str]) -> Callable[..., Found]:
     ) -> Found:
         """Every benchmark there is, one after the other, those that take least first, and one table of all targets at the end.
 
-        Each needs the machine for itself, and has a time of its own; one that fails is one line, and the rest goes on. Exit
+        Each needs the machine for itself, and has a time of its own; one that fails is one line, and the rest continues. Exit
         code 1: one failed. Targets are shown, and change no exit code. Hours, of which off-policy and mix take most.
         """
         from infra.cli.bench.all import BenchEnd, as_figures, in_order, run

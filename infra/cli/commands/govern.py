@@ -66,7 +66,7 @@ def unpin(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -
 
 
 def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
-    """Take customers back to an older version. Training goes on, and what it publishes has to pass the gate anew.
+    """Take customers back to an older version. Training continues, and what it publishes has to pass the gate anew.
 
     Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
     """
@@ -76,7 +76,7 @@ def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, se
 
 
 def pause(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
-    """Stop learning while serving goes on: no new groups, no optimizer step, no new version, until [bold]resume[/].
+    """Stop learning while serving continues: no new groups, no optimizer step, no new version, until [bold]resume[/].
 
     Answers are still recorded and rated; what they teach waits in the buffer. It outlives restarts.
 

@@ -38,7 +38,7 @@ def backup(
 ) -> None:
     """Copy an app, its topics and its store, while it runs.
 
-    Begun again after a stop it goes on. Without --keys what was sealed of users stays shut after a restore, and API keys are
+    Run again after a stop, it continues. Without --keys what was sealed of users stays shut after a restore, and API keys are
     made anew.
 
     Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
@@ -58,8 +58,8 @@ def restore(
 ) -> None:
     """Put a backup back, into a broker and a store that have nothing of the app.
 
-    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Begun
-    again after a stop it goes on. A key that is there is not replaced.
+    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Run
+    again after a stop, it continues. A key that is there is not replaced.
 
     Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """

@@ -63,7 +63,7 @@ def export(
     What was decided and measured of every version is in it too, for [bold]headrace console[/].
 
     No address, no credential and no key is in it: steps that trained on sealed answers, those of named users, cannot be
-    replayed from it. How many blocks these are is said.
+    replayed from it. Their number is printed.
     Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
     `headrace replay` asks for --trust-plugins.
 

@@ -44,7 +44,7 @@ def train(
 ) -> None:
     """Train on the buffer, journal every batch, publish every policy.
 
-    One at a time: a second one takes the lease and the first ends. After a kill it goes on with the same batches. With
+    One at a time: a second one takes the lease and the first ends. After a kill it continues with the same batches. With
     several ranks (a learner of many processes, or torchrun) the first alone touches the log; one that dies takes the
     others with it, and all start again.
     """

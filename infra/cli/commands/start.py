@@ -52,7 +52,7 @@ def demo(
     """Train a small model through the whole system, and show what happens.
 
     Starts an embedded Kafka broker and one process per role, warms the model up on demonstrations, then reinforces it.
-    The folder keeps everything: after Ctrl-C the same command goes on where it was.
+    The folder keeps everything: after Ctrl-C the same command continues where it stopped.
     Ends with a table, report.json and a plot.
 
     With --traffic nothing but the warm-up is given: users ask a served gateway, rate late, correct, withdraw, and the gate

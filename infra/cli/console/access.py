@@ -3,7 +3,7 @@
     a key (or the link the command prints) ─> POST /enter ─> cookie, signed by this process ─> asked of the keys at each request
 
 Guarantees: nothing is shown without a key that opens now, and a revoked one opens nothing RELOAD_S later; a session that was
-signed out of opens nothing more, whoever has its cookie; what changes anything is a POST that carries a token of its own
+signed out of opens nothing more, even with its cookie; what changes anything is a POST that carries a token of its own
 session and comes from a page of this console; the link only looks.
 
 A session is of one console and of one start of it, since each signs with a secret of its own: another console of the app, and
@@ -95,7 +95,7 @@ class ConsoleAccess:
             self._read_s = self._clock()
 
     def enter(self, presented: str) -> str:
-        """A cookie for whoever presents a key of the console, or the link. Raises Refused, Forbidden."""
+        """A cookie for a person who presents a key of the console, or the link. Raises Refused, Forbidden."""
         if self._link and hmac.compare_digest(presented.encode("utf-8", "replace"), self._link.encode()):
             key_id = LINK
         else:

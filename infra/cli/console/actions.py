@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 
 def reason_of(form: Mapping[str, str]) -> str:
-    """Why, as it goes into the log. Raises Refusal where nothing is said."""
+    """Why, as it goes into the log. Raises Refusal for an empty reason."""
     why = " ".join(form.get("why", "").split())[:MAX_WHY]
     if not why:
         raise Refusal("say why: it is kept with the decision")

@@ -1,4 +1,4 @@
-"""Alarms as a page says them: by name, what it is about, since when and how often, and where it says what to do."""
+"""Alarms as a page shows them: name, object, since when, how often, and where to read what to do."""
 
 import re
 from collections.abc import Mapping, Sequence

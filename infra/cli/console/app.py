@@ -85,7 +85,7 @@ class Doors:
         self._cookie = f"__Host-headrace_{port}" if own else f"headrace_{port}"
 
     def looking(self, look: Look) -> Callable[[Request], Awaitable[Response]]:
-        """A page, for whoever may look."""
+        """A page, for people who may look."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -99,7 +99,7 @@ class Doors:
         return endpoint
 
     async def act(self, request: Request) -> Response:
-        """An action, for whoever has its scope, from a page of their own session."""
+        """An action, for people who have its scope, from a page of their own session."""
         action = str(request.path_params["action"])
         if action not in SCOPES:
             return self._pages.error(request, None, 404, "There is no such action.")
@@ -144,7 +144,7 @@ class Doors:
         return self._pages.error(request, None, 404, "There is no such page.")
 
     async def broken(self, request: Request, error: Exception) -> Response:
-        """A page that broke says so; the log has the rest."""
+        """The page of an error; the log has the rest."""
         _log.error("page_broke path=%s", request.url.path, exc_info=error)
         return self._pages.error(request, None, 500, "This page broke; the console's log says how.")
 

@@ -15,7 +15,7 @@ from infra.cli.terminal import printable
 
 WIDTH, HEIGHT = 360, 132
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 20
-MAX_POINTS = 240
+MAX_POINTS, MAX_BINS = 240, 120
 
 
 class ChartPoint(msgspec.Struct, frozen=True):
@@ -193,13 +193,13 @@ class Bins(msgspec.Struct, frozen=True):
         return (x - self.first) // self.width
 
 
-def bins_of(low: int, high: int, at_most: int = 120) -> Bins:
-    """Bins from `low` to `high`, each as wide as the next.
+def bins_of(low: int, high: int) -> Bins:
+    """At most MAX_BINS + 1 bins from `low` to `high`, each as wide as the next.
 
     >>> bins_of(3, 8), bins_of(0, 300)
     (Bins(first=3, width=1, count=6), Bins(first=0, width=3, count=101))
     """
-    width = -(-(high - low + 1) // at_most)
+    width = -(-(high - low + 1) // MAX_BINS)
     return Bins(low, width, (high - low) // width + 1)
 
 

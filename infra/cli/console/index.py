@@ -108,7 +108,7 @@ def reader_of(path: Path) -> sqlite3.Connection:
 class ConsoleIndex:
     """The index as its one writer has it. Not safe for concurrent use; `is_writer` is False where another process writes.
 
-    turn: held by a thread while it writes, so that `close` waits for one that goes on after who asked for it was cancelled.
+    turn: held by a thread while it writes, so that `close` waits for one that still runs after its caller was cancelled.
     """
 
     def __init__(self, path: Path) -> None:

@@ -139,7 +139,7 @@ def boxes_of(state: State, stable: Stable) -> list[Box]:
 
 
 def _role(state: State, name: str, role: str, column: int, row: int, *lines: str, link: str = "/answers") -> Box:
-    """The box of a role; one that was never heard of has nothing to tell but that."""
+    """The box of a role; of one that never reported it says only that."""
     heard = any(one["role"] == role for one in state["roles"])
     return Box(
         name,

@@ -1,6 +1,6 @@
 """What a search asks of the index, and how: newest first, a window at a time, and never longer than it may take.
 
-Guarantee: a search ends within LONGEST_S and says how far back it looked; whoever wants more asks from there on.
+Guarantee: a search ends within LONGEST_S and says how far back it looked; a next search continues there.
 """
 
 import math
@@ -16,6 +16,7 @@ import msgspec
 LONGEST_S = 0.1
 WINDOW = 20_000
 PAGE = 50
+MAX_DISTINCT = 60  # values of a column that a page offers
 MAX_PIECES = 16  # of a text that are looked for in the texts themselves
 FEW = 2000  # as long as a window is where texts themselves are read
 RANGES = ("low", "high", "rated_from", "rated_to")
@@ -236,12 +237,12 @@ def score_names(database: sqlite3.Connection) -> list[str]:
     return distinct(database, "name", table="scores")
 
 
-def distinct(database: sqlite3.Connection, column: str, *, table: str = "answers", at_most: int = 60) -> list[str]:
-    """The values of an indexed column, without looking at every row."""
+def distinct(database: sqlite3.Connection, column: str, *, table: str = "answers") -> list[str]:
+    """The first MAX_DISTINCT values of an indexed column, without looking at every row."""
     found: list[str] = []
     value = ""
     where = " AND suite != ''" if column == "suite" else ""
-    while len(found) < at_most:
+    while len(found) < MAX_DISTINCT:
         row = database.execute(f"SELECT min({column}) FROM {table} WHERE {column} > ?{where}", (value,)).fetchone()
         if row[0] is None:
             break

@@ -45,7 +45,7 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
     async with source_of(config, sets) as (settings, log, store, state):
         sock = bound(listen or settings.console.listen)
         sock.listen()  # a link that is opened at once waits for its page
-        given = os.environ.get(LINK_VARIABLE, "")  # whoever set it knows it, and it must not be in a log
+        given = os.environ.get(LINK_VARIABLE, "")  # the person who set it knows it, and it must not be in a log
         link = given or secrets.token_urlsafe(24)
         command = command_of(config, sets)
         address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
@@ -57,7 +57,7 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
         access = ConsoleAccess(store, link)
         run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
         async with run as (app, known):
-            with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before somebody opens it
+            with contextlib.suppress(NotReadYet):  # reading continues: the first page is read before it is opened
                 await known.status(wait_s=0)
             await serve(app, sock)
     return 0

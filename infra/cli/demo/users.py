@@ -130,7 +130,7 @@ class Crowd:
         self._left = True
 
     async def run(self, num_users: int, until_s: float) -> None:
-        """Ask until `until_s` of the monotonic clock, then let everybody finish what they were about to say."""
+        """Ask until `until_s` of the monotonic clock, then let all users finish what they were about to say."""
         async with asyncio.TaskGroup() as users:
             for number in range(num_users):
                 users.create_task(self._user(Random(f"{self._seed}/{number}"), number, until_s, users))

@@ -1,4 +1,4 @@
-"""`headrace pause | resume`: learning stops and goes on again; serving, recording and feedback never stop.
+"""`headrace pause | resume`: learning stops and continues; serving, recording and feedback never stop.
 
 It is a word in the log: it outlives every process, and `headrace channel` lists who said it, when and why.
 """

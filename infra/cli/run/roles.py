@@ -39,7 +39,7 @@ SAY_S = 5.0
 FIT_S = 2.0
 WITH_ENGINE = ("explore", "serve")
 MAX_REASON = 1000  # characters
-STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; whoever wants it sooner sends SIGKILL
+STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; to end it sooner, send SIGKILL
 
 
 async def run_role(role: str, config: Path, sets: list[str]) -> int:

@@ -14,7 +14,7 @@ LOOK_S = 0.1
 
 @asynccontextmanager
 async def log_of(config: Path) -> "AsyncIterator[Log]":
-    """Connected as soon as there is a broker with the topics of these settings; whoever waits sets the limit."""
+    """Connected as soon as there is a broker with the topics of these settings; the caller sets the limit."""
     from infra.cli.connect import connected
     from infra.cli.settings import load_settings
     from schemas.errors import BrokerUnavailable, ConfigError

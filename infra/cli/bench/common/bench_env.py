@@ -1,6 +1,6 @@
 """The environment of the benchmarks' peers: packages that headrace does not need and that want versions of their own.
 
-`make bench-deps` makes it beside headrace's own. Nothing here installs anything; what is missing is said in one line.
+`make bench-deps` makes it beside headrace's own. Nothing here installs anything; what is missing is printed in one line.
 """
 
 import subprocess

@@ -124,7 +124,7 @@ class BenchMachine(msgspec.Struct, frozen=True):
 def run(
     plan: LearnerBenchPlan, say: Callable[[str], object] = print, shapes: Sequence[BatchShape] = SHAPES
 ) -> tuple[BenchMachine, list[ShapeComparison]]:
-    """Where it ran, and each shape. Raises RuntimeError where the two do not agree, ConfigError for a model that is none."""
+    """Where it ran, and each shape. Raises RuntimeError if the two differ, ConfigError for a folder without a model."""
     import torch
 
     gpu = torch.cuda.is_available()

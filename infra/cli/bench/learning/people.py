@@ -30,7 +30,7 @@ class SimulatedPeople(msgspec.Struct, frozen=True, kw_only=True):
     `rise_h` hours from `rise_from_h` on, None for none. rise_from_h, rise_h: see rise. each: ratings of one person,
     within an hour. alike: their correlation. heavy: share of the ratings that one person gives, complaints all of them,
     who meets the new version alone. odds: how many times the odds of a complaint are with the new version. bad_h,
-    good_h: mean hours until a complaint and until praise is said. mature_h: what comes later counts for nothing. share:
+    good_h: mean hours until a complaint and until praise. mature_h: what comes later counts for nothing. share:
     of people that meet the new version in a trial.
     """
 

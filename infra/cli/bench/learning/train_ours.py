@@ -56,7 +56,7 @@ def warmed(settings: "Settings", model: Path, out: Path, say: Callable[[str], No
 
 
 class Looked(msgspec.Struct):
-    """What was heard of a run. begun: the share right of its first weights. step: of the version that was looked at last.
+    """What a run has reported. begun: the share right of its first weights. step: of the version that was looked at last.
     accuracy: the share that it has right. wall_s, cpu_s: from the beginning until that was known. reward: of the newest step.
     """
 

@@ -22,6 +22,7 @@ from infra.log.log import Log
 
 MB, GB = 1e6, 1e9
 ASKED = 200
+EVERY_S = 30.0  # between two lines of progress
 Say = Callable[[str], None]
 
 
@@ -98,8 +99,8 @@ async def _asked(log: Log, index: LogIndex, number: int) -> float:
     return 1000 * (time.perf_counter() - began_s)
 
 
-def _now_and_then(shown_s: list[float], say: Say, words: str, every_s: float = 30.0) -> None:
-    if time.monotonic() - shown_s[0] > every_s:
+def _now_and_then(shown_s: list[float], say: Say, words: str) -> None:
+    if time.monotonic() - shown_s[0] > EVERY_S:
         shown_s[0] = time.monotonic()
         say(words)
 

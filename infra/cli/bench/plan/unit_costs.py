@@ -34,7 +34,7 @@ class UnitCost(msgspec.Struct, frozen=True):
 
 
 class UnitCosts(msgspec.Struct, frozen=True):
-    """All of them, of one answer where nothing else is said. verify, collect: in a group of 16, short and long. alone: verify
+    """All of them, of one answer unless stated otherwise. verify, collect: in a group of 16, short and long. alone: verify
     of a lone one. waits: collect of one that waits for feedback. word: of feedback, joined. request: at the gateway. event: a
     streamed token. learner: sampled tokens that one trainer takes a second, None where it was not measured.
     """

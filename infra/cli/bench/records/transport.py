@@ -82,7 +82,7 @@ class ReaderProcess(msgspec.Struct):
 
 
 def run(plan: TransportPlan, say: Say) -> list[Beside]:
-    """Ours and the peers that there are. A peer that is missing is said in one line. Raises RuntimeError where a reader holds
+    """Ours and the peers that there are. A missing peer is printed in one line. Raises RuntimeError where a reader holds
     other arrays than were sent.
     """
     with tempfile.TemporaryDirectory(prefix="hr-") as name, ExitStack() as ending:

@@ -76,7 +76,7 @@ class Server(msgspec.Struct):
 
 
 def run(plan: PeersPlan, say: Say) -> list[Beside]:
-    """Ours and the peers that there are; one that is missing is said in one line. Raises RuntimeError where two give different
+    """Ours and the peers that there are; a missing one is printed in one line. Raises RuntimeError where two give different
     answers, or where an answer was not recorded.
     """
     found: list[Beside] = []

@@ -259,7 +259,7 @@ def slope(values: Sequence[float]) -> float:
 
 
 def open_engine(name: str, folder: Path, options: dict[str, object]) -> "Engine":
-    """The engine of that name on a model folder, not started. Raises ValueError for a name that is none of `ENGINES`."""
+    """The engine of that name on a model folder, not started. Raises ValueError for a name that is not in `ENGINES`."""
     from infra.settings.plugin import load
 
     if name not in ENGINES:

@@ -1,4 +1,4 @@
-"""A proxy before a server, each of whose connections is as slow as is said, and which counts the bytes that pass."""
+"""A proxy before a server, which slows each connection to a given rate and counts the bytes that pass."""
 
 import asyncio
 import threading

@@ -125,8 +125,11 @@ def serve(rollouts: Rollouts, host: str, port: int) -> None:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer((host, port), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 1024  # as many rollouts may begin at once; beyond it a connection waits for seconds
+
+    server = Server((host, port), Handler)
     print(f"serving {rollouts.name} at http://{host}:{server.server_port}/", flush=True)
     try:
         server.serve_forever()
