@@ -204,7 +204,6 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
-    share_heaps()  # steps, checkpoints, versions and what is decoded have threads of their own
     from infra.model.model import context_tokens
     from trainer.batch.batch_chain import build_batch
     from trainer.batch.image_inputs import open_sight
