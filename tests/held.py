@@ -10,12 +10,14 @@ its collector knows; and how many of each type there are.
 
 import ctypes
 import gc
+import itertools
 import json
+import operator
 import runpy
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, _count_elements  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import TextIO
 
@@ -51,21 +53,27 @@ def parts() -> dict[str, float]:
         "heap free": malloc.fordblks / MB,
         "others": sizes["Anonymous:"] - heap,
         "blocks": sys.getallocatedblocks() / 1000,
-        "objects": len(gc.get_objects()) / 1000,
         "threads": float(threading.active_count()),
     }
 
 
-def types() -> dict[str, int]:
-    """How many objects there are of the types that have most."""
-    return dict(
-        Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects()).most_common(TYPES)
-    )
+def types() -> Counter[type]:
+    """How many objects there are of each type.
+
+    No step of Python's lies between finding and counting them, so no other thread runs meanwhile: a tuple that it is just
+    making must not be referred to from elsewhere when it gets its size, or `tuple(…)` raises SystemError there.
+    """
+    found: Counter[type] = Counter()
+    _count_elements(found, map(type, itertools.chain.from_iterable(map(operator.call, [gc.get_objects]))))
+    return found
 
 
 def tell(file: TextIO) -> None:
     """One line."""
-    file.write(json.dumps({"at_s": time.time(), **parts(), "types": types()}) + "\n")
+    found = types()
+    most = {f"{kind.__module__}.{kind.__qualname__}": count for kind, count in found.most_common(TYPES)}
+    line = {"at_s": time.time(), **parts(), "objects": found.total() / 1000, "types": most}
+    file.write(json.dumps(line) + "\n")
     file.flush()
 
 

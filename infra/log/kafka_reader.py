@@ -16,6 +16,7 @@ from aiokafka.errors import (
     KafkaTimeoutError,
     NoOffsetForPartitionError,
     OffsetOutOfRangeError,
+    TopicAuthorizationFailedError,
 )
 
 from infra.log.access import Access, client_options
@@ -221,7 +222,11 @@ class KafkaReader:
         return unavailable(self._bus.bootstrap_servers, what, self._bus.deadline_s, last)
 
     async def _still_there(self) -> None:
-        """Raise BrokerUnavailable when neither records nor answers have come for the deadline."""
+        """Raise BrokerUnavailable when neither records nor answers have come for the deadline, or a topic is denied."""
+        # Of a topic that it may not see aiokafka knows no leader, and so fetches nothing and raises nothing.
+        denied = {at.topic for at in self._consumer.assignment()} & self._consumer._client.cluster.unauthorized_topics
+        if denied:
+            raise self._unavailable("read", TopicAuthorizationFailedError(", ".join(sorted(denied))))
         fetching = self._consumer._fetcher.error_future
         if fetching.done():
             try:

@@ -192,3 +192,27 @@ def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
 
     with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
         asyncio.run(main())
+
+
+def test_a_reader_of_a_topic_that_was_taken_away_before_it_fetched_anything_says_so(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
+
+    async def main() -> None:
+        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.create_topics(partitions=2, keep_ms=3_600_000)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0, size=1)))
+        await allow(secured.broker.bootstrap, "somebody-else", "topic", log.name(EXPERIENCES))
+        try:
+            reader = await log.assigned(EXPERIENCES, {0: 0, 1: 0})
+            async with asyncio.timeout(60):
+                while True:
+                    await log.read(reader, timeout_s=1.0)
+        finally:
+            await bus.close()
+
+    with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
+        asyncio.run(main())

@@ -12,6 +12,7 @@ import msgspec
 
 from infra.log.bus import Partition
 from infra.log.log import Log
+from infra.roles.memory import give_back_freed
 from infra.settings.config import duration_s
 from schemas import Saved, topics
 from schemas.journal import JournalRecord
@@ -89,6 +90,7 @@ async def store(run: Run, unwritten: Unwritten) -> None:
     )
     run.saving.saved_step = state.position.step
     await tidy(run)
+    await run.saving.in_thread(give_back_freed)  # copies of what was written lay between what stays
     run.report.add("checkpoint_seconds", time.monotonic() - unwritten.began_s)
     run.report.add("checkpoints")
 

@@ -157,6 +157,30 @@ def test_a_segment_that_is_shorter_than_what_was_written_is_not_taken_for_the_wh
     assert spool.leave_oldest() == 2 and spool.oldest() == (2, [b"after"])
 
 
+def test_a_damaged_entry_hides_what_is_behind_it_in_its_segment_only_and_is_told(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=1_000_000)
+    spool.append([b"one", b"two"])
+    assert spool.oldest() == (1, [b"one", b"two"])
+    spool.append([b"three"])
+    first = sorted(tmp_path.glob("*.spool"))[0]
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    again = Spool(tmp_path, max_bytes=1_000_000)
+    assert (again.damaged, again.oldest()) == (1, (1, [b"one"]))
+    assert list(tmp_path.glob("*.damaged"))
+    again.remove(1)
+    assert again.oldest() == (2, [b"three"])
+
+
+def test_a_full_spool_takes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=40)
+    spool.append([b"x" * 20])
+    with pytest.raises(SpoolFull):
+        spool.append([b"a", b"y" * 20])
+    assert spool.oldest() == (1, [b"x" * 20])
+
+
 def test_a_gateway_whose_spool_is_lost_serves_on_records_anew_and_sends_what_is_left_once_the_disk_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

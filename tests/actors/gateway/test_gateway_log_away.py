@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
-from actors.gateway.recording.spool import Spool, SpoolFull
+from actors.gateway.recording.spool import Spool
 from infra.log.bus import Headers, Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -353,30 +353,6 @@ def test_a_torn_tail_is_cut_and_everything_before_it_is_kept(
         assert kept == entries and not again.torn_bytes
     again.append([b"after"])
     assert len(again) == len(kept) + 1
-
-
-def test_a_damaged_entry_hides_what_is_behind_it_in_its_segment_only_and_is_told(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, max_bytes=1_000_000)
-    spool.append([b"one", b"two"])
-    assert spool.oldest() == (1, [b"one", b"two"])
-    spool.append([b"three"])
-    first = sorted(tmp_path.glob("*.spool"))[0]
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(data)
-    again = Spool(tmp_path, max_bytes=1_000_000)
-    assert (again.damaged, again.oldest()) == (1, (1, [b"one"]))
-    assert list(tmp_path.glob("*.damaged"))
-    again.remove(1)
-    assert again.oldest() == (2, [b"three"])
-
-
-def test_a_full_spool_takes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, max_bytes=40)
-    spool.append([b"x" * 20])
-    with pytest.raises(SpoolFull):
-        spool.append([b"a", b"y" * 20])
-    assert spool.oldest() == (1, [b"x" * 20])
 
 
 KILLED = """
