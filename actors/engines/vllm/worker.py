@@ -137,7 +137,7 @@ def _locked(path: str) -> Iterator[None]:
 def _check_copied(tensors: Iterable[Any], model: Any) -> None:
     """RuntimeError where the model has the memory of the file and no copy of it."""
     of_file = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.numel() and value.untyped_storage().data_ptr() in of_file:
             raise RuntimeError(f"{name} lies in the file itself, expected a copy")
 
