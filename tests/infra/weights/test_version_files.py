@@ -175,6 +175,13 @@ def hold(folder: Path, told: Connection, kind: str) -> None:
         made(files, 1)
         told.send("holds")
         told.recv()
+
+        def half(to: Put) -> None:
+            to("l", from_numpy(np.full(2**18, -1.0, np.float32)), ())
+            told.send("half")
+            told.recv()
+
+        files.place(SHA256, LARGE_ENTRIES, half, check)
     placed = files.place(SHA256, ENTRIES, slowly if kind == "fills" else fill, check)
     told.send("holds")
     told.recv()
@@ -362,6 +369,16 @@ def test_the_spare_file_of_killed_processes_goes_when_the_next_one_begins(tmp_pa
     other.kill()
     files_in(tmp_path)
     assert names_in(tmp_path) == {"users"}
+
+
+@pytest.mark.long
+def test_what_a_killed_engine_left_half_written_over_is_never_read(tmp_path: Path) -> None:
+    other = Other(tmp_path, "spares")
+    other.told.send("go on")
+    assert other.told.recv() == "half" and names_in(tmp_path) == {f"{SHA256}.safetensors.part", "users"}
+    other.kill()
+    placed, wanted = made(files_in(tmp_path), 2)
+    assert dict(placed) == wanted and names_in(tmp_path) == {placed.path.name, "users"}
 
 
 def test_a_place_that_fills_up_while_a_file_is_written_is_passed_over_and_nothing_is_left_in_it(tmp_path: Path) -> None:
