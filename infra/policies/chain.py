@@ -26,12 +26,13 @@ MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """Where tensors are whole. version: that stored them. shards: they are in. num_steps: how many of the newest steps
-    follow.
+    """Where tensors are whole. version: that stored them. shards: they are in. newer: names of which newer ones are read
+    elsewhere. num_steps: how many of the newest steps follow.
     """
 
     version: int
     shards: tuple[Shard, ...]
+    newer: frozenset[str]
     num_steps: int
 
 
@@ -50,20 +51,18 @@ def walk(store: Store, manifest: PolicyManifest, held_version: int = -1) -> Chai
     """
     steps: list[tuple[PolicyManifest, WeightSource]] = []
     wholes: list[Whole] = []
-    rest = frozenset(entry.name for entry in manifest.tensors)
+    rest = names = frozenset(entry.name for entry in manifest.tensors)
     current = manifest
     while current.version > held_version:
         if held_version < 0 and current.slice is not None and not rest.isdisjoint(current.slice.names):
-            wholes.append(Whole(current.version, current.slice.shards, len(steps)))
+            wholes.append(Whole(current.version, current.slice.shards, names - rest, len(steps)))
             rest = rest.difference(current.slice.names)
         source = _choose(current, held_version)
         if rest and source is None:
             if (anchor := current.source("anchor")) is None:
                 raise PolicyRefused(f"version {current.version} has no anchor")
-            wholes, rest = (
-                [Whole(current.version, anchor.shards, len(steps))],
-                frozenset(),
-            )  # it holds what slices do, too
+            rest = frozenset()  # it holds what slices do, too
+            wholes = [Whole(current.version, anchor.shards, rest, len(steps))]
         if source is None or not rest:
             break
         if source.base >= current.version or len(steps) >= MAX_STEPS:

@@ -17,13 +17,13 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import zstandard
 
+from infra.policies.moves import Moves, in_order, moved
 from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
 from infra.store.pieces import joined
 
@@ -33,8 +33,6 @@ MIN_COMPRESSED_BYTES = 32
 BITMAP_SHARE = 0.1  # of the values changed: from here on a bit per value is as small as gaps, and cheaper to make
 SAMPLE_VALUES = 4096
 MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
-CHAIN_VALUES = 2**19  # of the values that a chain moves: in the cache, and enough of them to be worth the calls
-SUMMED_AT_ONCE = 8
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
 
@@ -120,7 +118,7 @@ class _UlpStreams:
             self.places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
             self._place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
         self._finite = self._finite and are_finite(after, self._dtype)
-        one, other = _turned(before, np.empty_like(before)), _turned(after, np.empty_like(after))
+        one, other = in_order(before, np.empty_like(before)), in_order(after, np.empty_like(after))
         down = other.view(np.int16) < one.view(np.int16)
         ulps = _signed(other - one, down)
         large = ulps > 1
@@ -179,28 +177,38 @@ def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
     if not moves:
         return _tensor(old, base)
     values = np.empty_like(base)
-    start = 0
-    for piece in _moved(base, moves):
-        values[start : start + piece.size] = piece
-        start += piece.size
+    for _ in moved(base, moves, values):
+        pass
     return _tensor(old, values)
 
 
-def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
-    """The bytes of `decode_chain`, one piece after the other: for a caller that writes them elsewhere. A piece is valid
-    until the next one is asked for. They may be written over `old`. ValueError for a payload that does not fit, before the
-    first piece.
+def decode_pieces(parts: Sequence[Part], old: Tensor, out: np.ndarray | None = None) -> Iterator[memoryview]:
+    """The bytes of `decode_chain`, one piece after the other, each put into its place of `out` [num_bytes] u8. Without `out` a
+    piece is valid until the next one is asked for. `out` may be the memory of `old`. ValueError for a payload that does not fit,
+    before the first piece.
     """
     base, moves = _last_moves(parts, old)
-    for piece in _moved(base, moves) if moves else chunks(base):
+    values = None if out is None else out.view(base.dtype)
+    for piece in moved(base, moves, values) if moves else _copied(base, values):
         if piece.size:
             yield piece.view(np.uint8).data
 
 
-def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list["_Moves"]]:
+def _copied(base: np.ndarray, out: np.ndarray | None) -> Iterator[np.ndarray]:
+    for index, piece in enumerate(chunks(base)):
+        if out is None:
+            yield piece
+        else:
+            start = index * CHUNK_VALUES
+            room = out[start : start + piece.size]
+            np.copyto(room, piece)
+            yield room
+
+
+def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list[Moves]]:
     """What a chain ends with: values [size], and the moves that are still to be made on them."""
     size, width = math.prod(old.shape), ITEM_BYTES[old.dtype]
-    base, moves = bits(old), list[_Moves]()
+    base, moves = bits(old), list[Moves]()
     whole = max((index for index, (encoder, _) in enumerate(parts) if encoder in ("raw", "planes")), default=-1)
     if whole >= 0:
         encoder, payload = parts[whole]
@@ -213,7 +221,7 @@ def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list["_
             moves.append(_moves(encoder, payload, size))
         elif encoder == "xor":
             if moves:
-                base = np.concatenate([piece.copy() for piece in _moved(base, moves)])
+                base = np.concatenate([piece.copy() for piece in moved(base, moves)])
                 moves = []
             base = base ^ _from_planes(_unpack(payload, [size] * width), size, width)
         else:
@@ -221,12 +229,7 @@ def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list["_
     return base, moves
 
 
-_Moves = tuple[
-    np.ndarray, np.ndarray
-]  # where 16-bit values move ([K], ascending), and by how many ulps ([K] u16, wrapped)
-
-
-def _moves(encoder: str, payload: bytes | memoryview, size: int) -> _Moves:
+def _moves(encoder: str, payload: bytes | memoryview, size: int) -> Moves:
     if size > MAX_VALUES:
         raise ValueError(f"delta: got {encoder} for {size} values, expected at most {MAX_VALUES}")
     by_value = [-(-size // 8), -(-size // 8), size, 2 * size]
@@ -239,58 +242,12 @@ def _moves(encoder: str, payload: bytes | memoryview, size: int) -> _Moves:
         if mask.size != -(-size // 8):
             raise ValueError(f"delta: bitmap of {mask.size} bytes for {size} values")
         positions = np.flatnonzero(np.unpackbits(mask, count=size).view(bool))
-    return positions, _from_ulps(streams[-4:], positions.size)
-
-
-def _moved(base: np.ndarray, moves: Sequence[_Moves]) -> Iterator[np.ndarray]:
-    """The values after all moves, one after the other, piece by piece; a piece holds until the next one is asked for. What
-    moves beyond the range comes in again at its other end.
-    """
-    starts = np.append(np.arange(0, base.size, CHAIN_VALUES), base.size)
-    cuts = [np.searchsorted(positions, starts.astype(positions.dtype)) for positions, _ in moves]
-    most = max(int(np.diff(cut).max(initial=0)) for cut in cuts)
-    # Written over for each piece: to take memory anew costs more than what is done in it.
-    rooms = _Rooms(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
-    for chunk, start in enumerate(starts[:-1]):
-        parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
-        near = ((positions[part], ulps[part]) for (positions, ulps), part in zip(moves, parts, strict=True))
-        yield _move(base[start : start + CHAIN_VALUES], start, near, rooms)
-
-
-class _Rooms(NamedTuple):
-    """values: [3, CHAIN_VALUES] u16. places: [K] i64, of what one move has of a piece."""
-
-    values: np.ndarray
-    places: np.ndarray
-
-
-def _move(old: np.ndarray, start: int, moves: Iterable[_Moves], rooms: _Rooms) -> np.ndarray:
-    """The piece that begins at `start`: of each move, only what it moves is put in the order of values."""
-    piece = rooms.values[0, : old.size]
-    np.copyto(piece, old)
-    for positions, ulps in moves:
-        at = np.subtract(positions, start, out=rooms.places[: positions.size])
-        taken, moved = rooms.values[1:, : at.size]
-        piece.take(at, out=taken, mode="wrap")  # all lie within: to wrap is less than to look
-        np.add(_turned(taken, moved), ulps, out=moved)
-        piece[at] = _turned(moved, taken)
-    return piece
+    return Moves(positions, _from_ulps(streams[-4:], positions.size))
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
     patterns.flags.writeable = False
     return Tensor(old.dtype, old.shape, patterns.view(np.uint8).data if patterns.size else b"")
-
-
-def _turned(patterns: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Sign-magnitude patterns as two's complement, in the order of the values they stand for, and back again (u16 to u16, one
-    to one): of what is negative, all bits but the sign are turned. out: another array.
-    """
-    signed, turned = patterns.view(np.int16), out.view(np.int16)
-    np.right_shift(signed, 15, out=turned)
-    np.bitwise_and(turned, np.int16(0x7FFF), out=turned)
-    np.bitwise_xor(turned, signed, out=turned)
-    return out
 
 
 def _from_ulps(streams: Sequence[bytes | memoryview], count: int) -> np.ndarray:
@@ -315,32 +272,20 @@ def _from_ulps(streams: Sequence[bytes | memoryview], count: int) -> np.ndarray:
 
 
 def _positions(gap_bytes: bytes | memoryview, escape_bytes: bytes | memoryview, size: int) -> np.ndarray:
-    """Increasing positions of their gaps: values skipped before each (u8), and what is over ESCAPE (u32)."""
+    """Increasing positions [K] i32 of their gaps: values skipped before each (u8), and what is over ESCAPE (u32)."""
     gaps = np.frombuffer(gap_bytes, np.uint8)
-    room = -(-gaps.size // SUMMED_AT_ONCE) * SUMMED_AT_ONCE
-    long = np.zeros(room, bool)
-    np.equal(gaps, ESCAPE, out=long[: gaps.size])
-    escaped = _sparse(long)
+    escaped = np.flatnonzero(gaps == ESCAPE)
     if len(escape_bytes) != 4 * escaped.size:
         raise ValueError(f"delta: {len(escape_bytes) // 4} escapes for {escaped.size} long gaps")
     escapes = np.frombuffer(escape_bytes, "<u4")
     end = int(gaps.sum(dtype=np.int64)) + int(escapes.sum(dtype=np.int64)) + gaps.size
     if end > size:
         raise ValueError(f"delta: position {end - 1} beyond {size} values")
-    steps = np.zeros(room, np.int32)
-    np.add(gaps, 1, out=steps[: gaps.size], dtype=np.int32)
+    steps = gaps.astype(np.int32)
+    steps += 1
     steps[escaped] += escapes.astype(np.int32)
     steps[:1] -= 1
-    return _running_sum(steps)[: gaps.size]
-
-
-def _running_sum(steps: np.ndarray) -> np.ndarray:
-    """In place, of SUMMED_AT_ONCE times as many [K] i32: within each few, of many at once, and then over the few."""
-    few = steps.reshape(-1, SUMMED_AT_ONCE)
-    for at in range(1, SUMMED_AT_ONCE):
-        few[:, at] += few[:, at - 1]
-    few[1:] += np.cumsum(few[:-1, -1], dtype=np.int32)[:, None]
-    return steps
+    return np.cumsum(steps, dtype=np.int32, out=steps)
 
 
 def _planes(patterns: np.ndarray) -> list[memoryview]:

@@ -8,13 +8,13 @@ what is whole in the store.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter, described
-from infra.policies.chain import Chain, check_within, read_manifest, walk
+from infra.policies.chain import Chain, Whole, check_within, read_manifest, walk
 from infra.policies.delta import Part
 from infra.policies.manifest import (
     DeltaPart,
@@ -154,45 +154,55 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
     However long the chain, each tensor is copied once and verified once, at its end. put: where they should lie.
     """
     chain = walk(store, manifest, -1 if held is None else held.version)
-    if chain.wholes or held is None:
-        begins = _begins(store, chain, put)
-    else:
-        if difference := first_difference(held.entries, chain.root.tensors, values=True):
-            raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
-        begins = {name: (tensor, len(chain.steps)) for name, tensor in held.tensors.items()}
+    held = None if chain.wholes else held
+    if held is not None and (difference := first_difference(held.entries, chain.root.tensors, values=True)):
+        raise PolicyRefused(f"held version {held.version} does not lead to {chain.root.version}: {difference}")
     parts = [_parts(store, step, source) for step, source in chain.steps]
 
-    def at_the_end(name: str) -> tuple[Tensor, Look]:
-        tensor, num_steps = begins[name]
+    def at_the_end(name: str, tensor: Tensor, num_steps: int) -> tuple[Tensor, Look]:
         since, look = [step[name] for step in reversed(parts[:num_steps]) if name in step], Look(tensor.dtype)
         try:
             return put(name, tensor, since, look.take), look
         except ValueError as error:
             raise PolicyRefused(f"{name} in version {manifest.version}: {error}") from error
 
-    if strange := [name for step in parts for name in step if name not in begins]:
+    if held is None:
+        found = _from_wholes(store, chain, at_the_end)
+    else:
+        begins = held.tensors
+        ends = in_threads(
+            lambda name: at_the_end(name, begins[name], len(parts)), begins, size=lambda name: begins[name].num_bytes
+        )
+        found = dict(zip(begins, ends, strict=True))
+    if strange := [name for step in parts for name in step if name not in found]:
         raise PolicyRefused(f"{strange[0]} changes before version {manifest.version}, which does not have it")
-    ends = in_threads(at_the_end, begins, size=lambda name: begins[name][0].num_bytes)
-    _check_looks(manifest, dict(zip(begins, ends, strict=True)))
-    return {name: tensor for name, (tensor, _) in zip(begins, ends, strict=True)}
+    _check_looks(manifest, found)
+    return {name: tensor for name, (tensor, _) in found.items()}
 
 
-def _begins(store: Store, chain: Chain, put: Put) -> dict[str, tuple[Tensor, int]]:
-    """Each tensor where it is whole last, and how many of the newest steps follow."""
-    found: dict[str, tuple[Tensor, int]] = {}
+def _from_wholes(
+    store: Store, chain: Chain, at_the_end: Callable[[str, Tensor, int], tuple[Tensor, Look]]
+) -> dict[str, tuple[Tensor, Look]]:
+    """Each tensor from where it is whole last."""
 
-    def taken(shard: Shard) -> dict[str, Tensor]:
-        """What an object holds and no newer one did, put at once: then the object can go."""
+    def taken(begin: tuple[Whole, Shard]) -> dict[str, tuple[Tensor, Look]]:
+        """What an object holds and no newer one does, moved on and put at once: then the object can go."""
+        whole, shard = begin
         data = memoryview(_read_shard(store, chain.root, shard))
         try:
             tensors = load_tensors(data)
         except ValueError as error:
             raise PolicyRefused(f"{shard.key}: {error}") from error
-        return {name: put(name, tensor, ()) for name, tensor in tensors.items() if name not in found}
+        return {
+            name: at_the_end(name, tensor, whole.num_steps)
+            for name, tensor in tensors.items()
+            if name not in whole.newer
+        }
 
-    for whole in chain.wholes:
-        for tensors in in_threads(taken, whole.shards, most=LOADED_AT_ONCE):
-            found |= {name: (tensor, whole.num_steps) for name, tensor in tensors.items()}
+    begins = [(whole, shard) for whole in chain.wholes for shard in whole.shards]
+    found: dict[str, tuple[Tensor, Look]] = {}
+    for ends in in_threads(taken, begins, most=LOADED_AT_ONCE, size=lambda begin: begin[1].num_bytes):
+        found |= ends
     return found
 
 

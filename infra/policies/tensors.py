@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from infra.policies.threads import in_threads
 from infra.store.pieces import joined
+from infra.store.rooms import Rooms
 
 if TYPE_CHECKING:
     import torch
@@ -136,8 +137,8 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(tensor.data, dtype=_NUMPY_NAMES[tensor.dtype]).reshape(tensor.shape)
 
 
-def from_torch(tensor: "torch.Tensor") -> Tensor:
-    """A copy of a torch tensor on any device; later in-place changes do not reach it."""
+def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
+    """A copy of a torch tensor on any device; later in-place changes do not reach it. rooms: where the copy is put."""
     import torch
 
     name = str(tensor.dtype)
@@ -145,7 +146,7 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
         raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
     # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
     # pages, which torch does not.
-    copy = np.empty(tensor.nbytes, np.uint8)
+    copy = np.empty(tensor.nbytes, np.uint8) if rooms is None else rooms.take(tensor.nbytes)
     if copy.size and tensor.device.type == "cpu" and tensor.is_contiguous():
         np.copyto(copy, tensor.detach().view(-1).view(torch.uint8).numpy())
     elif copy.size:
@@ -154,13 +155,19 @@ def from_torch(tensor: "torch.Tensor") -> Tensor:
     return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
 
 
-def from_torch_all(values: Mapping[str, "torch.Tensor"]) -> dict[str, Tensor]:
-    """A copy of each, by name, in threads; of tied ones the same copy under each of their names."""
+def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> dict[str, Tensor]:
+    """A copy of each, by name, in threads; of tied ones the same copy under each of their names. rooms: where the copies are
+    put; what lies there besides, which these did not need, is given back.
+    """
 
     def place(one: "torch.Tensor") -> Hashable:
         return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
 
-    copies = in_threads(from_torch, values.values(), size=lambda one: int(one.nbytes), same=place)
+    copies = in_threads(
+        lambda one: from_torch(one, rooms), values.values(), size=lambda one: int(one.nbytes), same=place
+    )
+    if rooms is not None:
+        rooms.clear()
     return dict(zip(values, copies, strict=True))
 
 

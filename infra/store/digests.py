@@ -43,6 +43,11 @@ def digest_of(pieces: Sequence[bytes | memoryview], algorithm: str = WRITTEN) ->
     made = hasher(algorithm)
     for piece in pieces:
         made.update(piece)
+    return finished(algorithm, made)
+
+
+def finished(algorithm: str, made: Hasher) -> str:
+    """The digest of all that a hasher of this algorithm took."""
     return f"{algorithm}:{made.hexdigest()}"
 
 

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from infra.store.digests import hasher
+from infra.store.digests import finished, hasher
 from infra.store.pieces import Pieces, total_bytes
 from infra.store.s3_bodies import READ_TIMEOUT_S, PiecesReader, body_of, join, place
 from infra.store.s3_keys import S3Credentials, S3Keys, fixed_keys, keys_of
@@ -247,7 +247,7 @@ class S3Store:
         for part in self._ranges(name, begin):
             made.update(part)
             num_bytes += len(part)
-        return rooms[0][:num_bytes].toreadonly(), f"{algorithm}:{made.hexdigest()}"
+        return rooms[0][:num_bytes].toreadonly(), finished(algorithm, made)
 
     def _ranges(self, name: str, begin: Callable[[int], Take[Taken]]) -> Iterator[Taken]:
         """What becomes of the ranges of an object, in order. The first says how large the object is before its bytes come; the

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from infra.store.digests import digest_of, hasher
+from infra.store.digests import digest_of, finished, hasher
 from infra.store.store import Store
 
 READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
@@ -43,4 +43,4 @@ def read_hashed(path: Path, algorithm: str) -> Hashed:
         while num_read := file.readinto(view[start : start + READ_BYTES]):
             made.update(view[start : start + num_read])
             start += num_read
-    return view[:start].toreadonly(), f"{algorithm}:{made.hexdigest()}"
+    return view[:start].toreadonly(), finished(algorithm, made)

@@ -17,6 +17,7 @@ import torch.distributed as distributed
 from infra.model.names import published
 from infra.policies.tensors import Tensor, from_torch
 from infra.roles.memory import give_back_freed
+from infra.store.rooms import Rooms
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
@@ -78,6 +79,7 @@ class RankStep:
         self._channel = channel
         self._group = group
         self._stage = shards.stage
+        self._rooms = Rooms()
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
@@ -242,7 +244,8 @@ class RankStep:
             with self._shards.gathered(value):
                 if rank == self._channel.rank:
                     views = published(module, {name: value.detach()})
-                    found |= {one: from_torch(view) for one, view in views.items()}
+                    found |= {one: from_torch(view, self._rooms) for one, view in views.items()}
+        self._rooms.clear()
         return found
 
     @torch.no_grad()

@@ -6,11 +6,12 @@ Guarantee: a version that one of several workers cannot load is refused for all 
 returns why: vLLM reads the workers' answers up to the first that failed, and takes the others for answers to its next call.
 """
 
+import fcntl
 import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,13 @@ class WeightsExtension:
         from safetensors import safe_open
 
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in names}
-        with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
-            self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-        return self.headrace_held.unlike()
+        with _locked(path):  # once nobody holds the version, its file is written over
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in names}
+            with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
+                self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+            _check_copied(tensors.values(), self.model_runner.model)
+            return self.headrace_held.unlike()
 
     def headrace_read_adapter(self, number: int, name: str, path: str) -> None:
         """Begin to read an adapter folder, beside the steps."""
@@ -121,6 +124,22 @@ def _refused(load: Callable[[], str]) -> str:
         _log.exception("version not loaded")
         return f"vLLM could not load it: {type(error).__name__}: {error}"
     return f"after the load vLLM holds other values in {odd}" if odd else ""
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold the file of a version as a process does that has its tensors: see `infra.policies.version_files`."""
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _check_copied(tensors: Iterable[Any], model: Any) -> None:
+    """RuntimeError where the model has the memory of the file and no copy of it."""
+    of_file = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.numel() and value.untyped_storage().data_ptr() in of_file:
+            raise RuntimeError(f"{name} lies in the file itself, expected a copy")
 
 
 @contextmanager

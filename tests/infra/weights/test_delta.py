@@ -9,7 +9,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import CHAIN_VALUES, decode_chain, decode_pieces, decode_tensor, encode_tensor
+from infra.policies.delta import decode_chain, decode_pieces, decode_tensor, encode_tensor
+from infra.policies.moves import CHAIN_VALUES, MANY_MOVES
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -210,7 +211,7 @@ def test_a_chain_of_whole_values_and_differences_leads_to_its_end_at_once() -> N
     assert decode_chain([(one.encoder, one.payload) for one in steps], states[0]) == states[-1]
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 16])
+@pytest.mark.parametrize("num_steps", [1, 3, MANY_MOVES - 1, MANY_MOVES, 16])
 def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: int) -> None:
     size = 2 * CHAIN_VALUES + 1_001
     states = [changed_tensor(size, 0.0, 1)[0]]
@@ -231,6 +232,19 @@ def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: 
         start, pieces = start + len(piece), pieces + 1
     assert (start, pieces) == (len(room), 3)
     assert bytes(room) == states[-1].data
+    over = np.frombuffer(states[0].data, np.uint8).copy()  # made in place
+    pieces = 0
+    for piece in decode_pieces(chain, Tensor(states[0].dtype, states[0].shape, over.data), over):
+        assert np.shares_memory(np.frombuffer(piece, np.uint8), over)
+        pieces += 1
+    assert pieces == 3 and bytes(over) == states[-1].data
+
+
+def test_pieces_of_a_tensor_that_does_not_move_are_put_where_they_are_wanted() -> None:
+    old = changed_tensor(CHAIN_VALUES + 7, 0.0, 1)[0]
+    room = np.zeros(old.num_bytes, np.uint8)
+    assert b"".join(decode_pieces((), old, room)) == bytes(room) == bytes(old.data)
+    assert not [*decode_pieces((), Tensor("BF16", (0,), b""), np.zeros(0, np.uint8))]
 
 
 def test_gaps_whose_sum_comes_round_to_the_beginning_again_are_refused() -> None:

@@ -40,6 +40,7 @@ from infra.roles.memory import give_back_large_blocks
 from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
 from infra.store.host_cache import HostCache
+from infra.store.rooms import Rooms
 from infra.store.store import Store
 from schemas import PolicyEvent
 
@@ -103,9 +104,10 @@ def _followed(
     costs: dict[str, Cost] = {}
     for _ in range(NEAR - 1):
         with tempfile.TemporaryDirectory(dir=SHM) as spare:
-            _trainer_side(costs, "_v0", DirectoryStore(Path(spare)), 0, made_up(plan.gb, generator), None)
+            _trainer_side(costs, "_v0", DirectoryStore(Path(spare)), 0, made_up(plan.gb, generator), None, Rooms())
     steady = _explorer(store)
-    event, *versions = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None)
+    rooms = Rooms()
+    event, *versions = _trainer_side(costs, "_v0", store, 0, made_up(plan.gb, generator), None, rooms)
     full_gb = sum(one.num_bytes for one in versions[0].values()) / 1e9
     asleep = steady.fetch(event)  # what those hold who sleep
     first_event = slept_since = event
@@ -121,7 +123,7 @@ def _followed(
             following.clear()
             steady.fetch(_publish(store, version, versions[1], before))
             continue
-        event, after = _trainer_side(costs, f"_v{near[version]}", store, version, following, before)
+        event, after = _trainer_side(costs, f"_v{near[version]}", store, version, following, before, rooms)
         versions = [before, after]
         _engine_side(costs, f"_v{near[version]}", steady, event, versions[0])
         if version == plan.versions[0]:
@@ -255,12 +257,15 @@ def _trainer_side(
     version: int,
     tensors: dict[str, Tensor],
     previous: HashedTensors | None,
+    rooms: Rooms,
 ) -> tuple[PolicyEvent, HashedTensors]:
-    """Copy, look for what is not finite, publish; the event and the copy. `tensors` is emptied: one copy less is held."""
+    """Copy, look for what is not finite, publish; the event and the copy. `tensors` is emptied: one copy less is held. rooms:
+    of the learner, for its copies.
+    """
     take_memory(tensors)
     parameters = {name: to_torch(tensors.pop(name)) for name in [*tensors]}
     with measured(costs, f"trainer_copy{end}"):
-        copied = HashedTensors(from_torch_all(parameters))
+        copied = HashedTensors(from_torch_all(parameters, rooms))
     with measured(costs, f"trainer_check{end}"):
         assert not copied.not_finite
     del parameters
