@@ -16,6 +16,7 @@ import pytest
 import typer.main
 import yaml
 
+from infra.cli import stay_down
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.cli.up import METRICS_ORDER
@@ -48,6 +49,14 @@ def takes(arguments: list[str]) -> bool:
     command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
     options = {name for parameter in command.params for name in parameter.opts}
     return all(one in options for one in arguments[1:] if one.startswith("--"))
+
+
+def test_what_runs_is_started_again_but_for_what_a_restart_mends_nothing_of_and_what_prepares_tries_once() -> None:
+    for name, one in compose()["services"].items():
+        prepares = one["restart"] == "no"
+        assert prepares or one["restart"] == "unless-stopped", name
+        assert not (prepares and re.search(r"\b(until|while)\b", str(one["command"]))), f"{name} has no end"
+        assert name not in ROLES or one["environment"][stay_down.VARIABLE] == "1", name
 
 
 def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None:
