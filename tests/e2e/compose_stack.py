@@ -51,7 +51,7 @@ SCRIPTS = {
 }
 ASKS = {"mc ready local": "http://minio:9000/minio/health/ready"}  # what a health check asks that is none over HTTP
 COMMAND_S = 120.0
-WELL_S = 300.0
+WELL_S = 600.0
 STOPS_S = 60.0
 
 
@@ -220,7 +220,7 @@ class ComposeStack:
             url = self._placed(found[0], service)
             if subprocess.run(["curl", "-fsS", url], capture_output=True, timeout=COMMAND_S).returncode == 0:
                 return
-            time.sleep(0.2)
+            time.sleep(1.0)
 
     def _call(self, service: str, argv: list[str]) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -301,7 +301,7 @@ class ComposeStack:
             at = DEPLOY / source if source.startswith("./") else Path(source)
             if not at.is_absolute():
                 at = self.folder / "volumes" / source
-                at.mkdir(parents=True, exist_ok=True)
+                at.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.symlink_to(at)
 
     def _placed(self, text: str, service: str) -> str:

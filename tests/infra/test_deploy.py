@@ -84,7 +84,8 @@ def test_what_is_kept_of_weights_lies_apart_from_what_waits_for_the_broker() -> 
     for role in ("explore", "serve"):
         assert "weights:/var/lib/headrace/.cache" in volumes[role], "a container's home is /var/lib/headrace"
     assert "serve:/var/lib/headrace/spool" in volumes["serve"]
-    assert "/var/lib/headrace/.cache" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), "owned by its user"
+    (made,) = re.findall(r"install -d (.*)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    assert made.startswith("-m 700 -o headrace") and "/var/lib/headrace/.cache" in made, "its user's alone"
 
 
 def test_every_role_can_trust_the_broker_and_only_the_broker_has_its_key() -> None:
