@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -36,14 +37,21 @@ LISTENS = {
     "prometheus": ("--web.listen-address", 9090),
 }  # by option, not by their settings
 # Kafka's own, where an embedded broker has others.
-DEFAULTS = {"sasl.enabled.mechanisms": "GSSAPI"}
+DEFAULTS = {
+    "sasl.enabled.mechanisms": "GSSAPI", "message.max.bytes": "1048588", "replica.fetch.max.bytes": "1048576",
+    "log.message.timestamp.type": "CreateTime", "offsets.retention.minutes": "10080",
+    "group.initial.rebalance.delay.ms": "3000", "broker.session.timeout.ms": "9000",
+    "broker.heartbeat.interval.ms": "2000",
+}  # fmt: skip
 OURS = {"node.id", "process.roles", "log.dirs"}  # the same anywhere, but for the folder
 SCRIPTS = {
     "headrace": f'exec {sys.executable} -m infra.cli.main "$@"',
     "mc": f'exec {sys.executable} -m tests.e2e.compose_tools mc "$@"',
     "kafka-acls.sh": f'exec {sys.executable} -m tests.e2e.compose_tools kafka-acls "$@"',
 }
+ASKS = {"mc ready local": "http://minio:9000/minio/health/ready"}  # what a health check asks that is none over HTTP
 COMMAND_S = 120.0
+WELL_S = 600.0
 STOPS_S = 60.0
 
 
@@ -106,6 +114,12 @@ class ComposeStack:
             self._ports[service, port] = choose_address().port
         return f"{HOST}:{self._ports[service, port]}"
 
+    def pid(self, service: str) -> int:
+        """Leader of the process group of a container that runs."""
+        pid = self.running[service].pid
+        assert pid is not None, f"{service} has ended"
+        return pid
+
     def log(self, service: str) -> str:
         """What a container has said."""
         path = self.folder / "logs" / f"{service}.log"
@@ -122,6 +136,10 @@ class ComposeStack:
     def start(self, service: str) -> None:
         """A container, or its whole work where it is one that ends."""
         self.starts[service] += 1
+        depends = self.services[service].get("depends_on", ())
+        for other in depends if isinstance(depends, dict) else ():
+            if depends[other]["condition"] == "service_healthy":
+                self.wait_until_well(other)
         if service == "kafka":
             self._start_kafka()
         elif self.services[service].get("restart") == "no":
@@ -166,9 +184,13 @@ class ComposeStack:
         return self._call(service, self._command(service, arguments))
 
     def typed(self, line: str) -> "subprocess.CompletedProcess[str]":
-        """What somebody types: `docker compose` with exec, run --rm, restart, kill or start."""
+        """What somebody types: `docker compose` with up -d, exec, run --rm, restart, kill, pause or start."""
         docker, compose, verb, *words = shlex.split(line)
         assert (docker, compose) == ("docker", "compose"), line
+        if verb == "up":
+            assert words == ["-d"], line
+            self.up()
+            return subprocess.CompletedProcess(line, 0, "", "")
         if verb == "exec":
             service, *argv = words
             assert service in self.running, f"{line}: {service} does not run"
@@ -181,13 +203,16 @@ class ComposeStack:
             self.kill(service) if verb == "kill" else self.stop(service)
         if verb in ("start", "restart"):
             self.start(service)
-        assert verb in ("kill", "start", "restart"), line
+        if verb == "pause":
+            os.killpg(self.pid(service), signal.SIGSTOP)
+        assert verb in ("kill", "start", "restart", "pause"), line
         return subprocess.CompletedProcess(line, 0, "", "")
 
     def wait_until_well(self, service: str) -> None:
-        """As the file looks at a container's health, where it does so over HTTP."""
-        found = re.search(r"http://[^']+", str(self.services[service].get("healthcheck", {}).get("test", "")))
-        one, deadline = self.running[service], time.monotonic() + COMMAND_S
+        """As the file looks at a container's health; a broker answers once it has been started."""
+        test = " ".join(self.services[service].get("healthcheck", {}).get("test", ())[1:])
+        found = re.search(r"http://[^']+", ASKS.get(test, test))
+        one, deadline = self.running[service], time.monotonic() + WELL_S
         while found is not None and isinstance(one, Watched):
             code = one.process.poll()
             assert code is None, f"{service} ended with {code}: {self.log(service)[-3000:]}"
@@ -195,7 +220,7 @@ class ComposeStack:
             url = self._placed(found[0], service)
             if subprocess.run(["curl", "-fsS", url], capture_output=True, timeout=COMMAND_S).returncode == 0:
                 return
-            time.sleep(0.2)
+            time.sleep(1.0)
 
     def _call(self, service: str, argv: list[str]) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -276,7 +301,7 @@ class ComposeStack:
             at = DEPLOY / source if source.startswith("./") else Path(source)
             if not at.is_absolute():
                 at = self.folder / "volumes" / source
-                at.mkdir(parents=True, exist_ok=True)
+                at.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.symlink_to(at)
 
     def _placed(self, text: str, service: str) -> str:

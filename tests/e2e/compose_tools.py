@@ -21,12 +21,16 @@ def mc(words: list[str]) -> None:
     """One command of MinIO's client; whatever it does not know is an error."""
     from minio import Minio
     from minio.credentials import StaticProvider
+    from minio.error import S3Error
     from minio.minioadmin import MinioAdmin
 
     if words[:2] == ["alias", "set"]:
         _, _, name, url, user, password = words
         known = {name: (urlsplit(url).netloc, user, password)}
-        Minio(known[name][0], user, password, secure=False, region=REGION).list_buckets()
+        try:
+            Minio(known[name][0], user, password, secure=False, region=REGION).list_buckets()
+        except S3Error as error:
+            raise SystemExit(f"mc: {error.code}") from None
         ALIASES.write_text(json.dumps(known))
         return
     parser = argparse.ArgumentParser("mc")
@@ -52,6 +56,8 @@ def mc(words: list[str]) -> None:
             attached = json.loads(admin.user_info(given.user)).get("policyName", "").split(",")
             if wanted := [one for one in rest if one not in attached]:
                 admin.attach_policy(wanted, user=given.user)
+        case ["admin", "policy", "detach"]:
+            admin.detach_policy(rest, user=given.user)
         case _:
             raise SystemExit(f"mc: {command} is not known here")
 

@@ -65,6 +65,10 @@ def test_a_connection_of_the_containers_finds_every_right_and_no_other_bucket_an
         assert code == 1 and "topic headrace.experiences" in said and "may not write: it needs an ACL" in said, said
         assert stack.typed(f"{acls} --remove --force {rule}").returncode == 0
         assert connected()[0] == 0
+        stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = "another1"
+        done = stack.run("bucket")
+        assert done.returncode == 1 and "MINIO_ADMIN_PASSWORD is not the one that minio was started with" in done.stderr
+        stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = VARIABLES["MINIO_ADMIN_PASSWORD"]
         for service in ("rights", "bucket"):
             assert stack.typed(f"docker compose run --rm {service}").returncode == 0, "typed again, it changes nothing"
         assert connected()[0] == 0

@@ -17,6 +17,7 @@ import typer.main
 import yaml
 
 from infra.cli.main import app
+from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
 from infra.observe.dashboards import DASHBOARDS, dashboards, of_app
@@ -50,6 +51,14 @@ def takes(arguments: list[str]) -> bool:
     return all(one in options for one in arguments[1:] if one.startswith("--"))
 
 
+def test_what_runs_is_started_again_but_for_what_a_restart_mends_nothing_of_and_what_prepares_tries_once() -> None:
+    for name, one in compose()["services"].items():
+        prepares = one["restart"] == "no"
+        assert prepares or one["restart"] == "unless-stopped", name
+        assert not (prepares and re.search(r"\b(until|while)\b", str(one["command"]))), f"{name} has no end"
+        assert name not in ROLES or one["environment"][stay_down.VARIABLE] == "1", name
+
+
 def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None:
     ours = {name: one for name, one in compose()["services"].items() if one["image"].startswith("headrace:")}
     assert {one["command"][0] for one in ours.values()} == ROLES | {"check"}
@@ -75,7 +84,8 @@ def test_what_is_kept_of_weights_lies_apart_from_what_waits_for_the_broker() -> 
     for role in ("explore", "serve"):
         assert "weights:/var/lib/headrace/.cache" in volumes[role], "a container's home is /var/lib/headrace"
     assert "serve:/var/lib/headrace/spool" in volumes["serve"]
-    assert "/var/lib/headrace/.cache" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), "owned by its user"
+    (made,) = re.findall(r"install -d (.*)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    assert made.startswith("-m 700 -o headrace") and "/var/lib/headrace/.cache" in made, "its user's alone"
 
 
 def test_every_role_can_trust_the_broker_and_only_the_broker_has_its_key() -> None:

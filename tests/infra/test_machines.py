@@ -42,8 +42,8 @@ def test_bash_reads_the_file(name: str) -> None:
     assert subprocess.run(["bash", "-n", str(MACHINES / name)], check=False, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(("codes", "last"), [((75, 137, 0), 0), ((2,), 2)])
-def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong(
+@pytest.mark.parametrize(("codes", "last"), [((75, 137, 0), 0), ((2,), 2), ((3,), 3)])
+def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong_or_they_are_taken_over(
     tmp_path: Path, machine: dict[str, str], codes: tuple[int, ...], last: int
 ) -> None:
     (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))

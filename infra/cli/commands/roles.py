@@ -3,12 +3,15 @@
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
 from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with
+from infra.cli.run.stay_down import VARIABLE, stay_down
 
 
 def master(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
@@ -70,5 +73,11 @@ def serve(
 
 def _role(role: str, config: Path, sets: list[str]) -> None:
     from infra.cli.run.roles import loop_of, run_role
+    from infra.local.ranks import rank_of
 
-    exit_with(lambda: run_role(role, config, sets), loop_of(role))
+    try:
+        exit_with(lambda: run_role(role, config, sets), loop_of(role))
+    except typer.Exit as end:
+        if end.exit_code in (CONFIG_ERROR, FENCED_OUT) and os.environ.get(VARIABLE) and rank_of(os.environ) is None:
+            stay_down(role, end.exit_code)
+        raise

@@ -1,0 +1,26 @@
+"""A role that ended with what a restart cannot mend, kept by something that starts again whatever ends: it waits to be stopped.
+
+python -I -S stay_down.py CODE      waits for SIGTERM or SIGINT, then ends with this code
+
+The waiting process has nothing of the role left: no memory, no card, no port. Its health check fails.
+"""
+
+import os
+import signal
+import sys
+
+VARIABLE = "HEADRACE_STAYS_DOWN"
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def stay_down(role: str, code: int) -> None:
+    """Become the process that waits; does not return."""
+    print(f"headrace: a restart mends none of this: {role} waits to be stopped", file=sys.stderr, flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # kept over exec: a stop that comes in between is not lost
+    os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, str(code)])
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    signal.sigwait(STOPS)
+    sys.exit(int(sys.argv[1]))
