@@ -1,0 +1,62 @@
+"""The page of all rows of `headrace bench all`, in Markdown: what was aimed at, what was seen, by how much a target is missed
+and what bounds it.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infra.cli.bench.ends import BenchEnd, read_ends
+from infra.cli.bench.limits import LIMITS
+from infra.cli.bench.rows import NO_LEAST, BenchRow
+from infra.cli.bench.tables import number, words
+from infra.cli.docs_text import cell
+
+SHIPPED = Path(__file__).with_name("measured") / "all.json"
+
+
+def page(begin: str, known: Sequence[str], file: Path = SHIPPED) -> str:
+    """The page. begin: its first lines. known: benchmarks that there are. file: of `headrace bench all`."""
+    found = sorted(read_ends(file, known), key=lambda one: one.bench)
+    return begin + "".join(summary(found)) + "".join("".join(section(one)) for one in found)
+
+
+def summary(found: Sequence[BenchEnd]) -> Iterator[str]:
+    """How many targets are met."""
+    rows = [row for one in found for row in one.rows]
+    aimed = [row for row in rows if row.has_target]
+    counts = {verdict: sum(row.verdict == verdict for row in aimed) for verdict in ("met", "missed", "not run")}
+    yield f"Of {len(aimed)} targets " + ", ".join(f"{count} are {verdict}" for verdict, count in counts.items()) + ".\n"
+
+
+def section(end: BenchEnd) -> Iterator[str]:
+    """One benchmark: where and when, its rows, and what bounds those that miss their target."""
+    yield f"\n## {end.bench}\n\n"
+    if end.why:
+        yield f"Not measured: {end.why}.\n"
+        return
+    options = " ".join(end.options)
+    asked = f", with `{options}`" if options else ""
+    yield f"{end.at} UTC, {end.took_s / 60:.1f} minutes, load {end.load:g} on two cores{asked}.\n\n"
+    yield "| | headrace | peer | target | seen | |\n|---|---|---|---|---|---|\n"
+    for row in end.rows:
+        own, peer = ("" if value is None else number(round(value, 1)) for value in (row.ours, row.peer))
+        target = words(row.low, row.high) if row.has_target else ""
+        seen = "" if row.value is None else number(row.value)
+        yield f"| {cell(row.what)} | {own} | {peer} | {target} | {seen} | {cell(verdict(row))} |\n"
+    if end.bench in LIMITS and any(row.verdict == "missed" for row in end.rows):
+        yield f"\nWhat bounds it: {LIMITS[end.bench]}\n"
+
+
+def verdict(row: BenchRow) -> str:
+    """Whether it is met, else by how much not.
+
+    >>> verdict(BenchRow("hop", "loop", 0.5, low=1.0)), verdict(BenchRow("start", "demo", 60.0, low=0.0, high=40.0))
+    ('missed: 0.5 of it', 'missed: 1.5 times it')
+    """
+    if row.value is None:
+        return f"not run: {row.why}"
+    if row.verdict != "missed":
+        return row.verdict
+    if row.low != NO_LEAST and row.value < row.low:
+        return f"missed: {number(row.value / row.low)} of it"
+    return f"missed: {number(row.value / row.high)} times it" if row.high > 0 else "missed"
