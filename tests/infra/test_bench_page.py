@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from infra.cli.bench.all import USES
 from infra.cli.bench.ends import BenchEnd, write_ends
 from infra.cli.bench.limits import LIMITS
 from infra.cli.bench.page import page, verdict
@@ -11,22 +12,24 @@ from infra.cli.commands import measure
 
 def test_the_page_has_every_row_and_what_bounds_those_that_miss(tmp_path: Path) -> None:
     rows = (
-        BenchRow("hop", "verify, loop | lists", 0.5, ours=200.0, peer=100.0, low=1.0),
-        BenchRow("hop", "verify, Faust", 9.0, ours=200.0, peer=1800.0, low=8.0),
-        BenchRow("hop", "Ray", why="no ray"),
+        BenchRow("codec", "verify, loop | lists", 0.5, ours=200.0, peer=100.0, low=1.0),
+        BenchRow("codec", "verify, Faust", 9.0, ours=200.0, peer=1800.0, low=8.0),
+        BenchRow("codec", "Ray", why="no ray"),
     )
-    hop = BenchEnd("hop", rows, took_s=90.0, at="2026-11-25 21:40", load=6.5, options=("--repeat", "1"))
+    codec = BenchEnd("codec", rows, took_s=90.0, at="2026-11-25 21:40", load=6.5, options=("--repeat", "1"))
     lora = BenchEnd("lora", (BenchRow("lora", "share", low=0.0, high=0.01, why="no disk"),), why="no disk")
-    write_ends(tmp_path / "all.json", [lora, hop])
-    assert page("# All\n\n", ["hop", "lora"], tmp_path / "all.json") == (
+    write_ends(tmp_path / "all.json", [lora, codec])
+    assert page("# All\n\n", ["codec", "lora", "plan"], tmp_path / "all.json") == (
         "# All\n\nOf 3 targets 1 are met, 1 are missed, 1 are not run.\n"
-        "\n## hop\n\n2026-11-25 21:40 UTC, 1.5 minutes, load 6.5 on two cores, with `--repeat 1`.\n\n"
+        "\n## codec\n\n2026-11-25 21:40 UTC, 1.5 minutes, load 6.5 on two cores, with `--repeat 1`. Beside so much other"
+        " work its figures of the clock say little.\n\n"
         "| | headrace | peer | target | seen | |\n|---|---|---|---|---|---|\n"
         "| verify, loop \\| lists | 200 | 100 | at least 1 | 0.5 | missed: 0.5 of it |\n"
         "| verify, Faust | 200 | 1,800 | at least 8 | 9 | met |\n"
         "| Ray |  |  |  |  | not run: no ray |\n"
-        f"\nWhat bounds it: {LIMITS['hop']}\n"
+        f"\nWhat bounds it: {LIMITS['codec']}\n"
         "\n## lora\n\nNot measured: no disk.\n"
+        f"\n## plan\n\nNot measured: {USES['plan'].why}.\n"
     )
 
 

@@ -10,7 +10,6 @@ LIMITS: dict[str, str] = {
         "the template and the tokenizer alone take more than a bare server's whole answer; see [the"
         " gateway](../explanation/measured.md#the-gateway)."
     ),
-    "hop": "see [a stage hop](../explanation/measured.md#a-stage-hop).",
     "overlap": (
         "with one wave the longest of 64 answers outlasts the two steps that the bound on staleness allows; a larger bound or"
         " shorter answers would fill the gap."

@@ -5,19 +5,29 @@ and what bounds it.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from infra.cli.bench.all import USES, BenchUse
 from infra.cli.bench.ends import BenchEnd, read_ends
 from infra.cli.bench.limits import LIMITS
-from infra.cli.bench.rows import NO_LEAST, BenchRow
+from infra.cli.bench.rows import NO_LEAST, BenchRow, rows_without
 from infra.cli.bench.tables import number, words
 from infra.cli.docs_text import cell
 
 SHIPPED = Path(__file__).with_name("measured") / "all.json"
+BUSY = 4.0  # twice the cores that all figures are of
+NOT_YET = "it was not run for this page"
 
 
 def page(begin: str, known: Sequence[str], file: Path = SHIPPED) -> str:
     """The page. begin: its first lines. known: benchmarks that there are. file: of `headrace bench all`."""
-    found = sorted(read_ends(file, known), key=lambda one: one.bench)
+    measured = {one.bench: one for one in read_ends(file, known)}
+    found = [measured.get(name) or without(name) for name in sorted(known)]
     return begin + "".join(summary(found)) + "".join("".join(section(one)) for one in found)
+
+
+def without(name: str) -> BenchEnd:
+    """One that is not in the file: its targets, and why there are no figures."""
+    why = USES.get(name, BenchUse()).why or NOT_YET
+    return BenchEnd(name, tuple(rows_without(name, why)), why=why, is_run=False)
 
 
 def summary(found: Sequence[BenchEnd]) -> Iterator[str]:
@@ -36,7 +46,8 @@ def section(end: BenchEnd) -> Iterator[str]:
         return
     options = " ".join(end.options)
     asked = f", with `{options}`" if options else ""
-    yield f"{end.at} UTC, {end.took_s / 60:.1f} minutes, load {end.load:g} on two cores{asked}.\n\n"
+    beside = " Beside so much other work its figures of the clock say little." if end.load > BUSY else ""
+    yield f"{end.at} UTC, {end.took_s / 60:.1f} minutes, load {end.load:g} on two cores{asked}.{beside}\n\n"
     yield "| | headrace | peer | target | seen | |\n|---|---|---|---|---|---|\n"
     for row in end.rows:
         own, peer = ("" if value is None else number(round(value, 1)) for value in (row.ours, row.peer))
