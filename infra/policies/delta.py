@@ -184,8 +184,8 @@ def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
 
 def decode_pieces(parts: Sequence[Part], old: Tensor, out: np.ndarray | None = None) -> Iterator[memoryview]:
     """The bytes of `decode_chain`, one piece after the other, each put into its place of `out` [num_bytes] u8. Without `out` a
-    piece is valid until the next one is asked for. `out` may be the memory of `old`. ValueError for a payload that does not fit,
-    before the first piece.
+    piece is valid until the next one is asked for. `out` may be the memory of `old`. ValueError for a payload that does not
+    fit, before the first piece.
     """
     base, moves = _last_moves(parts, old)
     values = None if out is None else out.view(base.dtype)

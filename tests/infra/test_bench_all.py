@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.cli.bench.all import USES, BenchEnd, BenchUse, as_figures, command_of, in_order, run
+from infra.cli.bench.all import USES, BenchUse, command_of, in_order, run
 from infra.cli.bench.beside import Beside
+from infra.cli.bench.ends import BenchEnd, as_figures, read_ends, with_end, write_ends
 from infra.cli.bench.growth.growth import GrowthLine, GrowthPoint
 from infra.cli.bench.learner.families import Family
 from infra.cli.bench.learning.gate import Figures as GateFigures
@@ -27,6 +28,7 @@ from infra.cli.bench.tables import all_table
 from infra.cli.bench.targets import TARGETS
 from infra.cli.commands import measure
 from infra.cli.main import bench_app
+from schemas.errors import ConfigError
 
 HOP = [
     Beside(case="verify", name="headrace", cpu_us=(200.0, 220.0), wall_us=(1.0, 1.0)),
@@ -207,28 +209,60 @@ def test_the_table_shows_what_was_aimed_at_what_was_seen_and_whether_it_is_met()
         BenchRow("hop", "verify, third", low=1.0, why="it is not installed"),
     )
     failed = BenchEnd("lora", tuple(rows_without("lora", "no disk")), why="no disk", took_s=12.0)
-    console = Console(file=io.StringIO(), width=170)
-    console.print(all_table([BenchEnd("hop", rows, took_s=180.0), failed]))
+    console = Console(file=io.StringIO(), width=190)
+    console.print(all_table([BenchEnd("hop", rows, took_s=180.0, at="2026-11-25 21:40"), failed]))
     assert isinstance(console.file, io.StringIO)
     lines = {line: line.split("│") for line in console.file.getvalue().splitlines()}
 
     def shown(what: str) -> list[str]:
         return [cell.strip() for line, cells in lines.items() if what in line for cell in cells[2:-1]]
 
-    assert shown("verify, loop") == ["verify, loop", "200", "100", "at least 1", "0.5", "missed", "3.0"]
-    assert shown("verify, other") == ["verify, other", "200", "400", "", "2", "", ""]
-    assert shown("verify, third")[-4:] == ["at least 1", "", "not run: it is not installed", ""]
-    assert shown("share") == ["share", "", "", "at most 0.01", "", "not run: no disk", "0.2"]
+    assert shown("verify, loop") == [
+        "verify, loop",
+        "200",
+        "100",
+        "at least 1",
+        "0.5",
+        "missed",
+        "3.0",
+        "2026-11-25 21:40",
+    ]
+    assert shown("verify, other") == ["verify, other", "200", "400", "", "2", "", "", ""]
+    assert shown("verify, third")[-5:] == ["at least 1", "", "not run: it is not installed", "", ""]
+    assert shown("share") == ["share", "", "", "at most 0.01", "", "not run: no disk", "0.2", ""]
 
 
 def test_as_json_every_row_has_its_verdict_and_no_number_is_infinite() -> None:
     rows = (BenchRow("hop", "loop", 0.5, low=1.0), BenchRow("hop", "other", why="missing"))
-    figures = json.loads(json.dumps(as_figures([BenchEnd("hop", rows, took_s=2.0)]), allow_nan=False))
+    end = BenchEnd("hop", rows, took_s=2.0, at="2026-11-25 21:40", load=6.5, options=("--repeat", "1"))
+    figures = json.loads(json.dumps(as_figures([end]), allow_nan=False))
     assert [(one["verdict"], one["low"], one["high"]) for one in figures["rows"]] == [
         ("missed", 1.0, None),
         ("not run", None, None),
     ]
-    assert figures["benches"] == [{"bench": "hop", "took_s": 2.0, "is_run": True, "why": ""}]
+    assert figures["benches"] == [
+        {
+            "bench": "hop", "took_s": 2.0, "is_run": True, "why": "", "at": "2026-11-25 21:40", "load": 6.5,
+            "options": ["--repeat", "1"],
+        }
+    ]  # fmt: skip
+
+
+def test_what_a_run_leaves_out_keeps_its_figures_and_their_date(tmp_path: Path) -> None:
+    file = tmp_path / "bench" / "all.json"
+    assert read_ends(file, ("hop",)) == []
+    hop = BenchEnd("hop", (BenchRow("hop", "loop", 0.5, low=1.0), BenchRow("hop", "all", 0.5)), at="2026-11-25 21:40")
+    lora = BenchEnd("lora", (BenchRow("lora", "share", 0.007, high=0.01),), at="2026-11-25 21:50", load=6.5)
+    write_ends(file, [hop, lora])
+    assert read_ends(file, ("hop", "lora")) == [hop, lora]
+    assert read_ends(file, ("lora",)) == [lora], "a benchmark that is none any more is passed over"
+    left_out = BenchEnd("hop", tuple(rows_without("hop", "left out")), why="left out", is_run=False)
+    assert with_end([hop, lora], left_out) == [hop, lora] and with_end([lora], left_out) == [lora, left_out]
+    failed = BenchEnd("hop", tuple(rows_without("hop", "no disk")), why="no disk", at="2026-11-26 08:00")
+    assert with_end([hop, lora], failed) == [lora, failed]
+    file.write_text('{"rows": []}')
+    with pytest.raises(ConfigError, match=r"all\.json: got what `headrace bench all` does not write"):
+        read_ends(file, ("hop",))
 
 
 def test_every_benchmark_that_is_declared_is_run_those_that_take_least_first(

@@ -59,3 +59,14 @@ def test_everything_is_measured_and_drawn_and_what_would_take_too_long_is_left_o
 def test_one_thing_that_grows_can_be_measured_alone(tmp_path: Path) -> None:
     lines = run((200,), tmp_path, lambda line: None, only=("trace",))
     assert [one.what for one in lines] == ["trace, index", "trace, a question"]
+
+
+def test_what_was_measured_is_kept_when_it_is_ended_before_the_end(tmp_path: Path) -> None:
+    def say(line: str) -> None:
+        if "400" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run((200, 400, 800), tmp_path, say, only=("uses",))
+    kept = json.loads((tmp_path / "growth.json").read_bytes())
+    assert {len(one["points"]) for one in kept} == {2}

@@ -1,5 +1,7 @@
 """The benchmark of starts of processes: cold and warm, and a role that does not start is named."""
 
+import asyncio
+import sys
 from collections.abc import Mapping
 from os import makedirs
 from os.path import exists
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.cli.bench.common.awaited_log import beside_child
+from infra.cli.bench.common.children import end
 from infra.cli.bench.growth.start import (
     DEMO,
     KINDS,
@@ -20,6 +24,7 @@ from infra.cli.bench.growth.start import (
 )
 from infra.cli.bench.targets import TARGETS
 from infra.cli.run.up import ROLES as UP
+from infra.local.process import start_watched
 
 
 def test_of_each_the_best_round_is_shown_and_the_target_is_of_a_figure() -> None:
@@ -65,3 +70,15 @@ def test_a_role_is_measured_until_it_works() -> None:
     assert all(value > 0 for value in figures.values())
     assert figures["master_warm_cpu_s"] < figures["master_cold_cpu_s"], "with all of it compiled it works less"
     assert len(said) == 4 and said[-1].startswith("start: nobody is left out: ")
+
+
+def test_whoever_waits_for_a_process_hears_that_it_has_ended(tmp_path: Path) -> None:
+    async def waits() -> None:
+        child = start_watched([sys.executable, "-c", "print('no engine')"], log=tmp_path / "log")
+        try:
+            await beside_child(asyncio.create_task(asyncio.sleep(600)), child, tmp_path / "log")
+        finally:
+            end(child)
+
+    with pytest.raises(RuntimeError, match="no engine"):
+        asyncio.run(waits())

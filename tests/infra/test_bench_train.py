@@ -25,7 +25,7 @@ from trainer.config import TrainerConfig
 
 OWN = TrainRun(OURS, 0, 0.3, 0.92, 80, 0.8, 600.0, wall_s=100.0, cpu_s=190.0)
 SLOW = TrainRun(TRL, 0, 0.3, 0.91, 90, 0.8, 600.0, wall_s=250.0, cpu_s=490.0)
-LATE = TrainRun(TRL, 0, 0.3, 0.5, 90, 0.41, 600.0)
+LATE = TrainRun(TRL, 0, 0.3, 0.5, 90, 0.41, 600.0, wall_s=590.0, cpu_s=950.0, arrived=False)
 
 
 def settings_in(folder: Path, *sets: str) -> Settings:
@@ -34,23 +34,27 @@ def settings_in(folder: Path, *sets: str) -> Settings:
 
 
 def test_one_that_does_not_arrive_is_said_to_have_not_and_never_has_a_time() -> None:
-    assert LATE.words == "not within 10 minutes: 50.0% right, at reward 0.41"
+    assert LATE.words == "not within 10 minutes: 50.0% right after 590 s, 950 s of CPU, 90 steps, at reward 0.41"
     assert sooner([OWN, SLOW], 0, OURS) == ("", 2.5)
-    assert sooner([OWN, LATE], 0, OURS) == (": at least", 6.0)
-    late = msgspec.structs.replace(OWN, wall_s=None, cpu_s=None)
-    assert sooner([late, SLOW], 0, OURS) == (": at most", 250 / 600)
+    assert sooner([OWN, LATE], 0, OURS) == (": at least", 5.9)
+    assert sooner([OWN, LATE], 0, OURS, "cpu_s") == (": at least", 5.0)
+    late = msgspec.structs.replace(OWN, arrived=False)
+    assert sooner([late, SLOW], 0, OURS) == (": at most", 2.5)
     assert sooner([late, LATE], 0, OURS) is None and sooner([OWN], 0, OURS) is None
-    console = Console(file=io.StringIO(), width=130)
+    unseen = msgspec.structs.replace(LATE, wall_s=0.0, cpu_s=0.0)
+    assert sooner([OWN, unseen], 0, OURS) is None, "a peer that was never looked at says nothing"
+    console = Console(file=io.StringIO(), width=170)
     console.print(train_table([OWN, LATE]))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert "not within 10 minutes" in shown and "at least 6.00" in shown
+    assert "not within 10 minutes" in shown and "at least 5.90" in shown and "at least 5.00" in shown
 
 
 def test_bench_all_has_a_row_a_side_and_seed() -> None:
     rows = rows_of("train", msgspec.to_builtins([OWN, LATE]))
     assert [(one.what, one.value, one.ours, one.peer, one.low) for one in rows] == [
-        (f"seed 0, {OURS}, {TRL}: at least", 6.0, 100.0, None, 2.0)
+        (f"seed 0, {OURS}, {TRL}: at least", 5.9, 100.0, 590.0, 2.0),
+        (f"seed 0, {OURS}, {TRL}, CPU: at least", 5.0, 190.0, 950.0, float("-inf")),
     ]
 
 
@@ -99,7 +103,7 @@ def test_a_peer_arrives_or_its_time_is_over(minutes: float, tmp_path: Path) -> N
         peer.kill()
         peer.communicate()
     assert (found.side, found.seed, found.begun) == (TRL, 7, 0.3)
-    assert (found.steps, found.wall_s) == ((40, 9.0) if minutes > 1 else (20, None))
+    assert (found.steps, found.wall_s, found.arrived) == ((40, 9.0, True) if minutes > 1 else (20, 9.0, False))
 
 
 @pytest.mark.parametrize("lines", [(), ({"begin": True, "accuracy": 0.3}, STEP)])

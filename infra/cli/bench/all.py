@@ -5,20 +5,22 @@ waiting. One that fails, or takes too long, is one line, and the rest continues.
 that ends. Those that take least come first.
 """
 
-import math
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from infra.cli.bench.common.children import end
-from infra.cli.bench.rows import BenchRow, rows_of, rows_without
+from infra.cli.bench.ends import BenchEnd
+from infra.cli.bench.rows import rows_of, rows_without
 from infra.local.process import start_watched
 
 Say = Callable[[str], None]
@@ -37,18 +39,6 @@ class BenchUse(msgspec.Struct, frozen=True):
     quick: tuple[str, ...] | None = ()
     asked: tuple[str, ...] = ()
     why: str = ""
-
-
-class BenchEnd(msgspec.Struct, frozen=True):
-    """One that is over. bench: its name. rows: of the table. why: it has no figures, "" where it has. took_s: on the
-    clock. is_run: in this run, not read from an earlier one.
-    """
-
-    bench: str
-    rows: tuple[BenchRow, ...]
-    why: str = ""
-    took_s: float = 0.0
-    is_run: bool = True
 
 
 # Of those that are named here; every other one is run as BenchUse() says.
@@ -92,19 +82,6 @@ USES: Mapping[str, BenchUse] = {
 }
 
 
-def as_figures(found: Sequence[BenchEnd]) -> dict[str, Any]:
-    """As JSON has them: rows with their verdicts, and of each benchmark how long it took and why it has no figures."""
-    return {
-        "rows": [_as_json(row) for one in found for row in one.rows],
-        "benches": [{"bench": one.bench, "took_s": one.took_s, "is_run": one.is_run, "why": one.why} for one in found],
-    }
-
-
-def _as_json(row: BenchRow) -> dict[str, Any]:
-    limits = {name: value for name, value in (("low", row.low), ("high", row.high)) if math.isfinite(value)}
-    return {**msgspec.to_builtins(row), "low": None, "high": None, **limits, "verdict": row.verdict}
-
-
 def command_of(name: str, options: Sequence[str]) -> list[str]:
     """What runs a benchmark."""
     return [sys.executable, "-m", "infra.cli.main", "bench", name, *options, "--json"]
@@ -136,7 +113,12 @@ def run(
             minutes = min(QUICK_MINUTES, use.minutes) if quick else use.minutes
             say(f"bench {name} ({number} of {len(names)}) begins: {minutes:g} minutes at most")
             options = [*use.asked, *(use.quick or ())] if quick else use.asked
-            one = _run_one(name, command(name, options), minutes, say)
+            one = msgspec.structs.replace(
+                _run_one(name, command(name, options), minutes, say),
+                at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+                load=round(os.getloadavg()[1], 1),
+                options=tuple(options),
+            )
             say(_summed_up(one))
         found.append(one)
         ended(one)

@@ -171,16 +171,21 @@ def _gate(name: str, figures: Any) -> list[BenchRow]:
 
 
 def _train(name: str, figures: Any) -> list[BenchRow]:
-    """How many times as soon as TRL each side of headrace arrived, by the clock."""
-    from infra.cli.bench.learning.train import SOONER, TRL, TrainRun, sooner
+    """How many times as soon as TRL each side of headrace arrived: by the clock, which has a target, and in processor time."""
+    from infra.cli.bench.learning.train import SOONER, TRL, Clock, TrainRun, sooner
 
     found = msgspec.convert(figures, list[TrainRun])
-    peers = {one.seed: one.wall_s for one in found if one.side == TRL}
+    peers = {one.seed: one for one in found if one.side == TRL}
+    clocks: tuple[tuple[Clock, str, float], ...] = (("wall_s", "", SOONER), ("cpu_s", ", CPU", NO_LEAST))
     return [
-        BenchRow(name, f"seed {one.seed}, {one.side}, {TRL}{times[0]}", times[1], one.wall_s, peers[one.seed], SOONER)
+        BenchRow(
+            name, f"seed {one.seed}, {one.side}, {TRL}{said}{times[0]}", times[1],
+            ours=getattr(one, clock), peer=getattr(peers[one.seed], clock), low=low,
+        )
         for one in found
-        if one.side != TRL and (times := sooner(found, one.seed, one.side)) is not None
-    ]
+        for clock, said, low in clocks
+        if one.side != TRL and (times := sooner(found, one.seed, one.side, clock)) is not None
+    ]  # fmt: skip
 
 
 READERS: Mapping[str, Callable[[str, Any], list[BenchRow]]] = {

@@ -11,7 +11,7 @@ from infra.cli.bench.growth.growth import LINEAR
 from infra.cli.bench.targets import TARGETS
 
 if TYPE_CHECKING:
-    from infra.cli.bench.all import BenchEnd
+    from infra.cli.bench.ends import BenchEnd
     from infra.cli.bench.growth.growth import GrowthLine, GrowthPoint
     from infra.cli.bench.learner.families import Family
     from infra.cli.bench.learner.learner import BenchMachine, LearnerBenchPlan, ShapeComparison
@@ -79,6 +79,7 @@ def all_table(found: "Sequence[BenchEnd]") -> Table:
         table.add_column(title, justify="right")
     table.add_column("")
     table.add_column("minutes", justify="right")
+    table.add_column("ended at, UTC")
     styles = {"met": "green", "missed": "red", "not run": "yellow", "": ""}
     for end in found:
         for at, one in enumerate(end.rows):
@@ -87,7 +88,8 @@ def all_table(found: "Sequence[BenchEnd]") -> Table:
             seen = Text("" if one.value is None else number(one.value), style=styles[one.verdict])
             said = Text(one.verdict + (f": {one.why}" if one.why else ""), style=styles[one.verdict])
             took = f"{end.took_s / 60:.1f}" if end.is_run and not at else ""
-            table.add_row(one.bench if not at else "", one.what, *both, target, seen, said, took)
+            ended = end.at if not at else ""
+            table.add_row(one.bench if not at else "", one.what, *both, target, seen, said, took, ended)
     return table
 
 
@@ -150,15 +152,17 @@ def train_table(found: "Sequence[TrainRun]") -> Table:
     from infra.cli.bench.learning.train import SOONER, TRL, sooner
 
     table = Table("seed", "", title="bench train: to 90 % of the development set, from the same weights")
-    for title in ("begins at", "arrives", "sooner than TRL by", "target"):
+    for title in ("begins at", "arrives", "sooner than TRL by", "target", "in CPU by"):
         table.add_column(title, justify="right")
     for one in found:
-        times = None if one.side == TRL else sooner(found, one.seed, one.side)
-        said, style = "", ""
-        if times is not None:
-            said, style = f"{times[0].lstrip(': ')} {times[1]:.2f} times", "green" if times[1] >= SOONER else "red"
+        by_clock, by_cpu = (sooner(found, one.seed, one.side, clock) for clock in ("wall_s", "cpu_s"))
+        style = "" if by_clock is None else "green" if by_clock[1] >= SOONER else "red"
         target = "" if one.side == TRL else f"at least {number(SOONER)}"
-        table.add_row(str(one.seed), one.side, f"{one.begun:.1%}", one.words, Text(said.strip(), style=style), target)
+        said, of_cpu = (
+            "" if times is None else f"{times[0].lstrip(': ')} {times[1]:.2f} times".strip()
+            for times in (by_clock, by_cpu)
+        )
+        table.add_row(str(one.seed), one.side, f"{one.begun:.1%}", one.words, Text(said, style=style), target, of_cpu)
     return table
 
 

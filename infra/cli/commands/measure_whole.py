@@ -61,4 +61,4 @@ def train(
         sides=(OURS, REWARDS) if alone else (OURS,),
     )
     found = run(plan, tell)
-    return Found(msgspec.to_builtins(found), lambda: [train_table(found)], width=130)
+    return Found(msgspec.to_builtins(found), lambda: [train_table(found)], width=170)

@@ -77,6 +77,18 @@ that it is counted or set on.
 | metric | kind | labels | role | meaning |
 |---|---|---|---|---|
 """
+BENCHES = f"""\
+# Every benchmark's targets
+
+For whoever asks how fast it is, and where it is not fast enough: all that `headrace bench all` measures.
+
+{BY}The figures are of `infra/cli/bench/measured/all.json`, which `headrace bench all` wrote on two cores. Each benchmark says
+when it ran and beside how much other work: the load is how many processes ran or waited for a core. On a busy machine read
+ratios and processor time; figures of the clock are the machine's as much as headrace's. Where headrace stands beside a peer,
+the last figure is by how many times it is cheaper, and the two before it are µs of an answer, or seconds.
+[What was measured](../explanation/measured.md) has the tables in full.
+
+"""
 # Keys that mean the same in every table.
 COMMON = {
     "on": "whether it is part of the chain.",
@@ -95,6 +107,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text of every generated page, by its path below infra/docs."""
     from actors.gateway.http.openapi import document
+    from infra.cli.bench.page import page
+    from infra.cli.commands.measure import commands as benches
     from infra.cli.settings import Settings
 
     return {
@@ -104,6 +118,7 @@ def pages() -> dict[str, str]:
         "reference/headrace.md": NAMES + "".join(names()),
         "reference/options.md": OPTIONS + "".join(parts()),
         "reference/metrics.md": METRICS + "".join(metrics()),
+        "reference/benchmarks.md": page(BENCHES, [name for name in benches() if name != "all"]),
         "../deploy/alerts.yml": rules(),
         **dashboards(),
     }

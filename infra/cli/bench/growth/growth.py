@@ -69,8 +69,11 @@ class GrowthLine(msgspec.Struct, frozen=True):
 def run(
     sizes: Sequence[int], out: Path, say: Say, limit_s: float = LIMIT_S, *, only: Collection[str] = ()
 ) -> list[GrowthLine]:
-    """Everything over the sizes; in `out` growth.json and growth.png. only: of WORKS, all where there is none."""
+    """Everything over the sizes; in `out` growth.json, written anew after each point, and growth.png. only: of WORKS, all where
+    there is none.
+    """
     points: list[GrowthPoint] = []
+    out.mkdir(parents=True, exist_ok=True)
     for name in only or WORKS:
         work, took_s, told = WORKS[name], 0.0, dict[str, None]()
         for at, size in enumerate(sizes):
@@ -84,9 +87,9 @@ def run(
             mb, took_s = figures.pop("mb"), figures.pop("wall_s")
             points += [GrowthPoint(what, size, cpu_s, mb, name) for what, cpu_s in figures.items()]
             told = dict.fromkeys(figures)
+            (out / "growth.json").write_bytes(msgspec.json.format(msgspec.json.encode(lines_of(points)), indent=1))
             say(f"growth: {name} at {size:,}: {took_s:.1f} s")
     lines = lines_of(points)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "growth.json").write_bytes(msgspec.json.format(msgspec.json.encode(lines), indent=1))
     if any(one.exponent is not None for one in lines):
         draw(lines, out / "growth.png")

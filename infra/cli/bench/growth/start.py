@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from infra.cli.bench.common.awaited_log import LOOK_S, log_of
-from infra.cli.bench.common.children import cpu_s, end_gently, last_words
-from infra.local.process import Watched, start_watched
+from infra.cli.bench.common.awaited_log import LOOK_S, beside_child, log_of
+from infra.cli.bench.common.children import cpu_s, end_gently
+from infra.local.process import start_watched
 
 if TYPE_CHECKING:
     from infra.cli.settings import Settings
@@ -161,10 +161,10 @@ async def _role_works(
         begin_s = time.perf_counter()
         child = start_watched(argv, log=log_file, env={**child_environment(settings), **env})
         try:
-            await _until(working, child, log_file)
+            async with asyncio.timeout(LIMIT_S):
+                await beside_child(working, child, log_file)
             return Started(cpu_s(child.pid), time.perf_counter() - begin_s)
         finally:
-            working.cancel()
             await asyncio.to_thread(end_gently, child, END_S)
 
 
@@ -178,26 +178,16 @@ async def _working(log: "Log", role: str) -> None:
                 return
 
 
-async def _until(done: "asyncio.Task[None]", child: Watched, log_file: Path) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not done.done():
-            if child.process.poll() is not None:
-                raise RuntimeError(last_words(log_file))
-            await asyncio.wait([done], timeout=LOOK_S)
-    done.result()
-
-
 async def _demo_answers(folder: Path, engine: str, log_file: Path, env: Mapping[str, str]) -> Started:
     """Until its first experience is in the log, from the command on."""
     argv = [sys.executable, "-m", "infra.cli.main", "demo", "--dir", str(folder), "--engine", engine, "--json"]
     begin_s = time.perf_counter()
     child = start_watched(argv, log=log_file, env=env)
-    answering = asyncio.create_task(_answered(folder / "headrace.toml"))
     try:
-        await _until(answering, child, log_file)
+        async with asyncio.timeout(LIMIT_S):
+            await beside_child(asyncio.create_task(_answered(folder / "headrace.toml")), child, log_file)
         return Started(cpu_s(child.pid), time.perf_counter() - begin_s)
     finally:
-        answering.cancel()
         await asyncio.to_thread(end_gently, child, END_S)
 
 

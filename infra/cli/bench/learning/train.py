@@ -8,13 +8,13 @@ One after the other, each with the machine for itself. What is right, the tasks 
 functions. The clock begins when the weights are there to be sampled (headrace: the first version after the warm-up is
 published; TRL: its first step begins), and ends when the development set is found to be right in 0.9 of its tasks, which all
 look at as often. Before that they have to find the same share right of the weights that they begin with. A side that does not
-arrive within `minutes` is said to have not, with the reward that it had; a missing peer is said in one line.
+arrive within `minutes` is said to have not, with the reward that it had; a missing peer is said in one line. Processor time is
+counted likewise: on a busy machine its ratio is the one to read.
 """
 
 import asyncio
 import contextlib
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -22,11 +22,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from infra.cli.bench.beside import OURS
+from infra.cli.bench.common.awaited_log import beside_child
 from infra.cli.bench.common.bench_env import bench_python, lacks
 from infra.cli.bench.common.children import end_gently, last_words
 from infra.cli.bench.learning.train_ours import RunFollower, warmed
@@ -42,6 +43,7 @@ SOONER = 2.0
 BEGIN_S = 600.0
 END_S = 120.0
 Say = Callable[[str], None]
+Clock = Literal["wall_s", "cpu_s"]
 
 
 class TrainPlan(msgspec.Struct, frozen=True):
@@ -60,8 +62,8 @@ class TrainPlan(msgspec.Struct, frozen=True):
 
 class TrainRun(msgspec.Struct, frozen=True):
     """One side from one seed's weights. side: its name. seed: see TrainPlan. begun, accuracy: shares right at the beginning
-    and when it was looked at last. steps: by then. reward: of what was trained on last. wall_s, cpu_s: until it arrived, None
-    where it did not. limit_s: how long it had.
+    and when it was looked at last. steps, wall_s, cpu_s: by then, which is when it arrived where it did. reward: of what was
+    trained on last, None where none was heard. limit_s: how long it had. arrived: whether enough is right.
     """
 
     side: str
@@ -69,17 +71,20 @@ class TrainRun(msgspec.Struct, frozen=True):
     begun: float
     accuracy: float
     steps: int
-    reward: float
+    reward: float | None
     limit_s: float
-    wall_s: float | None = None
-    cpu_s: float | None = None
+    wall_s: float
+    cpu_s: float
+    arrived: bool = True
 
     @property
     def words(self) -> str:
         """For a person."""
-        if self.wall_s is None or self.cpu_s is None:
-            return f"not within {self.limit_s / 60:g} minutes: {self.accuracy:.1%} right, at reward {self.reward:.2f}"
-        return f"{self.wall_s:.0f} s, {self.cpu_s:.0f} s of CPU, {self.steps} steps"
+        took = f"{self.wall_s:.0f} s, {self.cpu_s:.0f} s of CPU, {self.steps} steps"
+        if self.arrived:
+            return took
+        at = "" if self.reward is None else f", at reward {self.reward:.2f}"
+        return f"not within {self.limit_s / 60:g} minutes: {self.accuracy:.1%} right after {took}{at}"
 
 
 def run(plan: TrainPlan, say: Say = print) -> list[TrainRun]:
@@ -161,12 +166,13 @@ def _trl(plan: TrainPlan, asked: dict[str, Any], seed: int, folder: Path) -> Tra
 def heard(child: "subprocess.Popen[bytes]", limit: threading.Timer, plan: TrainPlan, seed: int, log: Path) -> TrainRun:
     """What a peer said until it arrived or its time was over. Raises RuntimeError where it ended before it began."""
     assert child.stdout is not None
-    begun, last = math.nan, {"accuracy": math.nan, "step": 0, "reward": math.nan}
+    begun: float | None = None
+    last: dict[str, Any] = {"accuracy": 0.0, "step": 0, "reward": None, "wall_s": 0.0, "cpu_s": 0.0}
     timers = [limit]
     for line in child.stdout:
         told = _told(line)
         if told.get("begin"):
-            begun = told["accuracy"]
+            begun = last["accuracy"] = told["accuracy"]
             timers[-1].cancel()
             timers.append(threading.Timer(60 * plan.minutes, child.kill))
             timers[-1].start()
@@ -176,7 +182,7 @@ def heard(child: "subprocess.Popen[bytes]", limit: threading.Timer, plan: TrainP
                 break
     for one in timers:
         one.cancel()
-    if math.isnan(begun):
+    if begun is None:
         raise RuntimeError(f"train: {TRL} did not begin: {last_words(log)}")
     if last["accuracy"] < plan.at and child.wait() >= 0:
         raise RuntimeError(f"train: {TRL} ended before its time: {last_words(log)}")
@@ -193,10 +199,9 @@ def _told(line: bytes) -> dict[str, Any]:
 
 def _run_of(side: str, plan: TrainPlan, seed: int, begun: float, last: dict[str, Any]) -> TrainRun:
     """last: what was heard when it was looked at last."""
-    arrived = last["accuracy"] >= plan.at
     return TrainRun(
         side, seed, begun, last["accuracy"], last["step"], last["reward"], 60 * plan.minutes,
-        wall_s=last["wall_s"] if arrived else None, cpu_s=last["cpu_s"] if arrived else None,
+        wall_s=last["wall_s"], cpu_s=last["cpu_s"], arrived=last["accuracy"] >= plan.at,
     )  # fmt: skip
 
 
@@ -209,35 +214,25 @@ async def _ours(plan: TrainPlan, side: str, seed: int, folder: Path, settings: "
     child = start_watched(argv, log=log)
     try:
         follower = RunFollower(child.pid, settings.master.stop.suite, plan.at)
-        following = asyncio.create_task(
-            follower.follow(folder / "headrace.toml", begin_s=BEGIN_S, limit_s=60 * plan.minutes)
-        )
-        while not following.done():
-            if child.process.poll() is not None:
-                following.cancel()
-                raise RuntimeError(f"train: the demo ended: {last_words(log)}")
-            await asyncio.wait([following], timeout=1.0)
-        looked = following.result()
+        following = follower.follow(folder / "headrace.toml", begin_s=BEGIN_S, limit_s=60 * plan.minutes)
+        looked = await beside_child(asyncio.create_task(following), child, log)
+        if looked.begun is None:
+            raise RuntimeError(f"train: {side}: its first weights were not looked at: {last_words(log)}")
         return _run_of(side, plan, seed, looked.begun, msgspec.structs.asdict(looked))
     finally:
         await asyncio.to_thread(end_gently, child, END_S)
 
 
-def sooner(runs: Sequence[TrainRun], seed: int, side: str) -> tuple[str, float] | None:
-    """How many times as soon as TRL a side of headrace arrived, by the clock, and what is said of it; None where neither did,
-    or one is missing. Of one that did not arrive its time counts, which it needs at least.
+def sooner(runs: Sequence[TrainRun], seed: int, side: str, clock: Clock = "wall_s") -> tuple[str, float] | None:
+    """How many times as soon as TRL a side of headrace arrived, and what is said of it; None where neither did, or one is
+    missing or was never looked at. Of one that did not arrive what it had taken counts, which it needs at least.
     """
     of = {one.side: one for one in runs if one.seed == seed}
     if side not in of or TRL not in of:
         return None
     own, peer = of[side], of[TRL]
-    if own.wall_s is None and peer.wall_s is None:
+    took, peer_took = getattr(own, clock), getattr(peer, clock)
+    if not (own.arrived or peer.arrived) or not took or not peer_took:
         return None
-    said = (
-        ""
-        if peer.wall_s is not None and own.wall_s is not None
-        else ": at most"
-        if own.wall_s is None
-        else ": at least"
-    )
-    return said, (peer.wall_s or peer.limit_s) / (own.wall_s or own.limit_s)
+    said = ": at most" if not own.arrived else ": at least" if not peer.arrived else ""
+    return said, peer_took / took

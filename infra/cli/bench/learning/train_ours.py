@@ -4,7 +4,6 @@ python -m infra.cli.bench.learning.train_ours FOLDER ENGINE CONTROL SEED MINUTES
 """
 
 import asyncio
-import math
 import shutil
 import sys
 import time
@@ -56,14 +55,15 @@ def warmed(settings: "Settings", model: Path, out: Path, say: Callable[[str], No
 
 
 class Looked(msgspec.Struct):
-    """What a run has reported. begun: the share right of its first weights. step: of the version that was looked at last.
-    accuracy: the share that it has right. wall_s, cpu_s: from the beginning until that was known. reward: of the newest step.
+    """What a run has reported. begun: the share right of its first weights, None before that is known. step: of the version
+    that was looked at last. accuracy: the share that it has right. wall_s, cpu_s: from the beginning until that was known.
+    reward: of the newest step, None before there is one.
     """
 
-    begun: float = math.nan
-    accuracy: float = math.nan
+    begun: float | None = None
+    accuracy: float = 0.0
     step: int = 0
-    reward: float = math.nan
+    reward: float | None = None
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
