@@ -85,8 +85,8 @@ checkpoint_every = 40
 version_every = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
 
 [trainer.lanes]
-# Most answers are old, and most are wrong. A loss that lowers their probability without a bound lowers that of right ones too. topr
-# stops at what the policy hardly says, so that an answer may be learned from several times.
+# Most answers are old, and most are wrong. A loss that lowers their probability without a bound lowers that of right ones
+# too. topr stops at what the policy hardly says, so that an answer may be learned from several times.
 live = {{ loss = "topr", weight = {usual}, least = 256, max_uses = 4, bound = 1.0 }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 """
