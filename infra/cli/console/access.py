@@ -2,12 +2,12 @@
 
     a key (or the link the command prints) ─> POST /enter ─> cookie, signed by this process ─> asked of the keys at each request
 
-Guarantees: nothing is shown without a key that opens now, and a revoked one opens nothing RELOAD_S later; a session that was
-signed out of opens nothing more, even with its cookie; what changes anything is a POST that carries a token of its own
-session and comes from a page of this console; the link only looks.
+Guarantees: nothing is shown without a valid key, and a revoked key opens nothing RELOAD_S later. After signing out the cookie
+of the session opens nothing, whoever has it. Only a POST changes anything; it carries a token of its own session and comes
+from a page of this console. The link only lets people look.
 
-A session is of one console and of one start of it, since each signs with a secret of its own: another console of the app, and
-the same after a restart, asks for the key again. So what was signed out of need not be written anywhere.
+A session belongs to one console and one start of it, since each signs with a secret of its own: another console of the app, and
+the same one after a restart, ask for the key again. So ended sessions need not be written anywhere.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """Who looks, and what they may. name: as the log has it. session: what their forms carry a token of. until_s: when
-    its cookie expires, seconds of the epoch. scopes: what their key may do.
+    """Who looks, and what they may do. name: as it is written in the log. session: random, of one sign-in; the token in
+    their forms is made from it. until_s: when the cookie expires, seconds of the epoch. scopes: of their key.
 
     Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…", until_s=1.8e9)
     """
@@ -47,16 +47,16 @@ class Viewer(msgspec.Struct, frozen=True):
     until_s: float
 
     def may(self, scope: Scope) -> bool:
-        """Whether this may be done; every scope of the console looks too."""
+        """Whether the key has this scope. Each scope of the console includes look."""
         return scope in self.scopes or (scope == "look" and not LOOKS.isdisjoint(self.scopes))
 
 
 class Forbidden(Exception):
-    """A viewer who may not do this, or a request that does not come from a page of this console; says which."""
+    """The viewer may not do this, or the request does not come from a page of this console. The message says which."""
 
 
 class _Cookie(msgspec.Struct, frozen=True, array_like=True):
-    """What a cookie says."""
+    """What a cookie holds."""
 
     key_id: str
     until_s: float
@@ -64,8 +64,8 @@ class _Cookie(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConsoleAccess:
-    """The doors of one console. link: a secret that looks, "" for none. clock: seconds of the epoch. max_ended: sessions that
-    are remembered as ended.
+    """Sign-in and sessions of one console. link: a secret that lets its holder look, "" for none. clock: seconds of the epoch.
+    max_ended: how many ended sessions are remembered.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ConsoleAccess:
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read the keys again, if it is time; while the store is away, or another request reads them, what was known holds."""
+        """Read the keys again if RELOAD_S have passed. Until that succeeds the known keys hold."""
         if self._turn.locked() and self._book.is_read:
             return
         async with self._turn:
@@ -95,7 +95,7 @@ class ConsoleAccess:
             self._read_s = self._clock()
 
     def enter(self, presented: str) -> str:
-        """A cookie for a person who presents a key of the console, or the link. Raises Refused, Forbidden."""
+        """Return a cookie for a key of the console or for the link. Raises Refused, Forbidden."""
         if self._link and hmac.compare_digest(presented.encode("utf-8", "replace"), self._link.encode()):
             key_id = LINK
         else:
@@ -107,7 +107,7 @@ class ConsoleAccess:
         return f"{held.hex()}.{self._mac(held)}"
 
     def viewer(self, cookie: str) -> Viewer:
-        """Who a cookie is of, as their key is now. Raises Refused."""
+        """The viewer of a cookie, with the scopes that their key has now. Raises Refused."""
         text, _, mac = cookie.partition(".")
         if not text:
             raise Refused("missing")
@@ -126,7 +126,7 @@ class ConsoleAccess:
         return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, held.session, held.until_s)
 
     def leave(self, viewer: Viewer) -> None:
-        """End a session: its cookie opens nothing more. Beyond `max_ended` every session ends, so that none comes back."""
+        """End a session: its cookie opens nothing more. Where more than `max_ended` would be remembered, every session ends."""
         now_s = self._clock()
         self._ended = {session: until_s for session, until_s in self._ended.items() if until_s >= now_s}
         if len(self._ended) < self._max_ended:
@@ -138,15 +138,15 @@ class ConsoleAccess:
 
     @property
     def num_ended(self) -> int:
-        """How many sessions it remembers that were ended."""
+        """How many ended sessions are remembered."""
         return len(self._ended)
 
     def form_token(self, viewer: Viewer) -> str:
-        """What every form of this viewer carries."""
+        """The token that every form of this viewer carries."""
         return self._mac(f"form {viewer.session}".encode())
 
     def check_form(self, viewer: Viewer, scope: Scope, form: Mapping[str, str]) -> None:
-        """Whether the viewer may, and the form is one of theirs. Raises Forbidden."""
+        """Check that the viewer has the scope and that the form is of their session. Raises Forbidden."""
         if not viewer.may(scope):
             raise Forbidden(f"this needs a key with the scope {scope}: headrace keys create --scope {scope}")
         if not hmac.compare_digest(form.get("token", "").encode("utf-8", "replace"), self.form_token(viewer).encode()):
@@ -157,7 +157,7 @@ class ConsoleAccess:
 
 
 def ended_bound() -> str:
-    """What bounds the sessions that are remembered as ended.
+    """How long and how many ended sessions are remembered, in words.
 
     >>> ended_bound()
     '12 h each, at most 10,000: one more ends every session'
@@ -166,7 +166,7 @@ def ended_bound() -> str:
 
 
 def check_origin(headers: Mapping[str, str], own: str) -> None:
-    """Whether a POST comes from a page of the console. own: the origin of its pages, "" for the host that the request is for.
+    """Check that a POST comes from a page of the console. own: the origin of its pages, "" for the host in the request.
     Raises Forbidden.
     """
     host, site = headers.get("host", ""), headers.get("sec-fetch-site", "same-origin")

@@ -1,6 +1,6 @@
-"""What can be done from the pages: the records the commands write, with the key that did it as their owner.
+"""What can be done from the pages. Each action writes the record of its command, with the viewer's key as its owner.
 
-Each is refused before anything is written unless the viewer's key has its scope; what was done is in the log with who and why.
+An action is refused before anything is written unless the viewer's key has its scope. The log has who did it and why.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ MAX_REPORT = 4 * 1024 * 1024
 
 
 class Refusal(Exception):
-    """What was asked cannot be done; says why, for the page."""
+    """The action cannot be done. The message says why, for the page."""
 
 
 def reason_of(form: Mapping[str, str]) -> str:
-    """Why, as it goes into the log. Raises Refusal for an empty reason."""
+    """The reason in a form, as it is written to the log. Raises Refusal for an empty one."""
     why = " ".join(form.get("why", "").split())[:MAX_WHY]
     if not why:
         raise Refusal("say why: it is kept with the decision")
@@ -51,7 +51,7 @@ def reason_of(form: Mapping[str, str]) -> str:
 
 
 async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str, str]) -> str:
-    """Move a channel, as `headrace promote`, `pin`, `unpin` and `rollback` do; what was done, in words."""
+    """Move a channel, as `headrace promote`, `pin`, `unpin` and `rollback` do. Returns in words what was done."""
     kind, channel = MOVES[action]
     assert viewer.name not in MASTERS, "a key is never called as a master is"
     try:
@@ -75,7 +75,7 @@ async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str,
 
 
 async def order(reading: Reading, viewer: Viewer, action: str, form: Mapping[str, str]) -> str:
-    """Pause learning or let it go on, as the commands do."""
+    """Pause or resume learning, as the commands do."""
     why = reason_of(form)
     await reading.log.publish(topics.POLICIES, Directive(order=ORDERS[action], owner=viewer.name, reason=why))
     reading.forget_fresh()
@@ -83,13 +83,13 @@ async def order(reading: Reading, viewer: Viewer, action: str, form: Mapping[str
 
 
 async def open_sealed(reading: Reading, viewer: Viewer, about: str, form: Mapping[str, str]) -> None:
-    """Say in the log that this viewer opens this answer or letter; only then may it be shown."""
+    """Write to the log that this viewer opens this answer or letter. It must not be shown before."""
     record = Directive(order="open", owner=viewer.name, about=about, reason=reason_of(form))
     await reading.log.publish(topics.POLICIES, record)
 
 
 async def redeliver(reading: Reading, viewer: Viewer, form: Mapping[str, str]) -> str:
-    """Deliver dead letters again that decode by now, as `headrace reprocess dead-letters` does; each says who did and why."""
+    """Deliver again the dead letters that can be decoded, as `headrace reprocess dead-letters` does. Noted: who, why."""
     from streams.reprocess.letters import redeliver as deliver
     from streams.reprocess.run import ReprocessOrder, plan
 
@@ -102,8 +102,8 @@ async def redeliver(reading: Reading, viewer: Viewer, form: Mapping[str, str]) -
 
 
 async def reprocess(command: Sequence[str], form: Mapping[str, str]) -> dict[str, Any]:
-    """The report of `headrace reprocess STAGE --diff`, run as a process of its own: rules may take all memory there is.
-    command: the arguments by which it reads the run."""
+    """The report of `headrace reprocess STAGE --diff`. It runs as a process of its own, since rules may take much memory.
+    command: the arguments that name the run."""
     stage, begin = form.get("stage", ""), form.get("from", "").strip() or "beginning"
     if stage not in STAGES:
         raise Refusal(f'got stage "{stage[:40]}", expected one of {", ".join(STAGES)}')

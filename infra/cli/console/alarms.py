@@ -1,4 +1,4 @@
-"""Alarms as a page shows them: name, object, since when, how often, and where to read what to do."""
+"""Alarms as a page shows them: name, subject, since when, how often, and the section of the help that says what to do."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def alarms_of(state: State, seen: Mapping[str, float]) -> list[ShownAlarm]:
 
 
 def kind_of(line: str) -> str:
-    """What stays of an alarm's line from look to look: it without its numbers.
+    """An alarm's line without its numbers, which change from one reading to the next.
 
     >>> kind_of("verified: 12,300 records wait, expected at most 10,000")
     'verified: # records wait, expected at most #'
@@ -54,7 +54,7 @@ def kind_of(line: str) -> str:
 
 
 def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict[str, float]:
-    """When each of the alarms there are now was first seen; those that ended are forgotten."""
+    """When each present alarm was first seen. Alarms that ended are forgotten."""
     return {kind: seen.get(kind, now_s) for kind in map(kind_of, lines)}
 
 
@@ -73,7 +73,7 @@ def _counted(line: str, role: State, counter: str, more: float) -> ShownAlarm:
 
 
 def value_words(value: str) -> str:
-    """A value of a step as people read it, with what it is.
+    """The name of a step's value in words, with its meaning.
 
     >>> value_words("live/chi2"), value_words("reward_collapse")
     ('chi2 of lane live (estimate of χ²(π‖μ))', 'reward collapse')

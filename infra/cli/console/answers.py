@@ -1,4 +1,4 @@
-"""One answer as its page shows it: conversation, tokens by log-probability and version, verdicts, feedback, its steps.
+"""One answer as its page shows it: conversation, tokens with log-probability and version, scores, feedback, steps.
 
 Guarantee: a sealed text is shown only to a viewer whose key may open it, for one page, once the log has a record of that.
 """
@@ -26,8 +26,8 @@ Spell = Callable[[Sequence[int]], list[str]]
 
 
 class ShownMessage(msgspec.Struct, frozen=True):
-    """One message. role: who speaks. text: as far as it is shown. cut: characters that are not shown. images: how many
-    are with it.
+    """One message. role: who speaks. text: its beginning, as much as is shown. cut: number of characters that are not
+    shown. images: how many belong to it.
     """
 
     role: str
@@ -37,8 +37,8 @@ class ShownMessage(msgspec.Struct, frozen=True):
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """Sampled tokens that spell text together. text: what they spell. level: 0 (certain) to 5. version: that sampled
-    them. odd: of another version than the tokens before the last reload. title: its numbers.
+    """One or more sampled tokens that make a piece of text. text: that piece. level: 0 (certain) to 5. version: that
+    sampled them. odd: whether it is underlined, which changes at each reload. title: id and chance of each token.
     """
 
     text: str
@@ -49,7 +49,7 @@ class ShownToken(msgspec.Struct, frozen=True):
 
 
 class ShownAnswer(msgspec.Struct, frozen=True):
-    """What a page says of an answer.
+    """What a page shows of an answer.
 
     id: as a client has it. one: the experience. shut: why its texts are not shown, "" if they are. messages: of the
     prompt. tokens: of the answer. left_out: tokens not shown. versions: that sampled it.
@@ -65,7 +65,7 @@ class ShownAnswer(msgspec.Struct, frozen=True):
 
 
 def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool, whole: bool = False) -> ShownAnswer:
-    """The answer as it may be shown. opened: a viewer may see it, and the log says so. spell: what tokens are as text."""
+    """What may be shown of the answer. opened: it was unsealed for this viewer, and the log says so. spell: tokens → texts."""
     one = trace.published or trace.judged or trace.buffered[0][1]
     versions = sorted({span.version for span in one.spans})
     if one.key_id and not opened:
@@ -115,7 +115,7 @@ def _tokens(one: Experience, spell: Spell | None) -> tuple[list[ShownToken], int
 
 
 def level_of(logprob: float) -> int:
-    """How surprising a token was, 0 to 5: each level is a half of the chance of the one before, and from 5 on all are one.
+    """How unlikely a token was, 0 to 5. Each level has half the chance of the one before; 5 is for all that are less likely.
 
     >>> [level_of(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
     [0, 1, 2, 5]
@@ -133,7 +133,8 @@ def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
 
     def some(side: str) -> list[sqlite3.Row]:
         return database.execute(
-            "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, said, sealed, asked, answered FROM answers"
+            "SELECT answers.n, id, time_ms, hi, reward, advantage, fate, suite, said, rated, sealed, asked, answered"
+            " FROM answers"
             f" LEFT JOIN texts ON texts.n = answers.n WHERE {where} AND answers.n {side} LIMIT {MAX_BESIDE // 2}",
             (value, place),
         ).fetchall()
@@ -143,7 +144,7 @@ def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
 
 
 def scores_of(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:
-    """Every verdict: name, value, where, and what judged. A score's version is that of its processor."""
+    """Every score: name, value, place, and version of the processor that gave it, with what it cost."""
     judged = trace.judged or (trace.buffered[-1][1] if trace.buffered else None)
     found = []
     for score in judged.scores if judged else ():

@@ -1,7 +1,7 @@
-"""The application: every address there is, who may ask for it, and what every answer says to the browser.
+"""The web application: its addresses, who may use each, and the headers of every response.
 
-Guarantees: no answer lets a browser run anything but the one script, load anything from elsewhere, or be framed; every page
-and every action is behind `ConsoleAccess`; a GET changes nothing.
+Guarantees: by these headers a browser runs only the one script, loads nothing from elsewhere, and shows no page in a frame.
+Every page and every action is behind `ConsoleAccess`. A GET changes nothing.
 """
 
 import logging
@@ -75,7 +75,7 @@ def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], por
 
 
 class Doors:
-    """What checks a request before every page and every action."""
+    """Checks each request before its page or action."""
 
     def __init__(self, pages: Pages, access: ConsoleAccess, port: str, own: str) -> None:
         self._pages = pages
@@ -85,7 +85,7 @@ class Doors:
         self._cookie = f"__Host-headrace_{port}" if own else f"headrace_{port}"
 
     def looking(self, look: Look) -> Callable[[Request], Awaitable[Response]]:
-        """A page, for people who may look."""
+        """The endpoint of a page, for viewers who may look."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -99,7 +99,7 @@ class Doors:
         return endpoint
 
     async def act(self, request: Request) -> Response:
-        """An action, for people who have its scope, from a page of their own session."""
+        """An action, for viewers whose key has its scope, from a form of their own session."""
         action = str(request.path_params["action"])
         if action not in SCOPES:
             return self._pages.error(request, None, 404, "There is no such action.")
@@ -129,7 +129,7 @@ class Doors:
         return answer
 
     async def leave(self, request: Request) -> Response:
-        """Sign out, of a session of one's own."""
+        """Sign out: end the viewer's session."""
 
         async def ended(viewer: Viewer, form: Mapping[str, str]) -> Response:
             self._access.leave(viewer)
@@ -144,7 +144,7 @@ class Doors:
         return self._pages.error(request, None, 404, "There is no such page.")
 
     async def broken(self, request: Request, error: Exception) -> Response:
-        """The page of an error; the log has the rest."""
+        """The page of an unexpected error. The log has the details."""
         _log.error("page_broke path=%s", request.url.path, exc_info=error)
         return self._pages.error(request, None, 500, "This page broke; the console's log says how.")
 
@@ -155,7 +155,7 @@ class Doors:
     async def _posted(
         self, request: Request, needed: KeyScope, done: Callable[[Viewer, Mapping[str, str]], Awaitable[Response]]
     ) -> Response:
-        """What is `done` for a viewer whose key has the scope, by a form of their own session; else why not."""
+        """Do it if the viewer's key has the scope and the form is of their session. Else the page says why not."""
         try:
             check_origin(request.headers, self._own)
             viewer = await self._viewer(request)
@@ -185,7 +185,7 @@ class Doors:
 
 
 class Headed:
-    """Puts HEADERS on every answer; the stylesheet and the script alone may be kept for a minute."""
+    """Puts HEADERS on every response. Browsers may keep the stylesheet and the script, for a minute."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -205,7 +205,7 @@ class Headed:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form. Raises Forbidden for one that is too long or has too many of them."""
+    """The fields of a form. Raises Forbidden where there are too many or the form is too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -1,7 +1,7 @@
 """What bounds each table of the console's index, and how many rows there are.
 
-Rows of what the log keeps for a time go with it. What it keeps for ever (`policies`, `evals`), and what may come faster than a
-page can list, has a number of rows that stay: the newest.
+Rows of records that the log keeps for a time are removed with these records. Of what it keeps for ever (`policies`, `evals`),
+and of what may come faster than a page can list, only a number of the newest rows stay.
 """
 
 import sqlite3
@@ -24,8 +24,8 @@ FIXED = {"fence": "one row", "reads": "a row for each partition"}
 
 
 def trim(database: sqlite3.Connection, before_ms: int) -> None:
-    """Forget what is beyond the bounds, but for what goes with its answer (`ConsoleIndex.prune`). before_ms: how far back the
-    log keeps."""
+    """Remove rows beyond the bounds, except those that are removed with their answer (`ConsoleIndex.prune`). before_ms: time of
+    the oldest record that the log keeps."""
     with database:
         for table in ("letters", "marks", "tasks"):
             database.execute(f"DELETE FROM {table} WHERE time_ms < ?", (before_ms,))
@@ -55,7 +55,7 @@ def bounds_of(replay: str) -> dict[str, str]:
 
 
 def sizes(database: sqlite3.Connection) -> dict[str, int]:
-    """How many rows each table has. Texts are not counted, which reads all of them: an answer that is not sealed has one."""
+    """How many rows each table has. Texts are not counted, which would read them all: each unsealed answer has one."""
     tables = bounds_of("").keys() - {"texts", "words"}
     found = {table: int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]) for table in sorted(tables)}
     (num_sealed,) = database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()

@@ -1,7 +1,7 @@
-"""Charts as SVG, drawn here: no script and no style attribute. What lines and areas draw is also a table (`tables`).
+"""Charts as SVG, without script or style attributes. Each chart of lines or areas is also shown as a table (`tables`).
 
-Colours are classes of the one stylesheet (`s0` to `s7`), so that light and dark are its business. Each point has a title, which
-a browser shows where the pointer rests; who has no pointer reads the table.
+Colours are classes of the stylesheet (`s0` to `s7`), which sets them for light and dark. Each point has a title, which a
+browser shows where the pointer rests. People without a pointer read the table.
 """
 
 import math
@@ -20,7 +20,7 @@ MAX_POINTS, MAX_BINS = 240, 120
 
 class ChartPoint(msgspec.Struct, frozen=True):
     """A point of a line. x, y: in the chart's units. title: shown where the pointer rests. low, high: of its interval.
-    version: that it is of.
+    version: of the policy.
     """
 
     x: float
@@ -32,7 +32,7 @@ class ChartPoint(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line. name: beside its end. points: from left to right. colour: 0 to 7. dashed: for another run."""
+    """A line. name: in the legend and in titles. points: from left to right. colour: 0 to 7. dashed: for another run."""
 
     name: str
     points: Sequence[ChartPoint]
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """From values to pixels. low, high: values. start, stop: the pixels that these lie at."""
+    """A map from values to pixels. low, high: values. start, stop: the pixels where they lie."""
 
     low: float
     high: float
@@ -56,12 +56,12 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 def safe(text: str) -> Markup:
-    """Foreign text as a page may hold it: nothing in it is markup, nothing turns or hides what is around it."""
+    """Foreign text made safe for a page: no markup, and no character that turns or hides the text around it."""
     return escape(printable(text))
 
 
 def thin(points: Sequence[ChartPoint], at_most: int = MAX_POINTS) -> list[ChartPoint]:
-    """No more points than can be seen, the first and the last among them, and of each stretch the lowest and the highest."""
+    """At most so many points: the first, the last, and the lowest and highest of each stretch between."""
     points = [one for one in points if math.isfinite(one.y)]
     if len(points) <= at_most:
         return points
@@ -108,7 +108,7 @@ def short(value: float) -> str:
 
 
 def bounds(values: Sequence[float], zero: bool) -> tuple[float, float]:
-    """What the axis covers."""
+    """The lowest and the highest value of the axis."""
     low, high = min(values), max(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -151,7 +151,7 @@ def _line(line: Line, xs: Scale, ys: Scale) -> list[str]:
 
 
 def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
-    """What the pointer meets: at each x the points of every line, each named by its line where there are several."""
+    """Areas for the pointer: at each x the points of every line. Where there are several lines, each point names its own."""
     places: dict[float, list[tuple[Line, ChartPoint]]] = {}
     for line in lines:
         for one in line.points:
@@ -169,7 +169,7 @@ def _hits(lines: Sequence[Line], xs: Scale, ys: Scale) -> list[str]:
 
 
 def _rooms(places: Sequence[float], xs: Scale) -> list[tuple[float, float, float]]:
-    """Each place with the room around it that is nearer to it than to its neighbours: its left edge and its width."""
+    """Each place with the left edge and the width of the area that is nearer to it than to its neighbours."""
     edges = [xs.start, *((one + other) / 2 for one, other in pairwise(places)), xs.stop]
     return [(at, left, right - left) for at, (left, right) in zip(places, pairwise(edges), strict=True)]
 
@@ -179,7 +179,7 @@ def _hit(left: float, wide: float) -> str:
 
 
 class Bins(msgspec.Struct, frozen=True):
-    """Whole numbers, put together. first: where the first bin begins. width: of each. count: of bins.
+    """Equal ranges of whole numbers. first: where the first bin begins. width: of each. count: of bins.
 
     Example: Bins(first=40, width=2, count=100)
     """
@@ -206,8 +206,8 @@ def bins_of(low: int, high: int) -> Bins:
 def area_chart(
     title: str, bins: Bins, layers: Mapping[str, Sequence[float]], *, x_name: str, origin: int = 0
 ) -> Markup:
-    """Areas, one upon the other, in the order of the mapping, in steps: between two bins nothing is made up. Their names are
-    the legend's. layers: a value for each bin. origin: what the axis counts from.
+    """Stacked areas in the order of the mapping, as steps: no value is made up between two bins. The legend names them.
+    layers: a value for each bin. origin: the number that the axis counts from.
     """
     if not layers:
         return Markup('<p class="none">nothing yet</p>')

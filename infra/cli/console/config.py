@@ -36,7 +36,7 @@ class ConsoleConfig(Section, frozen=True):
 
     @property
     def origin(self) -> str:
-        """What browsers say of a form on a page of `url`; "" where there is none."""
+        """The origin that browsers name in a form from `url`; "" without one."""
         parts = _URL.fullmatch(self.url)
         if parts is None:
             return ""

@@ -12,7 +12,7 @@ MAX_NAMED = 5000  # tasks of one beginning that are put in order
 
 
 def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Sequence[sqlite3.Row], int]:
-    """Dead letters below a number of the index, the newest first; and the number to look on from, 0 at the end."""
+    """Dead letters below a number of the index, newest first, and the number from which the next page goes on, 0 at the end."""
     which = "reason = ? AND" if reason else "? = '' AND"
     found = database.execute(
         "SELECT letters.*, marks.n IS NOT NULL AS done, coalesce(done_by, '') AS done_by FROM letters LEFT JOIN marks"
@@ -23,14 +23,14 @@ def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tu
 
 
 def mark_of(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
-    """When and by whom the letter that lies there was delivered again."""
+    """When and by whom the letter at this place was delivered again; None where it was not."""
     asked = "SELECT time_ms, done_by FROM marks WHERE part = ? AND offset = ?"
     row: sqlite3.Row | None = database.execute(asked, (partition, offset)).fetchone()
     return row
 
 
 def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
-    """How many letters there are of each reason and stage, and how many went back."""
+    """How many letters there are of each reason and stage, and how many were delivered again."""
     return database.execute(
         "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
         " GROUP BY reason, stage ORDER BY count DESC LIMIT 50"
@@ -38,8 +38,8 @@ def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
 
 
 def tasks(database: sqlite3.Connection, order: str, named: str) -> Sequence[sqlite3.Row]:
-    """Tasks with their mean score: the hardest, the easiest or the most asked ones. named: what they begin with; of more than
-    MAX_NAMED the first by name are put in order.
+    """Tasks with their mean score: the hardest, the easiest or the most judged. named: how their names begin. Where more than
+    MAX_NAMED begin so, only the first of them by name are put in order.
     """
     by = {"hardest": "total / judged, judged DESC", "easiest": "total / judged DESC, judged DESC"}.get(
         order, "judged DESC"
@@ -71,8 +71,8 @@ def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
 
 
 def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
-    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many orders the counts are of, the
-    newest; None for all.
+    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many of the newest orders were
+    counted; None for all.
     """
     counts = dict(database.execute("SELECT word, count(*) FROM orders WHERE word IN ('open', 'forget') GROUP BY word"))
     newest = "SELECT * FROM orders WHERE word = ? ORDER BY offset DESC LIMIT ?"
@@ -91,7 +91,7 @@ def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
 
 
 def fate_of(database: sqlite3.Connection, answer: str) -> str:
-    """What became of an answer, "" while that is open."""
+    """What became of an answer, "" while it is pending."""
     row = database.execute("SELECT fate FROM answers WHERE key = ?", (key_of(answer),)).fetchone()
     return str(row["fate"]) if row else ""
 

@@ -39,7 +39,7 @@ def sentence(state: State, now_s: float) -> str:
 
 
 def since(seconds: float) -> str:
-    """A span in words, of which none changes more often than by the minute: they are read out when they do.
+    """A span in words. They change once a minute at most, since a screen reader reads each change aloud.
 
     >>> since(75), since(7)
     ('1 minute', 'less than a minute')

@@ -1,8 +1,8 @@
-"""What lay in a dead letter, as its page may show it.
+"""What a dead letter holds, as its page may show it.
 
-Guarantee: nothing sealed is opened for it but for a viewer whose key may, once the log has said so (`actions.open_sealed`): an
-event that is sealed as a whole, and texts in one, each under the key of the answer it is about. Where a text stays shut, its
-place says why.
+Guarantee: what is sealed is opened only for a viewer whose key may open it, after the log has a record of that
+(`actions.open_sealed`). It is a whole event, or texts in one, each under the key of the answer that it is about. A text that
+stays sealed says why.
 """
 
 import json
@@ -26,8 +26,8 @@ TOO_MANY = f"(sealed; of one letter {MAX_OPENED} texts are opened)"
 
 
 class ShownLetter(msgspec.Struct, frozen=True):
-    """What is shown of a dead letter. text: the JSON of the record, "" where none can be shown. why: there is none.
-    cut: characters that are not shown. num_sealed: texts that a key may open; an event that is sealed as a whole is one.
+    """What is shown of a dead letter. text: the JSON of the record, "" where none can be shown. why: nothing can be shown.
+    cut: number of characters that are not shown. num_sealed: texts that a key may open; a whole sealed event counts as one.
     """
 
     text: str = ""
@@ -37,7 +37,7 @@ class ShownLetter(msgspec.Struct, frozen=True):
 
 
 def shown_letter(letter: DeadLetter) -> ShownLetter:
-    """The record that a letter holds, for who may look."""
+    """The record that a letter holds, for viewers who may look."""
     value = letter.value
     if not value:
         return ShownLetter(why="It holds nothing.")
@@ -55,8 +55,8 @@ def shown_letter(letter: DeadLetter) -> ShownLetter:
 
 
 def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
-    """The letter with what was sealed as it came, or why it stays sealed. Blocks; raises StoreError, Sealed where nothing of it
-    opens since its user is forgotten, and BadFrame where it was altered or holds nothing that is sealed.
+    """The letter with its sealed texts opened; one that stays sealed says why. Blocks. Raises StoreError, Sealed where nothing
+    can be opened since its user is forgotten, and BadFrame where it was altered or nothing in it is sealed.
     """
     if keys is not None and _is_shut(letter):
         return msgspec.structs.replace(letter, value=open_event(letter.value, keys))
@@ -82,7 +82,7 @@ def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
 
 
 def _opened(text: str, answers: list[str], keys: Keys) -> str:
-    """A text, or why it stays shut. Each is bound to its answer, so that it opens for that alone."""
+    """The text, or why it stays sealed. Each is bound to its answer and opens only with that."""
     for answer in answers:
         try:
             return open_text(text, keys, answer)
@@ -111,7 +111,7 @@ def _is_shut(letter: DeadLetter) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value but for names of fields."""
+    """Every text in a JSON value except names of fields."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _texts(one)

@@ -1,6 +1,6 @@
-"""Pages from templates: what every page is given, and how foreign text gets into one.
+"""Pages from templates: the values that every page gets, and how foreign text is made safe.
 
-Guarantee: whatever a template shows went through `printable` and was escaped; markup comes from our own code alone.
+Guarantee: each value that a template shows went through `printable` and was escaped. Only our own code makes markup.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ SHORT = 140
 
 
 class Pages:
-    """Templates over one run. command: the arguments by which a command of its own reads this run, none for an archive.
-    beside: other runs' indexes. load_spell: finds what token ids are as text, None where there is no tokenizer; blocks.
+    """The templates of one run. command: the arguments that name the run for a command, none for an archive. beside: indexes
+    of other runs. load_spell: loads a function from token ids to texts, None where there is no tokenizer; blocks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pages:
         }  # fmt: skip
 
     async def spell(self) -> Spell | None:
-        """What token ids are as text; a tokenizer is opened for the first answer, so that no other page waits for it."""
+        """A function from token ids to texts. The first answer loads the tokenizer, so that no other page waits for it."""
         if not self._is_spelled:
             self._spell = await asyncio.to_thread(self.load_spell)
             self._is_spelled = True
@@ -63,7 +63,7 @@ class Pages:
     def show(
         self, request: Request, viewer: Viewer | None, template: str, status: int = 200, **values: Any
     ) -> HTMLResponse:
-        """A page."""
+        """Render a template as a response. viewer: None before signing in. values: for the template."""
         about = {
             "app": self.reading.settings.app,
             "path": request.url.path,
@@ -81,23 +81,23 @@ class Pages:
         return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
 
     def sign_in(self, request: Request, why: str, status: int) -> HTMLResponse:
-        """The door, and why it is shut."""
+        """The sign-in page, with why it is shown."""
         return self.show(request, None, "enter.html", status, why=why)
 
     def error(self, request: Request, viewer: Viewer | None, status: int, why: str) -> HTMLResponse:
-        """What is wrong, in words."""
+        """A page that says what is wrong."""
         return self.show(request, viewer, "error.html", status, why=why)
 
 
 def _safe(value: object) -> object:
-    """Foreign text with what would turn or hide text shown instead; markup of ours as it is."""
+    """Foreign text with its control characters made visible; our own markup as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return printable(value)
     return value
 
 
 def iso(time_ms: float | None) -> str:
-    """For machines."""
+    """A time in UTC as machines read it; "" for none."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ms / 1000)) if time_ms else ""
 
 
@@ -108,10 +108,10 @@ def brief(text: str | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share, or a dash."""
+    """A share in percent; a dash for none."""
     return "–" if value is None else f"{value:.1%}"
 
 
 def signed(value: float | None) -> str:
-    """A number with its sign, or a dash."""
+    """A number with its sign; a dash for none."""
     return "–" if value is None else f"{value:+.3g}"

@@ -1,4 +1,4 @@
-"""The pages that do something: a form that was let in, one record in the log, and back to where the viewer was."""
+"""The actions: each takes a checked form, writes one record to the log, and returns to a page."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,12 +30,12 @@ async def order(pages: Pages, request: Request, viewer: Viewer, action: str, for
 
 
 async def redeliver(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
-    """Dead letters once more."""
+    """Deliver dead letters again."""
     return _back("/data", await actions.redeliver(pages.reading, viewer, form))
 
 
 async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
-    """What the rules of the settings file would have changed; one at a time."""
+    """What the rules of the settings file would change; one comparison at a time."""
     if not pages.command:
         raise Refusal("an archive has no settings of stages to run")
     if pages.busy:
@@ -49,7 +49,7 @@ async def reprocess(pages: Pages, request: Request, viewer: Viewer, action: str,
 
 
 async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
-    """A sealed answer, shown once, after the log has who and why."""
+    """Show a sealed answer once, after the log has who opened it and why."""
     trace = await pages.reading.answer(form.get("answer", ""))
     if shown(trace, None, opened=False).shut == "forgotten":
         raise Refusal("its user was forgotten: it cannot be opened")
@@ -59,7 +59,7 @@ async def open_sealed(pages: Pages, request: Request, viewer: Viewer, action: st
 
 
 async def open_letter(pages: Pages, request: Request, viewer: Viewer, action: str, form: Form) -> Response:
-    """A letter whose event is sealed, shown once, after the log has who and why."""
+    """Show a sealed letter once, after the log has who opened it and why."""
     place = letter_place(form.get("letter", "").split("/"))
     time_ms, found = await pages.reading.letter(*place)
     try:

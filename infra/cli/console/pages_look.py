@@ -1,4 +1,4 @@
-"""The pages that show: each reads, fills a template, and changes nothing."""
+"""The pages to look at: each reads and fills a template. None changes anything."""
 
 import asyncio
 import time
@@ -40,26 +40,34 @@ HELP = (
     "runbook",
 )
 HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
-FLOW_S = 0.5  # for the log: then the first page says that it is being read, and asks again
-PAGE_S = 5.0  # and another page that it is to be asked for again
-DRAWN_S = 10.0  # a curve that was drawn is shown again: drawing one of thousands of versions takes a processor's time
-COUNTED_S = 60.0  # rows that were counted
-SHOWN = 20  # answers on the page of what learned from them
+BEING_READ = "The log is being read. This page shows it once that is done."
+NOT_HEARD = "The log was not read yet. This page tries again."
+ARCHIVED = (
+    "This is an archive. It holds no reports of roles: see Versions for decisions and Learning for what was measured."
+)
+FLOW_S = 0.5  # wait for the log: then the first page says that it is being read, and asks again
+PAGE_S = 5.0  # wait for the log on the other pages: then they say that it is being read
+DRAWN_S = 10.0  # a chart is shown again for so long, since one of thousands of versions takes time to draw
+COUNTED_S = 60.0  # numbers of rows are shown again for so long
+SHOWN = 20  # answers on the page of the version that learned from them
 
 
 async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """The system, as it is now; until that was read once, that it is being read."""
+    """The system as it is; before the first reading has ended, that the log is being read."""
     is_live, reading = bool(request.query_params.get("fragment")), pages.reading
     try:
         state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
-    except NotReadYet as error:
-        live = "flow_wait.html"
-        return pages.show(request, viewer, live if is_live else "flow.html", live=live, sentence=str(error))
+    except NotReadYet:
+        live, words = "flow_wait.html", NOT_HEARD if reading.kept.fault else BEING_READ
+        return pages.show(request, viewer, live if is_live else "flow.html", live=live, sentence=words)
     live, alarms, words = "flow_live.html", alarms_of(state, state["seen"]), sentence(state, time.time())
+    if not state["roles"] and not pages.command:
+        alarms, words = [], ARCHIVED
     if reading.kept.fault:
         words = f"The log cannot be read now. {words}"
     return pages.show(
-        request, viewer, live if is_live else "flow.html", live=live, boxes=boxes_of(state, history.stable), arrows=ARROWS,
+        request, viewer, live if is_live else "flow.html", live=live, arrows=ARROWS,
+        boxes=boxes_of(state, history.stable, versions.held_of(history)),
         alarms=alarms[:MAX_SHOWN], num_alarms=len(alarms), sentence=words, state=state,
         roles=[(role, *doings(role["role"], role["rates"], IN_TABLE)) for role in state["roles"]],
         wide=WIDE, high=HIGH, **pulse_of(state, reading.pulse),
@@ -67,7 +75,7 @@ async def flow(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 def pulse_of(state: State, pulse: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """What each kind of role counts a second, with a line of the last minutes; and how much more there is."""
+    """What each kind of role counts a second, with a line of the last minutes, and the number of counters left out."""
     rows, more = [], 0
     for role, rates in sorted(together(state["roles"]).items()):
         found, left = doings(role, rates, IN_PULSE)
@@ -98,7 +106,7 @@ async def learn(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """Search; the id of an answer that the index lists goes straight to its page."""
+    """The search. The id of an answer in the index leads to the page of that answer."""
     asked = dict(request.query_params)
     text = asked.get("text", "").strip()
     is_listed = await pages.reading.ask(lambda one: lists(one, text.removeprefix(ANSWER_PREFIX)))
@@ -119,7 +127,7 @@ async def answers(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 async def answer(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """One answer's whole life."""
+    """One answer and everything that happened to it."""
     trace = await pages.reading.answer(str(request.path_params["ref"]))
     whole = request.query_params.get("whole") == "1"
     return await show_answer(
@@ -130,7 +138,7 @@ async def answer(pages: Pages, request: Request, viewer: Viewer) -> Response:
 async def show_answer(
     pages: Pages, request: Request, viewer: Viewer, trace: AnswerTrace, view: ShownAnswer, *, opened: bool = False
 ) -> Response:
-    """The page of one answer. opened: its sealed texts are shown, this once."""
+    """The page of one answer. opened: its sealed texts are shown, for this look only."""
     neighbours = await pages.reading.ask(lambda one: beside(one, trace.id))
     fate = await pages.reading.ask(lambda one: data.fate_of(one, trace.id))
     openings = await pages.reading.ask(lambda one: data.openings_of(one, trace.id))
@@ -142,7 +150,7 @@ async def show_answer(
 
 
 async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """The timeline, and every version with what was decided of it."""
+    """The timeline, and the versions with the decisions about them."""
     history = await pages.reading.history(PAGE_S)
     query, _ = query_of(dict(request.query_params))
     evals = await pages.reading.ask(versions.evals_of)
@@ -157,7 +165,7 @@ async def all_versions(pages: Pages, request: Request, viewer: Viewer) -> Respon
 
 
 async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """One version: why it is where it is, and what it learned from."""
+    """One version: the decisions about it with their reasons, and the answers it learned from."""
     number = _number(str(request.path_params["version"]))
     history = await pages.reading.history_of(number, PAGE_S)
     events = [(time_ms, one) for time_ms, one in history.events if one.version == number]
@@ -173,7 +181,7 @@ async def version(pages: Pages, request: Request, viewer: Viewer) -> Response:
     before = [one.version for one in history.decisions if one.event == "promoted" and one.version < number]
     return pages.show(
         request, viewer, "version.html", number=number, events=events, made=made, decided=said, word=versions.word,
-        evals=[row for row in evals.get(number, ())], stable=history.stable, learned=learned.rows[:SHOWN],
+        numbers_of=versions.numbers_of, evals=evals.get(number, ()), stable=history.stable, learned=learned.rows[:SHOWN],
         rival=before[-1] if before else max(0, number - 1), interval=interval,
     )  # fmt: skip
 
@@ -231,7 +239,7 @@ async def show_letter(
     *,
     opened: bool = False,
 ) -> Response:
-    """The page of one letter. found: its time in ms, and the letter. opened: what was sealed is shown, this once."""
+    """The page of one letter. found: its time in ms, and the letter. opened: its sealed texts are shown, for this look only."""
     time_ms, letter = found
     mark = await pages.reading.ask(lambda one: data.mark_of(one, *place))
     openings = await pages.reading.ask(lambda one: data.openings_of(one, letter_name(place)))
@@ -249,7 +257,7 @@ def letter_place(place: Sequence[str]) -> tuple[int, int]:
 
 
 def letter_name(place: tuple[int, int]) -> str:
-    """A letter as an opening of it names it.
+    """The name of a letter in the record of its opening.
 
     >>> letter_name((0, 12))
     'dead-letters/0@12'
@@ -264,7 +272,7 @@ async def privacy(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 async def help_page(pages: Pages, request: Request, viewer: Viewer) -> Response:
-    """A page of the documentation, as it is written, section by section."""
+    """A page of the documentation as plain text, section by section."""
     name = str(request.path_params["name"])
     if name not in HELP:
         raise NotInLog(f"there is no page {name}")
@@ -274,7 +282,7 @@ async def help_page(pages: Pages, request: Request, viewer: Viewer) -> Response:
 
 
 def _number(text: str) -> int:
-    """A version that was asked for. Raises NotInLog."""
+    """The number of a version in an address or a form. Raises NotInLog."""
     digits = text.removeprefix("v")
     if not digits.isdecimal() or len(digits) > 15:
         raise NotInLog(f"got {text[:40]!r}, expected a version")

@@ -1,6 +1,6 @@
-"""The picture of the flow: of each part what it does now, and what runs between two. From `status` alone.
+"""The picture of the flow: the figures of each part, and what runs between them. From `status` alone.
 
-A figure that a role does not report is "missing", and never zero: zero is what a role said.
+A figure that a role does not report is shown as "missing". Zero is shown only where the role said zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ Point = tuple[float, float]
 class Box(msgspec.Struct, frozen=True):
     """One box of the picture.
 
-    name: as its title. x, y: of its corner. lines: up to three about it. version: that it has or serves. link: the page
-    behind it. state: "", "quiet" (not there) or "alarm". count: of its processes.
+    name: of the part. x, y: of its top left corner. lines: up to three figures. version: that it has or serves. link: the
+    page it leads to. state: "", "quiet" (no process runs) or "alarm". count: of its processes.
 
     Example: Box(name="Trainer", x=276, y=426, lines=("0.29 steps/s",), version="v7", link="/learning")
     """
@@ -35,12 +35,12 @@ class Box(msgspec.Struct, frozen=True):
     lines: tuple[str, ...] = ()
     version: str = ""
     link: str = "/"
-    state: str = ""  # "", "quiet" (not there) or "alarm"
+    state: str = ""
     count: int = 1
 
     @property
     def title(self) -> str:
-        """Its name, with how many there are of it."""
+        """Its name, with the number of its processes where there are several."""
         return f"{self.name} × {self.count}" if self.count > 1 else self.name
 
 
@@ -76,8 +76,8 @@ ARROWS = (
 )  # fmt: skip
 
 
-def boxes_of(state: State, stable: Stable) -> list[Box]:
-    """The picture of the README with what each part does now."""
+def boxes_of(state: State, stable: Stable, held: int = -1) -> list[Box]:
+    """The boxes of the README's map, each with its figures. held: version that the newest decision held back, -1 for none."""
     lags: Mapping[str, int | None] = state["lags"]
     published = state["policies"]["published"]
     return [
@@ -131,7 +131,7 @@ def boxes_of(state: State, stable: Stable) -> list[Box]:
             (
                 f"v{published} published" if published is not None else "none published",
                 f"v{stable.version} {'pinned' if stable.pinned else 'stable'}" if stable.version >= 0 else "none stable",
-                *([f"v{stable.trial} on trial"] if stable.trial >= 0 else []),
+                *([f"v{stable.trial} on trial"] if stable.trial >= 0 else [f"v{held} held back"] if held >= 0 else []),
             ),
             link="/versions", state="alarm" if state["policies"]["newest_refused"] else "",
         ),
@@ -139,7 +139,7 @@ def boxes_of(state: State, stable: Stable) -> list[Box]:
 
 
 def _role(state: State, name: str, role: str, column: int, row: int, *lines: str, link: str = "/answers") -> Box:
-    """The box of a role; of one that never reported it says only that."""
+    """The box of a role. Where no process of it ever reported, the only line is "missing"."""
     heard = any(one["role"] == role for one in state["roles"])
     return Box(
         name,
@@ -154,7 +154,7 @@ def _role(state: State, name: str, role: str, column: int, row: int, *lines: str
 
 
 def _versions(state: State, role: str) -> str:
-    """Of all processes of a role."""
+    """The version, or the range of versions, of all processes of a role."""
     found = sorted({one["version"] for one in _alive(state, role) if one["version"] >= 0})
     if not found:
         return "no version"
@@ -173,7 +173,7 @@ def _state(state: State, role: str) -> str:
 
 
 def _rate(state: State, role: str, name: str, word: str) -> str:
-    """Of a counter, whatever its labels, or of one with these labels."""
+    """The rate of a counter over all of its labels, or with the labels in `name`. word: its unit."""
     found = [
         rate
         for one in _alive(state, role)

@@ -1,4 +1,4 @@
-"""What roles count in a second, in words: labels are added up, and the largest is named. From `status` alone."""
+"""What roles count a second, in words. Labels are added up, and the largest is named. From `status` alone."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ IN_PULSE = 6  # of all of one kind
 _LABEL = re.compile(r"(^|,)(\w+)=")
 
 Rates = Mapping[str, float]
-"""A counter's whole name, `answers{end=whole}`, → a second."""
+"""A counter's whole name, such as `answers{end=whole}` → rate a second."""
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """One counter over all of its labels. name: the metric's. meaning: a line for people, "" for a counter that
-    headrace does not ship. per_s: how fast it grows. of: its labels, or the largest of several.
+    """One counter over all of its labels. name: of the metric. meaning: in a line, "" for a counter of a plugin. per_s: how
+    fast it grows. of: its labels; of several, the one that grows fastest.
 
     Example: Doing(name="answers", meaning="answers given, whole or broken off", per_s=2.25, of="most end whole, 2")
     """
@@ -41,7 +41,7 @@ class Doing(msgspec.Struct, frozen=True):
 
 
 def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
-    """Counter → its labels, "" for none → a second. Time that was spent is left out: it is a share and no rate.
+    """Counter → labels ("" for none) → rate a second. Counters of seconds are left out: theirs is a share of time.
 
     >>> by_labels({"steps": 0.5, "answers{end=whole}": 2.0, "step_seconds": 0.9})
     {'steps': {'': 0.5}, 'answers': {'end=whole': 2.0}}
@@ -65,7 +65,7 @@ def name_and_labels(whole: str) -> tuple[str, str]:
 
 
 def doings(role: str, rates: Rates, at_most: int) -> tuple[list[Doing], int]:
-    """The counters that grew, in the order of the metrics' table, those of this role alone first; and how many more."""
+    """The counters that grew, and how many are left out. This role's own come first, then in the order of the table."""
     known = {one.name: (one.roles != role, at, one) for at, one in enumerate(MEASURES)}
     last: tuple[bool, int, Measure | None] = (True, len(MEASURES), None)
     grown = {name: labels for name, labels in by_labels(rates).items() if sum(labels.values()) > 0}
@@ -78,7 +78,7 @@ def doings(role: str, rates: Rates, at_most: int) -> tuple[list[Doing], int]:
 
 
 def together(roles: Sequence[State]) -> dict[str, dict[str, float]]:
-    """Role → what all of its processes that run count in a second, added up."""
+    """Role → counter → rate a second, added up over its processes that run."""
     found: dict[str, dict[str, float]] = {}
     for one in roles:
         if not one["silent"] and one["state"] not in OVER:

@@ -1,6 +1,6 @@
-"""What a search asks of the index, and how: newest first, a window at a time, and never longer than it may take.
+"""A search in the index: newest first, one window after another, for a bounded time.
 
-Guarantee: a search ends within LONGEST_S and says how far back it looked; a next search continues there.
+Guarantee: a search looks at no further window after LONGEST_S. It says how far back it looked, and the next one goes on there.
 """
 
 import math
@@ -28,7 +28,7 @@ _UNSPACED = re.compile(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What is looked for; "" and None ask nothing.
+    """What is looked for. Fields that are "" or None ask nothing.
 
     text: words that all occur in what the index holds of the texts. version: sampled any of it. learned: the version
     whose steps trained it. lane, tenant, session, suite, task: exactly. score: by its name. low, high: of that score,
@@ -69,7 +69,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def query_of(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
-    """The query of a form's fields, and what is wrong with those that are left out."""
+    """The query of a form's fields, and for each field that is left out what is wrong with it."""
     values: dict[str, object] = {}
     faults: dict[str, str] = {}
     for field in msgspec.structs.fields(Query):
@@ -122,7 +122,7 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
     if query.made:
         add("made > 0")
     if query.fate:
-        add("fate = ?", "" if query.fate == "pending" else query.fate)
+        add(*(("fate = '' AND suite = ''",) if query.fate == "pending" else ("fate = ?", query.fate)))
     words, pieces = terms_of(query.text)
     if words:
         add("n IN (SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN :low AND :high)", match_of(words))
@@ -138,8 +138,8 @@ def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
 
 
 def terms_of(text: str) -> tuple[list[str], list[str]]:
-    """What of a text the index of words can be asked for, and the pieces that only the texts themselves can: signs, and
-    scripts that put no space between words, or marks within them; of these the first MAX_PIECES.
+    """The words of a text that the index of words can find, and the first MAX_PIECES pieces for which the texts themselves are
+    read: signs, and scripts without spaces between words or with marks within them.
 
     >>> terms_of("refund, please!")
     (['refund', 'please'], [])
@@ -158,7 +158,7 @@ def terms_of(text: str) -> tuple[list[str], list[str]]:
 
 
 def match_of(words: Sequence[str]) -> str:
-    """What FTS5 is asked: all of the words, none of its own language; the last may go on.
+    """The query for FTS5: all of these words, the last one as a beginning. Words of its query language have no effect.
 
     >>> match_of(["refund", "NOT"])
     '"refund" "NOT"*'
@@ -203,7 +203,7 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
 
 
 def steps_of(database: sqlite3.Connection, version: int) -> tuple[int, int]:
-    """First and last step that a published version learned since the one before; nothing where it was never published."""
+    """First and last step between the version before and this one; (0, -1) where it was never published."""
     row = database.execute("SELECT step FROM published WHERE version = ?", (version,)).fetchone()
     if row is None:
         return 0, -1
@@ -227,13 +227,13 @@ def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]])
 
 
 def choices(database: sqlite3.Connection) -> dict[str, list[str]]:
-    """What the lists of the form offer: lanes, tenants, suites, fates and scores there are, by a jump in an index each."""
+    """The values that the lists of the form offer: lanes, tenants, suites, fates, scores. Each costs one jump in an index."""
     found = {name: distinct(database, name) for name in ("lane", "tenant", "suite", "fate")}
     return found | {"score": score_names(database)}
 
 
 def score_names(database: sqlite3.Connection) -> list[str]:
-    """What scores are called."""
+    """Names of scores."""
     return distinct(database, "name", table="scores")
 
 

@@ -1,4 +1,4 @@
-"""Charts as tables: what a picture draws, for who reads or listens to it instead."""
+"""Charts as tables, for people who read or listen instead of looking."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -20,7 +20,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def line_table(lines: Sequence[Line], x_name: str) -> Table:
-    """What `line_chart` draws of these lines: each point with its value and interval."""
+    """The table of a `line_chart`: each point with its value and interval."""
     is_many, is_timed = len(lines) > 1, x_name == "time"
     has_interval = any(one.low is not None for line in lines for one in line.points)
     rows = []
@@ -40,7 +40,7 @@ def line_table(lines: Sequence[Line], x_name: str) -> Table:
 
 
 def area_table(bins: Bins, layers: Mapping[str, Sequence[float]], x_name: str, origin: int = 0) -> Table:
-    """What `area_chart` draws: a row for each bin in which there is something."""
+    """The table of an `area_chart`: a row for each bin that holds anything."""
     edges = [bins.first - origin + index * bins.width for index in range(bins.count + 1)]
     mark = "v" if x_name == "version" else ""
     rows = []
@@ -53,7 +53,7 @@ def area_table(bins: Bins, layers: Mapping[str, Sequence[float]], x_name: str, o
 
 
 def shown(title: str, table: Table) -> Markup:
-    """The table, behind its summary, which a keyboard opens; nothing for an empty one."""
+    """The table, closed until its summary is clicked or opened by the keyboard; nothing for an empty one."""
     if not table.rows:
         return Markup("")
     head = "".join(f'<th scope="col">{safe(name)}</th>' for name in table.columns)

@@ -1,4 +1,4 @@
-"""Versions: when each came, what the gate said of it and on what numbers, and two of them side by side."""
+"""Versions: when each was published, what the gate decided on which numbers, and two of them side by side."""
 
 import difflib
 import re
@@ -19,9 +19,8 @@ from infra.cli.govern.channel import ChannelDecision
 SHOWN = 60
 MAX_TASKS = 200
 MAX_COMPARED = 50_000  # answers of a version to a suite
-MAX_PAIRED = (
-    20_000  # pairs of equal pieces of two answers that are weighed against each other; a page may take ten times that
-)
+MAX_PAIRED = 20_000  # pairs of equal pieces of two answers that are compared; a page may take ten times that
+STABLE = "stable/"  # what the gate puts before a suite's name for the figure of the stable version
 _PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.UNICODE)
 WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back"}
 
@@ -29,8 +28,8 @@ WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolle
 class VersionRow(msgspec.Struct, frozen=True):
     """One line of the timeline.
 
-    version: of the policy. time_ms: when it was published. step: the last one it contains. parent: trained from. said:
-    the newest decision about it, "" for none. by: who made that. why: their reason. is_stable: customers get it.
+    version: of the policy. time_ms: when it was published. step: the last one in it. parent: the version it was trained
+    from. said: the newest decision about it, "" for none. by: who decided. why: their reason. is_stable: customers get it.
     on_trial: some of them do. evals: suite, score and the score as it is shown.
     """
 
@@ -93,6 +92,12 @@ def rows_of(
     return found
 
 
+def held_of(history: History) -> int:
+    """The version that the newest decision held back, -1 where it was another decision."""
+    newest = history.decisions[-1] if history.decisions else None
+    return newest.version if newest is not None and newest.event == "held" else -1
+
+
 def word(one: ChannelDecision) -> str:
     """A decision in a word or two."""
     if one.channel == "canary" and one.event == "promoted":
@@ -104,8 +109,21 @@ def word(one: ChannelDecision) -> str:
     )
 
 
+def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
+    """The numbers of a decision: what was measured, its value for the version, and for the one that was stable then (None:
+    the record has no such number).
+
+    >>> numbers_of({"dev": 0.5, "stable/dev": 0.667, "trial/rated_down": 31.0})
+    [('dev', 0.5, 0.667), ('trial: rated down', 31.0, None)]
+    """
+    names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))
+    return [
+        (name.replace("/", ": ").replace("_", " "), numbers.get(name), numbers.get(f"{STABLE}{name}")) for name in names
+    ]
+
+
 def evals_of(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
-    """Every result by version."""
+    """Every evaluation, by version."""
     found: dict[int, list[sqlite3.Row]] = {}
     for row in database.execute("SELECT * FROM evals ORDER BY version, suite"):
         found.setdefault(row["version"], []).append(row)
@@ -165,8 +183,8 @@ class Pair(msgspec.Struct, frozen=True):
     """One recorded prompt and what two versions said, as far as the index holds it.
 
     task: its id. asked: the prompt. left, right: with the differences marked. left_id, right_id: of the answers.
-    left_score, right_score: None for none. behind: characters of the longer one behind what is held. differs_behind:
-    they differ there alone.
+    left_score, right_score: None for none. behind: number of characters of the longer one that the index does not hold.
+    differs_behind: whether they differ only in these.
     """
 
     task: str
@@ -184,10 +202,10 @@ class Pair(msgspec.Struct, frozen=True):
 def pairs_of(
     database: sqlite3.Connection, suite: str, left: int, right: int, *, all_of_them: bool
 ) -> tuple[list[Pair], dict[str, int]]:
-    """What two versions answered to the tasks of a suite, where the score differs first; and how often what happened.
+    """What two versions answered to the tasks of a suite, different scores first, and counts of these pairs.
 
-    Whole answers are compared: same, differ, better, worse. unshown: beyond the MAX_TASKS that are shown. further: answers of
-    the same tasks, or beyond MAX_COMPARED, that are not compared. unread: pairs of which one is not readable here.
+    Counts: same, differ, better, worse, of whole answers. unshown: pairs beyond MAX_TASKS. further: answers that are not
+    compared, since there is one to the same task or more than MAX_COMPARED. unread: pairs with one that is not readable.
     """
     (one, rest), (other, more) = _answers(database, suite, left), _answers(database, suite, right)
     counts = {"same": 0, "differ": 0, "better": 0, "worse": 0, "unread": 0, "unshown": 0, "further": rest + more}
@@ -247,13 +265,13 @@ def _pair(
 
 
 class Budget:
-    """How many pairs of pieces may still be weighed for one page."""
+    """How many pairs of pieces may still be compared for one page."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def take(self, cost: int) -> bool:
-        """Whether `cost` was left, and is now spent."""
+        """Spend `cost` if so much is left; returns whether it was."""
         if cost > self.left:
             return False
         self.left -= cost
@@ -261,8 +279,8 @@ class Budget:
 
 
 def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
-    """Two texts with what only one of them says marked; piece by piece where that is cheap, else all between what they begin
-    and end with. Cheap: few pairs of equal pieces, of which a text that repeats itself has as many as its length squared.
+    """Two texts with their differences marked: piece by piece where that is cheap, else all between their common beginning and
+    end. It is cheap where few pairs of pieces are equal; a text that repeats itself has as many as its length squared.
 
     >>> marked("a b", "a c", Budget(100))
     (Markup('a <del>b</del>'), Markup('a <ins>c</ins>'))
@@ -285,12 +303,12 @@ def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
 
 
 def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many pieces two texts begin with alike."""
+    """How many pieces at the beginning of two texts are equal."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _runs(one: list[str], other: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
-    """Runs of pieces of both: equal or not."""
+    """Runs of pieces of both texts, each equal or different."""
     counts = Counter(piece for piece in other if not piece.isspace())
     cost = sum(counts[piece] for piece in one) + len(one) + len(other)
     if cost > MAX_PAIRED or not budget.take(cost):

@@ -1,7 +1,7 @@
 """The demo's model: a small Qwen3 with random weights (0.9 million parameters at its usual size), and its tokenizer. For
 pictures a small LLaVA: a SigLIP tower before the same Qwen3, and its image processor.
 
-The same seed always gives the same bytes. A finished folder is left as it is, so that a run can be started again.
+The same seed always gives the same bytes. A finished folder is left as it is, so that a run can continue.
 """
 
 import os
@@ -76,7 +76,7 @@ PICTURES = Vocabulary(
 def build_char_model(
     folder: Path, seed: int, vocabulary: Vocabulary = CHARACTERS_ALONE, size: Size | None = None
 ) -> Path:
-    """Write model and tokenizer to `folder` (whole, or not at all) and return it."""
+    """Write model and tokenizer to `folder`, whole or not at all, and return the folder."""
     if (folder / "config.json").is_file():
         return folder
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")

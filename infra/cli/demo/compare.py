@@ -19,14 +19,14 @@ LABELS = {
 
 
 def label_of(task: str, control: str, seed: int) -> str:
-    """What a curve is called. Without a weight on demonstrations a task is learned by reinforcement alone."""
+    """The name of a curve. A task without a weight on demonstrations is learned by reinforcement alone."""
     _, expert = TASKS[task].lanes["none"]
     what = "MIX: reinforcement and demonstrations" if expert else "reinforcement"
     return f"{LABELS[control].format(what=what)} (seed {seed})"
 
 
 def draw(folders: Sequence[Path], out: Path) -> None:
-    """Read report.json of each run and write the picture."""
+    """Read the report.json of each run and write the picture."""
     import matplotlib
 
     matplotlib.use("Agg")

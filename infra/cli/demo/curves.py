@@ -5,7 +5,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 MAX_CURVES = 3
-MANY_CURVES = 6  # whose names would hide them
+MANY_CURVES = 6  # beyond them the legend lies outside of the panel
 
 
 def draw_curves(
@@ -18,10 +18,10 @@ def draw_curves(
     top: float | None = 1.0,
     logarithmic: bool = False,
 ) -> None:
-    """One panel per title; in it one curve per label, of one colour in all panels: the mean over its seeds' points. top: of y,
-    None for what the points need. logarithmic: both axes, which then have no end of their own.
+    """Draw one panel per title, with one curve per label: the mean over its seeds' points. A label has the same colour in all.
+    top: end of the y axis, None for the highest point. logarithmic: both axes; then `top` is not used.
 
-    The seeds are thin lines beside it where a panel has at most three curves: more could not be distinguished.
+    Where a panel has at most MAX_CURVES curves, the seeds are thin lines beside the mean: more could not be told apart.
     """
     import matplotlib
 

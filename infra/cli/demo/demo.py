@@ -2,8 +2,8 @@
 
     prepare (settings, model, tasks) ─> broker ─> roles + loads ─> watch the log until the master is done ─> report
 
-This process only supervises, reads the log and draws; nothing it does changes what is learned. Ctrl-C stops the roles in
-order; the same folder continues where it stopped.
+This process starts the roles, reads the log and draws. Nothing it does changes what is learned. Ctrl-C stops the roles in
+order; started again with the same folder, the run goes on where it was.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from schemas.errors import ConfigError
 
 
 async def run_demo(options: DemoOptions) -> int:
-    """Run the demo to its end; returns the exit code: 0 when it came to its end, 130 after Ctrl-C."""
+    """Run the demo; returns the exit code: 0 when it came to its end, 130 after Ctrl-C."""
     started_s = time.time()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,7 +77,7 @@ async def run_demo(options: DemoOptions) -> int:
 
 
 async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Settings) -> None:
-    """Wait for the master's word. Raises ConfigError with a role's last words if one cannot go on."""
+    """Wait until the master says that it is done. Raises ConfigError with a role's last words if it cannot go on."""
     while not watch.done.is_set():
         if follower.done():
             follower.result()
@@ -91,7 +91,7 @@ async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Setti
 
 
 def log_to_file(path: Path) -> None:
-    """What libraries have to say goes to a file: the screen is drawn."""
+    """Write messages of libraries to a file, since the screen is drawn."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(LineFormatter())
@@ -99,7 +99,7 @@ def log_to_file(path: Path) -> None:
 
 
 def write_settings(options: DemoOptions) -> Path:
-    """The settings file of a new folder, or that of the run to go on with."""
+    """Write the settings file of a new folder; that of a run to go on with stays. Returns its path."""
     config = options.directory.resolve() / "headrace.toml"
     text = demo_toml(options)
     if config.exists():
@@ -112,7 +112,7 @@ def write_settings(options: DemoOptions) -> Path:
 
 
 async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> None:
-    """Model and taskset, in a process of their own so that this one stays small, while the broker starts."""
+    """Write model and taskset while the broker starts, in a process of its own so that this one stays small."""
     folder = settings.folder
     if not (folder / "tasks" / "ready").exists():
         script = (
@@ -144,7 +144,7 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
 
 
 def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list[Child]:
-    """The roles, and the two loads that end by themselves. sets: overrides of the settings file, for every role."""
+    """The roles, and the two `load` commands, which end by themselves. sets: overrides of the settings, for every role."""
     loads = [
         Child(
             name=f"load-{kind}",

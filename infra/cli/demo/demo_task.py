@@ -1,4 +1,4 @@
-"""What makes one task of the demo: its data, its vocabulary, its settings, and what counts as success."""
+"""What defines one task of the demo: data, vocabulary, settings, and what counts as success."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What the settings of the demo's tasks have in common: rollouts after a supervised warm-up."""
+"""The settings that the demo's tasks have in common: rollouts after a supervised warm-up."""
 
 from string import Template
 
@@ -57,12 +57,12 @@ BY_DEV = {
 
 
 def scored(name: str, use: str) -> str:
-    """The table of a score."""
+    """The settings table of a score."""
     return f'\n[[score]]\nname = "{name}"\nuse = "{use}"\n'
 
 
 def framed(**holes: object) -> str:
-    """The frame with what makes a task, for `DemoTask.settings`. Raises KeyError for a hole that is left."""
+    """The settings for `DemoTask.settings`: the frame, filled with the values of a task. Raises KeyError for a missing one."""
     return FRAME.substitute(
         {"explore": "", "tables": "", "schedule": "", "stop_why": "", "in_flight": 1024, "deadline_s": 30.0} | holes
     )

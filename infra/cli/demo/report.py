@@ -31,7 +31,7 @@ class DemoReport(msgspec.Struct, frozen=True):
 
 
 async def finish_report(log: Log, settings: Settings, watch: Watch, options: DemoOptions) -> DemoReport:
-    """Read what the log says at the end, write report.json and report.png."""
+    """Read the log to its end, and write report.json and report.png."""
     await catch_up(log, watch)
     account = await audit(log, settings.run or settings.app)
     journal = [message.value async for message in log.read_all(topics.BATCHES)]
@@ -104,7 +104,7 @@ def times(watch: Watch) -> dict[str, object]:
 
 
 def accounted(account: Account) -> dict[str, object]:
-    """The audit's part."""
+    """The figures of the audit."""
     return {
         "experiences_published": account.published,
         "experiences_trained": account.trained,
@@ -131,7 +131,7 @@ def staleness(watch: Watch) -> dict[str, object]:
 
 
 def measured(watch: Watch) -> dict[str, object]:
-    """What the roles measured themselves."""
+    """The figures that the roles report."""
     idle = watch.counter("train", "idle_seconds")
     spent = {
         name: watch.counter("train", f"{name}_seconds") for name in ("learner", "publish_wait", "snapshot", "journal")
@@ -156,7 +156,7 @@ def measured(watch: Watch) -> dict[str, object]:
 
 
 def share(part: float, whole: float) -> float | None:
-    """A part of a whole; None of nothing."""
+    """A part of a whole; None where the whole is 0."""
     return round(part / whole, 4) if whole else None
 
 
@@ -168,7 +168,7 @@ def delta_share(watch: Watch) -> float | None:
 
 
 def begin_of(rows: Sequence[Mapping[str, float]]) -> float:
-    """Seconds after this start at which the run began: below 0 for one that was gone on with."""
+    """When the run began, in seconds after this start; below 0 for a run that was continued."""
     return min([0.0, *(row["elapsed_s"] for row in rows)])
 
 

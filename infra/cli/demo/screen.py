@@ -1,4 +1,4 @@
-"""The demo's screen: who does what, how well the model does, and what happens to experiences. Drawn from a Watch alone."""
+"""The demo's screen: what each role does, how well the model does, what happens to experiences. Drawn from a Watch alone."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ ROLLOUTS_ALONE = {"staleness", "engine against trainer", "sampling"}
 
 
 class DemoScreen:
-    """Redraws four times a second on a terminal; where there is none, a line every `tell_s` says how far it is.
+    """Redraws four times a second on a terminal. Without one, prints a line of progress every `tell_s`.
 
-    Entered in a running event loop.
+    It must be entered in a running event loop.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class DemoScreen:
             self._telling.cancel()
 
     async def tell(self) -> None:
-        """A line of how far it is every `tell_s`, until cancelled."""
+        """Print a line of progress every `tell_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._tell_s)
             self._console.print(progress_line(self._watch), soft_wrap=True)
 
     def print_result(self, report: DemoReport) -> None:
-        """The table at the end, and what to try next."""
+        """Print the table at the end, and the commands to try next."""
         self._console.print(result_table(report))
         folder = self._settings.folder
         self._console.print(f"plot    {folder / 'report.png'}\nreport  {folder / 'report.json'}\n")
@@ -171,7 +171,7 @@ def flows(watch: Watch) -> RenderableType:
 
 
 def result_table(report: DemoReport) -> Table:
-    """The figures worth a look at the end."""
+    """The figures of the report, as a table."""
     table = Table(title="headrace demo", show_header=False)
     values = report.values
     rows = {
@@ -202,7 +202,7 @@ def result_table(report: DemoReport) -> Table:
 
 
 def traffic_rows(values: Mapping[str, Any]) -> dict[str, str]:
-    """What the traffic demo has to say before all else."""
+    """The rows of the traffic demo, which come first."""
     right = " → ".join(percent(values[name]) for name in ("users_right_first", "users_right_last"))
     stable = " → ".join(percent(values[name]) for name in ("stable_first", "stable_last"))
     habits = ", ".join(f"{count:,} {habit}" for habit, count in values["habits"].items())
@@ -215,10 +215,10 @@ def traffic_rows(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def percent(share: float | None) -> str:
-    """A share, or a dash where there is none."""
+    """A share in percent; a dash for none."""
     return "–" if share is None else f"{share:.1%}"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash where there is none."""
+    """A number; a dash for none."""
     return "–" if value is None else f"{value:,.{digits}f}"

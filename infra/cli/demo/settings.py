@@ -48,7 +48,7 @@ model = "model"
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `headrace demo` was asked for.
+    """The options of `headrace demo`.
 
     directory: of the run. task: by its name. minutes: of issuing tasks. seed: of the model, the tasks and the draws.
     engine: vllm or torch. control: see `DemoTask.lanes`. quiet: no picture on the terminal. agent: URL of a service
@@ -67,19 +67,19 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def traffic(self) -> bool:
-        """Whether users of a gateway ask, instead of explorers."""
+        """Whether users of a gateway ask, and not explorers."""
         return self.task == TRAFFIC.name
 
 
 def task_of(name: str) -> DemoTask:
-    """The task that was asked for. Raises ConfigError for one there is not."""
+    """The task of that name. Raises ConfigError where there is none."""
     if name not in TASKS:
         raise ConfigError(f"--task: got {name!r}, expected one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def demo_toml(options: DemoOptions) -> str:
-    """The settings file. Raises ConfigError for a task, an engine or a control there is not."""
+    """The text of the settings file. Raises ConfigError for an unknown task, engine or control."""
     task = task_of(options.task)
     if options.engine not in task.engines:
         raise ConfigError(f"--engine: got {options.engine!r}, expected one of {', '.join(task.engines)}")

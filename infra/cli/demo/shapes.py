@@ -1,7 +1,7 @@
 """The demo's task shapes: how many shapes a picture shows, learned from rewards by a model with an eye.
 
-The demonstrations teach how to look and count too low: most pictures of two or three shapes are counted one short. What
-they get wrong, rewards must put right; without the picture a guess is right one time in three at most.
+The demonstrations count too low: in most pictures of two or three shapes they miss one. So the model learns from them to look
+at the picture, and from rewards to count. Without the picture a guess is right one time in three at most.
 """
 
 from infra.cli.demo.char_model import PICTURES, Size

@@ -1,6 +1,6 @@
-"""The traffic demo: users ask a gateway sums, what they say of the answers is all there is to learn from after the warm-up.
+"""The traffic demo: users ask a gateway for sums. After the warm-up the model learns only from what they say of the answers.
 
-Explorers answer nothing but the evals by which the gate decides which version the users get.
+Explorers answer only the evals by which the gate decides which version the users get.
 """
 
 import sys
@@ -85,8 +85,8 @@ checkpoint_every = 40
 version_every = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
 
 [trainer.lanes]
-# Most answers are old and most are wrong: pushed down without end, they take the right ones with them. topr stops at what
-# the policy no longer says, so that an answer may be learned from several times.
+# Most answers are old, and most are wrong. A loss that lowers their probability without a bound lowers that of right ones
+# too. topr stops at what the policy hardly says, so that an answer may be learned from several times.
 live = {{ loss = "topr", weight = {usual}, least = 256, max_uses = 4, bound = 1.0 }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 """
@@ -109,7 +109,7 @@ def gateway_settings() -> tuple[str, ...]:
 
 
 def users_child(settings: Settings, minutes: float) -> Child:
-    """The users as a process of their own, with a key made for them; it ends when they have gone. Raises StoreError."""
+    """The users as a child process, with a key made for them. It ends when they have gone. Raises StoreError."""
     assert settings.gateway is not None
     _, key = create_key(store_of(settings), tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
     return Child(

@@ -1,4 +1,4 @@
-"""What the traffic demo reports beside the usual figures: what users saw, and where the stable channel was meanwhile."""
+"""What the traffic demo reports beside the usual figures: what users saw, and which version was stable when."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ WINDOW = 200  # answers a point of the users' curve averages over
 
 
 def read_seen(path: Path) -> list[Seen]:
-    """Answers by the time their users had them; none where there is no file."""
+    """The answers that users got, in the order of time; none where there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return sorted((msgspec.json.decode(line, type=Seen) for line in lines), key=lambda one: one.at_s)
 
@@ -42,7 +42,7 @@ def traffic_values(watch: Watch, users: Path, suite: str) -> dict[str, object]:
 
 
 def share_right(seen: Sequence[Seen]) -> float | None:
-    """Share of right answers; None of none."""
+    """Share of right answers; None where there are no answers."""
     return round(sum(one.right for one in seen) / len(seen), 4) if seen else None
 
 

@@ -2,8 +2,8 @@
 
     ask ─> answer ─> (think) ─> rate now or late, correct, withdraw, or say nothing
 
-A process of its own that knows nothing of headrace but its address and a key. Every request is counted, none is tried
-again, so one that fails is seen. What happened goes to a JSONL file, one line per answer, in order.
+A process that knows only the address of the gateway and a key. No request is tried again, so that each failure is counted.
+It writes one line per answer to a JSONL file, in the order of time.
 
 python -m infra.cli.demo.users --url http://127.0.0.1:8000/v1 --out users.jsonl --minutes 4     (the key in HEADRACE_KEY)
 """
@@ -37,7 +37,7 @@ START_S = 900.0
 
 
 class Opinion(msgspec.Struct, frozen=True):
-    """What a user makes of one answer.
+    """What a user will say about one answer.
 
     habit: the kind of user. delay_s: before the first word. value: of the rating, None for none. correction: the answer
     as it should have been. withdrawn: the rating is taken back later.
@@ -56,8 +56,8 @@ class Seen(msgspec.Struct, frozen=True):
     """One line of the file: an answer as its user saw it.
 
     at_s: seconds of the epoch. version: that the gateway names. right: the answer is. habit: of the user. failed:
-    requests about it that failed, the question included; then nothing else may be known. error: of the last one that
-    failed.
+    number of requests about it that failed, the question included; then the other fields may be empty. error: of the
+    last one that failed.
 
     Example: Seen(at_s=1763715600.0, version=12, right=True, habit="rates")
     """
@@ -80,7 +80,7 @@ def right_answer(pair: Pair) -> str:
 
 
 def opinion(text: str, pair: Pair, random: Random, late_s: tuple[float, float] = LATE_S) -> Opinion:
-    """What one user will say about an answer. Pure but for its random source."""
+    """Draw what one user will say about an answer."""
     expected = right_answer(pair)
     truth = text == expected
     thumb = truth if random.random() >= MISTAKEN else not truth
@@ -104,7 +104,7 @@ def opinion(text: str, pair: Pair, random: Random, late_s: tuple[float, float] =
 
 
 class Crowd:
-    """Users at one gateway. questions: what they ask, drawn at random. out: where answers are noted."""
+    """Users at one gateway. questions: to be drawn from. out: file of the answers."""
 
     def __init__(
         self,
@@ -126,11 +126,11 @@ class Crowd:
         self.counts: Counter[str] = Counter()
 
     def leave(self) -> None:
-        """No user asks again."""
+        """Let no user ask again."""
         self._left = True
 
     async def run(self, num_users: int, until_s: float) -> None:
-        """Ask until `until_s` of the monotonic clock, then let all users finish what they were about to say."""
+        """Ask until `until_s` of the monotonic clock, then wait until every user has said what they wanted to say."""
         async with asyncio.TaskGroup() as users:
             for number in range(num_users):
                 users.create_task(self._user(Random(f"{self._seed}/{number}"), number, until_s, users))
@@ -182,7 +182,7 @@ class Crowd:
 
 
 async def until_promoted(url: str, *, every_s: float = 0.5) -> None:
-    """Until the gateway serves a policy that was trained. Raises TimeoutError."""
+    """Wait until the gateway serves a trained policy. Raises TimeoutError."""
     import httpx
 
     address = url.removesuffix("/v1") + "/healthz"

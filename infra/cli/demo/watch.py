@@ -1,4 +1,4 @@
-"""What the demo knows of a run, folded from the log: progress of the roles, policies, evals, first experience."""
+"""What the demo knows of a run, read from the log: progress of the roles, policies, evals, first experience."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ CONFIG_ERROR = 2
 
 @dataclass
 class Watch:
-    """A run as seen from outside. accuracy: suite → version → share correct. reports: newest per role instance.
+    """The state of a run. accuracy: suite → version → share correct. reports: newest per role instance.
 
     stable: when the stable channel moved, in seconds since the start, and to which version. num_held: candidates that the
     gate held back.
@@ -44,7 +44,7 @@ class Watch:
         self.restarts[event.name] = event.restarts
 
     def failed(self) -> list[str]:
-        """Children that ended for good without having done their work."""
+        """Children that ended and will not be started again, without having done their work."""
         return [
             state.name
             for states in self.children
@@ -53,7 +53,7 @@ class Watch:
         ]
 
     def take(self, message: LogMessage) -> None:
-        """One record of the followed topics."""
+        """Take one record of the topics into the state."""
         record = message.value
         if isinstance(record, Progress):
             self.reports[record.instance] = record
@@ -77,7 +77,7 @@ class Watch:
             self.first_experience_s = message.timestamp_ms / 1000 - self.started_s
 
     def counter(self, role: str, name: str) -> float:
-        """A counter added up over all processes the role has had."""
+        """A counter, added up over all processes that the role has had."""
         return sum(one.counters.get(name, 0.0) for one in self.reports.values() if one.role == role)
 
     def counters(self, name: str) -> dict[str, float]:
@@ -115,7 +115,7 @@ class Watch:
 
 
 async def follow_log(log: Log, watch: Watch, *, until_end: bool = False) -> None:
-    """Fold the small topics, for ever or to their present end; `experiences` only until its first record."""
+    """Read the small topics, for ever or to their present end; `experiences` only until its first record."""
 
     async def follow(topic: topics.Topic) -> None:
         async with contextlib.aclosing(log.read_all(topic, until_end=until_end)) as messages:

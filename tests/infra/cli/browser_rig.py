@@ -9,13 +9,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, ViewportSize
 
 CHROMIUM = "/usr/bin/chromium"
+VIEWPORT: "ViewportSize" = {"width": 1280, "height": 860}
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
+
+WINDOWS = ((1280, 900), (390, 844))  # of a screen and of a phone
+# What lies beyond the window's edge or has to be moved aside. is_wide: the window is a screen's.
+BEYOND = """(isWide) => {
+  const edge = document.documentElement.clientWidth + 1;
+  const name = one => `${one.tagName} ${one.getAttribute("class") ?? ""} "${one.textContent.trim().slice(0, 40)}"`;
+  const found = document.documentElement.scrollWidth > edge ? ["the page"] : [];
+  for (const one of document.querySelectorAll("body *")) {
+    const box = one.getBoundingClientRect();
+    if (!one.closest(".scroll, .long") && box.width > 1 && box.right > edge) found.push(name(one));
+  }
+  for (const one of document.querySelectorAll(".scroll"))
+    if (one.scrollWidth > one.clientWidth + 1 && (isWide ? !one.closest(".figures") : one.querySelector(".stack")))
+      found.push(`${one.getAttribute("aria-label")}: ${one.scrollWidth} in ${one.clientWidth}`);
+  return found.slice(0, 5);
+}"""
 
 
 @contextmanager
@@ -36,9 +53,7 @@ class WatchedPage:
     """A page of a browser, with everything it complained of and asked for."""
 
     def __init__(self, browser: "Browser", url: str, scheme: Any) -> None:
-        self.context = browser.new_context(
-            color_scheme=scheme, viewport={"width": 1280, "height": 860}, reduced_motion="reduce"
-        )
+        self.context = browser.new_context(color_scheme=scheme, viewport=VIEWPORT, reduced_motion="reduce")
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
         self.asked: set[str] = set()
@@ -69,6 +84,16 @@ class WatchedPage:
         assert not self.complaints, f"{name} {scheme}: {self.complaints}"
         assert {url for url in self.asked if not url.startswith((self.url, "data:"))} == set()
 
+    def fits(self, name: str) -> None:
+        """Assert that nothing lies beyond the edge of a window as wide as a screen or a phone; on a phone the pictures, and
+        tables that are no list, may be moved aside.
+        """
+        for width, height in WINDOWS:
+            self.page.set_viewport_size({"width": width, "height": height})
+            beyond = self.page.evaluate(BEYOND, width == WINDOWS[0][0])
+            assert not beyond, f"{name}, {width} wide: {beyond}"
+        self.page.set_viewport_size(VIEWPORT)
+
     def sound_by_day_and_night(self, name: str, folder: Path) -> None:
         """`sound` in light and in dark, of a page that cannot be asked for twice."""
         for scheme in ("light", "dark"):
@@ -79,5 +104,5 @@ class WatchedPage:
         """As a person does, at the door."""
         self.page.goto(f"{self.url}/enter")
         self.page.get_by_label("Key").fill(key)
-        self.page.get_by_role("button", name="Look").click()
+        self.page.get_by_role("button", name="Sign in").click()
         self.page.get_by_role("heading", name="Flow", exact=True).wait_for()

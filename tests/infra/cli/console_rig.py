@@ -123,7 +123,7 @@ async def fill(log: Log) -> None:
     )
     held = PolicyEvent(
         event="held", policy="main", version=5, channel="stable", owner="gate", token=1,
-        reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable dev": 0.667},
+        reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.667},
     )  # fmt: skip
     await publish(topics.POLICIES, held)
     await answers(log)

@@ -56,7 +56,7 @@ def test_the_door_can_be_used_by_anybody_and_says_why_it_stays_shut(stranger: Wa
     page.goto(f"{stranger.url}/enter")
     stranger.sound_by_day_and_night("sign-in", tmp_path)
     page.get_by_label("Key").fill("hr-nobody-nothing")
-    page.get_by_role("button", name="Look").click()
+    page.get_by_role("button", name="Sign in").click()
     page.get_by_text("That key opens nothing here.").wait_for()
     assert [one for one in stranger.complaints if not one.startswith(f"{LOADED} 401")] == []
     stranger.complaints.clear()
@@ -75,7 +75,7 @@ def test_a_page_that_is_not_there_says_so_to_anybody(
     assert [one for one in operator.complaints if not one.startswith(f"{LOADED} {status}")] == []
     operator.complaints.clear()
     operator.sound_by_day_and_night(f"error{path.replace('/', '-')}", tmp_path)
-    operator.page.get_by_role("link", name="To the flow").click()
+    operator.page.get_by_role("link", name="Back to Flow").click()
     operator.page.get_by_role("heading", name="Flow", exact=True).wait_for()
 
 
@@ -139,14 +139,13 @@ def test_on_a_phone_the_picture_moves_in_its_place_and_the_page_does_not(operato
 def test_where_somebody_is_on_a_live_page_stays_when_it_is_asked_for_again(operator: WatchedPage) -> None:
     page = operator.page
     on_a_phone(page)
-    for name in ("The picture", "Roles"):
-        region = page.get_by_role("region", name=name)
-        assert region.evaluate("one => { one.focus(); one.scrollLeft = 60; return one.scrollLeft; }") == 60, name
+    picture = page.get_by_role("region", name="The picture")
+    assert picture.evaluate("one => { one.scrollLeft = 60; return one.scrollLeft; }") == 60
+    page.get_by_role("region", name="Roles").focus()
     for _ in range(2):
         with page.expect_response("**/?fragment=1", timeout=20_000):
             pass
-    for name in ("The picture", "Roles"):
-        assert page.get_by_role("region", name=name).evaluate("one => one.scrollLeft") == 60, name
+    assert picture.evaluate("one => one.scrollLeft") == 60
     assert page.evaluate("document.activeElement.ariaLabel") == "Roles"
 
 
@@ -168,7 +167,7 @@ def test_a_sealed_answer_is_opened_from_its_page_once_and_the_log_has_who_and_wh
     assert SECRET not in page.content()
     page.get_by_label("Why").fill("a complaint")
     page.get_by_role("button", name="Open it once").click()
-    page.get_by_text("Opened for this look alone").wait_for()
+    page.get_by_text("Opened for this look only").wait_for()
     assert SECRET in page.inner_text("main")
     stranger.sound_by_day_and_night("opened", tmp_path)
     record = here.newest(Directive)
@@ -201,12 +200,12 @@ def test_texts_sealed_in_a_dead_letter_are_opened_from_its_page_once_and_the_log
             break
         page.wait_for_timeout(500)
     link.click()
-    page.get_by_text("1 text of a named user sealed in it.").wait_for()
+    page.get_by_text("1 text of a named user is sealed in it.").wait_for()
     assert SECRET not in page.content()
     stranger.sound_by_day_and_night("letter", tmp_path)
     page.get_by_label("Why").fill("a complaint")
     page.get_by_role("button", name="Open it once").click()
-    page.get_by_text("Opened for this look alone").wait_for()
+    page.get_by_text("Opened for this look only").wait_for()
     assert SECRET in page.inner_text("main")
     stranger.sound_by_day_and_night("letter-opened", tmp_path)
     record = here.newest(Directive)

@@ -16,7 +16,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import seal_text
 from schemas import Batch, BatchItem, Block, Feedback, topics
 from schemas.ids import answer_id
-from tests.infra.cli.console_rig import live, looking
+from tests.infra.cli.console_rig import live, looking, of_suite
 from tests.infra.cli.test_console_pages import FIRST, filled, text_of
 
 
@@ -27,12 +27,12 @@ def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
             text = text_of(page)
             assert "question 0 about refunds" in text and "answer 0" in text
             assert page.text.count('class="tok l') > 6 and ' odd"' in page.text, "tokens by chance, and by version"
-            assert "exact 1 the whole answer version 1" in text and "by validate@1 → exact@1" in text
+            assert "exact 1 the whole answer version 1" in text and "Went through validate@1 → exact@1." in text
             said = text.partition("Feedback")[2].partition("Its way")[0]
             assert re.findall(r"user (?:\w+ )?([01])", said) == ["0", "1"], "feedback as it came and as it was revised"
-            assert "buffered 1 +0.5" in text and "trained, step 9 +0.5 1 lane live, on version 4" in text
+            assert "buffered 1 +0.5" in text and "trained, step 9 – +0.5 1 lane live, on version 4" in text
             assert "First learned in version 5" in text
-            assert "The other turns of its session" in text and "question 1 about refunds" in text
+            assert "The turns of the session around it." in text and "question 1 about refunds" in text
 
     asyncio.run(main())
 
@@ -41,9 +41,20 @@ def test_of_an_answer_that_waits_the_page_says_that_nothing_was_made_of_it_yet(t
     async def main() -> None:
         async with looking(tmp_path, await filled()) as (client, _):
             text = text_of(await client.get(f"/answers/{live(4, '', '').id}"))
-            way = text.partition("Its way")[2].partition("Beside it")[0]
-            assert "it was answered; nothing was made of it yet" in way
-            assert "made of it yet" not in text_of(await client.get(FIRST))
+            way = text.partition("Its way")[2].partition("Its session")[0]
+            assert "It was answered. Nothing else has happened to it yet." in way
+            assert "Nothing else has happened" not in text_of(await client.get(FIRST))
+
+    asyncio.run(main())
+
+
+def test_an_answer_to_a_suite_is_evaluated_and_never_pending(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with looking(tmp_path, await filled()) as (client, _):
+            rows = text_of(await client.get("/answers?suite=dev")).rpartition("became")[2]
+            assert rows.count("evaluated") == 48 and "pending" not in rows
+            page = text_of(await client.get(f"/answers/{of_suite(3, 2).id}"))
+            assert "Not learned from: it was asked to evaluate a version." in page
 
     asyncio.run(main())
 

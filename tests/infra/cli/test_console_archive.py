@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from infra.cli.console.pages_look import ARCHIVED
 from infra.cli.console.serve import source_of
 from infra.cli.repeat.export import fill, records_from
 from infra.cli.repeat.source import ReplaySource
@@ -21,6 +22,7 @@ from infra.store.memory import MemoryStore
 from schemas import EvalResult, PolicyEvent, topics
 from schemas.errors import OffsetOutOfRange
 from tests.infra.cli.console_rig import looking_at
+from tests.infra.cli.test_console_pages import text_of
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay.replay import find_start
@@ -73,7 +75,7 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
             await log.publish(topics.EVALS, result)
         held = PolicyEvent(
             event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
-            reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable dev": 0.75},
+            reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.75},
         )  # fmt: skip
         await log.publish(topics.POLICIES, held)
         settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
@@ -89,6 +91,8 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
             page = (await client.get("/versions/1")).text
             assert "Held back by gate: dev: 0.500, expected at least 0.600." in page and "0.75" in page
             assert "2 of 4" in page
+            flow = text_of(await client.get("/"))
+            assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
             learning = (await client.get("/learning")).text
             assert "Suite dev" in learning and "Loss" in learning
 

@@ -10,6 +10,7 @@ import pytest
 from infra.cli.console.fold import FOLDED
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
+from infra.cli.console.pages_look import BEING_READ
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.settings import Settings
 from infra.log.bus import Partition, Reader
@@ -61,7 +62,7 @@ def test_every_page_answers_before_anything_is_read_and_says_how_much_there_is_t
                 assert page.status_code == 200 and said in text_of(page), path
             for path in ("/", "/?fragment=1"):
                 page = await client.get(path)
-                assert page.status_code == 200 and "The log is being read: look again in a moment." in page.text, path
+                assert page.status_code == 200 and BEING_READ in page.text, path
                 assert said in page.text
             page = await client.get(f"/answers/{FIRST}")
             assert page.status_code == 503 and "Not read yet: the index is behind the log by" in text_of(page)

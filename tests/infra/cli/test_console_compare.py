@@ -38,7 +38,7 @@ def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_pa
         async with looking(tmp_path, log) as (client, _):
             text = text_of(await client.get("/versions/compare?a=1&b=4&suite=dev"))
             assert f"{MAX_TASKS + 2} answers differ, 1 are the same" in text
-            assert "Of these, 2 more are not shown." in text and "2 answers more are not compared" in text
+            assert "2 more of these are not shown." in text and "2 more answers are not compared" in text
             assert "They differ only in the 1,001 characters that follow." in text
 
     asyncio.run(main())

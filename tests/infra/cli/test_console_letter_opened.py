@@ -84,14 +84,14 @@ def test_texts_that_are_sealed_in_a_letter_are_opened_once_by_a_key_that_may_and
     path = f"/data/letters/{place}"
     with browser(here, "operate") as client:
         page = client.get(path)
-        assert "2 texts of a named user sealed in it." in page.text and "/actions/open-letter" not in page.text
+        assert "2 texts of a named user are sealed in it." in page.text and "/actions/open-letter" not in page.text
         assert page.text.count("(sealed)") == 2 and OF_ANN in page.text
     with browser(here, "unseal") as client:
         form = {"token": token_of(client, path), "letter": place}
         assert client.post("/actions/open-letter", data=form | {"why": " "}).status_code == 400
         opened = client.post("/actions/open-letter", data=form | {"why": "a complaint"})
         assert opened.status_code == 200 and SECRET in opened.text and "and more" in opened.text
-        assert "Opened for this look alone" in opened.text
+        assert "Opened for this look only" in opened.text
         assert SECRET not in client.get(path).text
     record = newest(here, Directive)
     assert (record.order, record.about) == ("open", f"dead-letters/{place.replace('/', '@')}")

@@ -42,6 +42,13 @@ def test_each_box_says_its_rate_what_waits_and_how_much(name: str, lines: tuple[
     assert boxes(ALL)[name].lines == lines
 
 
+def test_the_box_of_versions_names_the_one_that_was_held_back_last() -> None:
+    found = {box.name: box for box in boxes_of(ALL, Stable(version=2), held=3)}
+    assert found["Versions"].lines == ("v3 published", "v2 stable", "v3 held back")
+    found = {box.name: box for box in boxes_of(ALL, Stable(version=2, trial=3), held=1)}
+    assert found["Versions"].lines == ("v3 published", "v2 stable", "v3 on trial"), "a box has three lines"
+
+
 def test_what_a_role_does_not_report_is_missing_and_never_zero() -> None:
     mute = state(*(role(name) for name in ("master", "explore", "serve", "process", "train")))
     found = boxes(mute)

@@ -72,6 +72,6 @@ def test_the_flow_page_shows_labelled_counters_of_each_process_and_of_each_kind(
             whole = text_of(await client.get("/"))
             assert "answers 2.5 most end whole, 2" in whole, "of one process"
             assert "serve: answers most end whole, 4" in whole, "of both"
-            assert "1 counters more are under Roles." in whole
+            assert "1 more counter is under Roles." in whole
 
     asyncio.run(main())
