@@ -78,7 +78,9 @@ def archive_in(folder: Path) -> Path:
 
 # Without the command's idle time, which a busy machine has none of.
 PROGRAM = """
-import asyncio, pathlib, sys
+import asyncio, pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as `main` does: a shell may have it ignored
+print("began", file=sys.stderr, flush=True)
 from infra.cli.console.serve import run_console
 sys.exit(asyncio.run(run_console(pathlib.Path(sys.argv[1]), [], "127.0.0.1:0")))
 """
@@ -104,7 +106,8 @@ def test_a_console_ends_whenever_in_its_start_a_signal_comes(tmp_path: Path) -> 
     for moment in range(MOMENTS):
         number = SIGNALS[moment % 2]
         with started(file) as console:
-            time.sleep(1.2 * start_s * moment / MOMENTS)
+            assert console.stderr is not None and console.stderr.readline() == "began\n"
+            time.sleep(1.1 * start_s * moment / MOMENTS)
             console.send_signal(number)
             try:
                 _, said = console.communicate(timeout=HANGS_S)
