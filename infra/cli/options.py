@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 import typer
 
-from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED
 
 ConfigOption = Annotated[
     Path,
@@ -79,7 +79,7 @@ def exit_with(
             with asyncio.Runner(loop_factory=loop_factory) as runner:
                 code = runner.run(result)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:  # `headrace peek … | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

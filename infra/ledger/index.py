@@ -4,6 +4,7 @@ Guarantees: the file is a cache of the log and of nothing else; a log that begin
 records that count are in it (see `trainer.journal.journal.effective`). The first question of a long log reads all of it, the
 next ones what has come since; `infra.ledger.following` keeps it up beside a run, so that none has much to read. Several
 processes may share a file: one reads the log, the others wait for it. What retention took from the log leaves the index.
+Who reads the log for another index hands the records on (`LogIndex.offer`), so that they are read once for both.
 """
 
 import asyncio
@@ -11,24 +12,25 @@ import fcntl
 import math
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
+from infra.ledger.rows import KEYED, given_up_in, is_opened, keys_of, number, places_of
 from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log
-from schemas import Batch, Drawn, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.ids import group_of, partition_key, session_of
+from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
+from schemas.ids import group_of, partition_key
 from schemas.topics import Topic
 
+Places = Mapping[int, int]
+"""Partition → offset."""
+
 LAYOUT = 7
-# Their header or their key is the group, so that no record has to be opened.
-KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
 INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
 MAX_RECORDS = 5000
 PRUNED_AT = 100_000  # records that retention took from a partition: looking for their rows means looking at all
@@ -119,12 +121,59 @@ class LogIndex:
         async with self._alone(wait_s) as is_alone:
             if not is_alone:
                 return
-            if await self._is_of_another_log(log):
+            ends = {
+                (topic.name, at.index): end
+                for topic in INDEXED
+                for at, end in (await log.bus.end_offsets(log.name(topic))).items()
+            }
+            if self.is_of_another_log(ends):
                 self._drop()
                 self._database.executescript(SCHEMA)
             for topic in INDEXED:
                 await self._read(log, topic, on_read, follower)
             self._database.executescript(ORDER)
+
+    def reads(self) -> dict[tuple[str, int], int]:
+        """How far each partition was read, by topic without the app, and index."""
+        rows = self._database.execute("SELECT topic, part, next FROM reads").fetchall()
+        return {(topic, part): following for topic, part, following in rows}
+
+    def is_of_another_log(self, ends: Mapping[tuple[str, int], int]) -> bool:
+        """Whether a partition was read further than it goes. ends: by topic without the app, and index."""
+        return any(ends.get(at, 0) < following for at, following in self.reads().items())
+
+    async def resume(self, begins: Mapping[Topic, Mapping[int, int]]) -> dict[tuple[str, int], int]:
+        """Where `offer` goes on: `reads`, with what retention took passed over. begins: of each partition, by topic."""
+        async with self._alone(0.0) as is_alone:
+            known = self.reads()
+            if is_alone:
+                for topic, firsts in begins.items():
+                    self._prune(topic, firsts)
+                    passed = {part: at for part, at in firsts.items() if known.get((topic.name, part), 0) < at}
+                    self._store(topic, [], [], passed)
+                    known |= {(topic.name, part): at for part, at in passed.items()}
+        return known
+
+    async def offer(
+        self, topic: Topic, records: Sequence[Record], values: Sequence[object], before: Places, behind: Places
+    ) -> None:
+        """Take what is new here of records that were read for another index; nothing while another process reads the log
+        into this one. values: what they hold. before, behind: the caller's reading of each partition was there before these
+        records, and goes on there. A partition that is not read up to the first is left out: nothing is skipped.
+        """
+        async with self._alone(0.0) as is_alone:
+            if not is_alone:
+                return
+            known = self.reads()
+            places = {part: known.get((topic.name, part), 0) for part in behind}
+            taken = {part: behind[part] for part, at in places.items() if before[part] <= at < behind[part]}
+            fresh = [
+                (one, value)
+                for one, value in zip(records, values, strict=True)
+                if one.partition in taken and one.offset >= places[one.partition]
+            ]
+            if taken:
+                self._store(topic, [one for one, _ in fresh], [value for _, value in fresh], taken)
 
     @property
     def is_ordered(self) -> bool:
@@ -227,15 +276,6 @@ class LogIndex:
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    async def _is_of_another_log(self, log: Log) -> bool:
-        ends = {
-            (topic.name, at.index): end
-            for topic in INDEXED
-            for at, end in (await log.bus.end_offsets(log.name(topic))).items()
-        }
-        known = self._database.execute("SELECT topic, part, next FROM reads").fetchall()
-        return any(ends.get((topic, partition), 0) < following for topic, partition, following in known)
-
     async def _read(
         self, log: Log, topic: Topic, on_read: Callable[[str, int], None], follower: Follower | None
     ) -> None:
@@ -255,28 +295,31 @@ class LogIndex:
         async with aclosing(read(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
             async for records in chunks:
                 following |= {record.partition: record.offset + 1 for record in records}
-                self._store(topic, log, records, following)
+                values = [log.decode(one).value if is_opened(topic, one) else None for one in records]
+                self._store(topic, records, values, following)
                 on_read(topic.name, sum(end - following[index] for index, end in behind.items()))
-        self._store(topic, log, [], following | behind)  # compaction may have taken the last records
+        self._store(topic, [], [], following | behind)  # compaction may have taken the last records
 
-    def _store(self, topic: Topic, log: Log, records: Sequence[Record], following: dict[int, int]) -> None:
-        """Everything of one read and how far it got, in one transaction."""
+    def _store(
+        self, topic: Topic, records: Sequence[Record], values: Sequence[object], following: Mapping[int, int]
+    ) -> None:
+        """Everything of one read and how far it got, in one transaction. values: what the records hold."""
         with self._database:
             if topic in KEYED:
                 self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
                 self._database.executemany(
-                    "INSERT INTO places VALUES (?, ?, ?, ?, ?)", given_up_in(log, topic, records)
+                    "INSERT INTO places VALUES (?, ?, ?, ?, ?)", given_up_in(topic, records, values)
                 )
                 self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", keys_of(records))
             else:
-                for record in records:
-                    self._control(record, log.decode(record).value)
+                for record, value in zip(records, values, strict=True):
+                    self._control(record, value)
             self._database.executemany(
                 "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)",
                 [(topic.name, partition, offset) for partition, offset in following.items()],
             )
 
-    def _prune(self, topic: Topic, begins: dict[int, int]) -> None:
+    def _prune(self, topic: Topic, begins: Mapping[int, int]) -> None:
         """Forget where records lay that retention has taken, many at once."""
         kept = self._database.execute("SELECT part, first FROM kept WHERE topic = ?", (topic.name,))
         known: dict[int, int] = dict(kept.fetchall())
@@ -334,39 +377,3 @@ class LogIndex:
         ).fetchall()
         for (table,) in tables:
             self._database.execute(f"DROP TABLE {table}")
-
-
-def number(group: str) -> int:
-    """A group as 63 bits: an index of a million groups stays small, and what is read back is checked by name."""
-    return xxhash.xxh3_64_intdigest(group.encode()) >> 1
-
-
-def places_of(topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, int, int, int]]:
-    """Rows of records about a group, as their header says or else their key; a role's own reports are left out."""
-    rows = []
-    for record in records:
-        headers = dict(record.headers)
-        if topic != topics.PROGRESS or headers.get("kind") == b"closure":
-            about = headers.get("group", record.key).decode(errors="replace")
-            rows.append((number(about), topic.name, record.partition, record.offset, record.timestamp_ms))
-    return rows
-
-
-def given_up_in(log: Log, topic: Topic, records: Iterable[Record]) -> list[tuple[int, str, int, int, int]]:
-    """Rows of the groups that the trainer says it will never train; none of a topic that does not hold its words."""
-    if topic != topics.PROGRESS:
-        return []
-    drawn = [(one, log.decode(one).value) for one in records if dict(one.headers).get("kind") == b"drawn"]
-    return [
-        (number(group), topic.name, record.partition, record.offset, record.timestamp_ms)
-        for record, value in drawn
-        if isinstance(value, Drawn)
-        for group in value.dropped
-    ]
-
-
-def keys_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
-    """Key id, group and its session ("" for none) of sealed records, as their Kafka headers tell."""
-    headers = [dict(record.headers) for record in records]
-    pairs = [(one["key"], one["group"].decode(errors="replace")) for one in headers if "key" in one and "group" in one]
-    return [(key.decode(errors="replace"), number(group), session_of(group)) for key, group in pairs]

@@ -238,16 +238,10 @@ def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms:
 
 async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:
     """The records at these places, in their order; those that retention has taken since are left out."""
-    by_topic: dict[str, list[IndexPlace]] = {}
-    for place in sorted(places):
-        by_topic.setdefault(place.topic, []).append(place)
-    found: list[tuple[IndexPlace, LogMessage]] = []
-    for name, wanted in by_topic.items():
-        for partition in sorted({one.partition for one in wanted}):
-            here = [one for one in wanted if one.partition == partition]
-            messages = await log.messages_at(by_name(name), partition, [one.offset for one in here])
-            found += [(one, messages[one.offset]) for one in here if one.offset in messages]
-    return found
+    ordered = sorted(places)
+    found = await log.messages_of((by_name(one.topic), one.partition, one.offset) for one in ordered)
+    keys = [(one, (one.topic, one.partition, one.offset)) for one in ordered]
+    return [(one, found[key]) for one, key in keys if key in found]
 
 
 def legible(feedback: Feedback, keys: Keys | None) -> Feedback:

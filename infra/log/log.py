@@ -19,7 +19,7 @@ import msgspec
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
 from infra.log.letters import letter_of
-from infra.log.lookup import records_at
+from infra.log.lookup import records_at, records_of
 from infra.log.memory import changed_count
 from infra.log.partitioner import key_of
 from infra.log.retry import retry
@@ -293,6 +293,22 @@ class Log:
         """`at`, decoded."""
         records = await self.at(topic, partition, offsets)
         return {offset: await self.decoded(record) for offset, record in records.items()}
+
+    async def messages_of(self, places: Iterable[tuple[Topic, int, int]]) -> dict[tuple[str, int, int], LogMessage]:
+        """`messages_at` of several topics and partitions at once. places: topic, partition, offset of each record; of what is
+        found, the topic by its name without the app.
+        """
+        wanted: dict[Partition, set[int]] = {}
+        names: dict[str, str] = {}
+        for topic, partition, offset in places:
+            names[self.name(topic)] = topic.name
+            wanted.setdefault(Partition(self.name(topic), partition), set()).add(offset)
+        found = await records_of(self.bus, wanted)
+        return {
+            (names[at.topic], at.index, offset): await self.decoded(record)
+            for at, records in found.items()
+            for offset, record in records.items()
+        }
 
     async def holds(self, topic: Topic) -> bool:
         """Whether the broker has the topic: an app that was not begun has none, an archive of an older release lacks some."""

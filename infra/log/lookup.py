@@ -1,8 +1,9 @@
 """Records by their offsets, of any topic of the broker."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 
-from infra.log.bus import Bus, Partition, Record
+from infra.log.bus import Bus, Partition, Reader, Record
 from schemas.errors import OffsetOutOfRange
 
 # Neighbouring offsets are read in one go where the hole between them costs less than another request.
@@ -12,23 +13,50 @@ FETCH_BYTES = 64 * 1024  # of what lies behind a record that is asked for by its
 
 async def records_at(bus: Bus, partition: Partition, offsets: Iterable[int]) -> dict[int, Record]:
     """The records at these offsets; what retention or compaction took, or is not written yet, is missing."""
-    begins, ends = await bus.beginning_offsets(partition.topic), await bus.end_offsets(partition.topic)
-    wanted = {offset for offset in offsets if begins.get(partition, 0) <= offset < ends.get(partition, 0)}
-    if not wanted:
-        return {}
-    found: dict[int, Record] = {}
-    reader = await bus.assigned({partition: min(wanted)}, fetch_bytes=FETCH_BYTES)
+    return (await records_of(bus, {partition: offsets})).get(partition, {})
+
+
+async def records_of(bus: Bus, offsets: Mapping[Partition, Iterable[int]]) -> dict[Partition, dict[int, Record]]:
+    """`records_at` of several partitions, by one reader: to connect costs both sides more than to read some records."""
+    begins: dict[Partition, int] = {}
+    ends: dict[Partition, int] = {}
+    for topic in {at.topic for at in offsets}:
+        begins |= await bus.beginning_offsets(topic)
+        ends |= await bus.end_offsets(topic)
+    kept = {at: {one for one in wanted if begins.get(at, 0) <= one < ends.get(at, 0)} for at, wanted in offsets.items()}
+    left = {at: deque(runs(wanted)) for at, wanted in kept.items() if wanted}
+    found: dict[Partition, dict[int, Record]] = {at: {} for at in left}
+    if not left:
+        return found
+    reader = await bus.assigned({at: spans[0][0] for at, spans in left.items()}, fetch_bytes=FETCH_BYTES)
     try:
-        for start, stop in runs(wanted):
-            reader.seek(partition, start)
-            while reader.positions().get(partition, start) < stop:
-                records = await reader.get_many(timeout_s=1.0, max_records=stop - start)
-                found |= {record.offset: record for record in records if record.offset in wanted}
+        while left:
+            num = sum(stop - start for spans in left.values() for start, stop in list(spans)[:1])
+            for record in await reader.get_many(timeout_s=1.0, max_records=num):
+                at = Partition(record.topic, record.partition)
+                if record.offset in kept[at]:
+                    found[at][record.offset] = record
+            _go_on(reader, left)
     except OffsetOutOfRange:  # retention went on meanwhile
-        return found | await records_at(bus, partition, wanted - found.keys())
+        again = await records_of(bus, {at: kept[at] - found[at].keys() for at in found})
+        return {at: records | again.get(at, {}) for at, records in found.items()}
     finally:
         await reader.close()
     return found
+
+
+def _go_on(reader: Reader, left: dict[Partition, deque[tuple[int, int]]]) -> None:
+    """To the next run, in partitions where one was read; those without any more leave `left`."""
+    positions = reader.positions()
+    for at, spans in list(left.items()):
+        position = positions.get(at, spans[0][0])
+        is_between = position >= spans[0][1]
+        while spans and position >= spans[0][1]:
+            spans.popleft()
+        if not spans:
+            del left[at]
+        elif is_between and position < spans[0][0]:
+            reader.seek(at, spans[0][0])
 
 
 def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, int]]:

@@ -246,6 +246,9 @@ class MemoryReader:
         except TimeoutError:
             return []
 
+    def rest(self) -> None:
+        """See Reader."""
+
     def seek(self, partition: Partition, offset: int) -> None:
         """See Reader."""
         self._follow()

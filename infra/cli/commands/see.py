@@ -38,12 +38,14 @@ def console(
     """
 
     def run() -> Coroutine[Any, Any, int]:
+        from infra.local.idle_time import take_small_share
         from schemas.errors import ConfigError
 
         try:
             from infra.cli.console.serve import run_console
         except ImportError as error:
             raise ConfigError(f"console: {error.name} is not installed: pip install 'headrace[console]'") from error
+        take_small_share()
         return run_console(config, sets, listen)
 
     exit_with(run)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from infra.cli.console.index import key_of
-from infra.ledger.index import number
+from infra.ledger.rows import number
 from infra.ledger.trace import AnswerTrace
 from schemas import Experience
 from schemas.errors import BadFrame

@@ -8,8 +8,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
+import msgspec
+
 from infra.cli.console.index import TRAINED, ConsoleIndex, key_of
-from infra.ledger.index import number
+from infra.ledger.index import INDEXED, LogIndex
+from infra.ledger.rows import number
 from infra.log.blobs import is_claim
 from infra.log.bus import Record
 from infra.log.follower import Follower
@@ -52,6 +55,17 @@ OnLeft = Callable[
 ]  # a topic, how many of its records are still to be folded, how many the log has
 
 
+class Stretch(msgspec.Struct, frozen=True):
+    """Records of a topic that were read together. topic: theirs. records: in the order of their partitions. before, behind:
+    where the reading of each partition was before them, and where it goes on.
+    """
+
+    topic: Topic
+    records: Sequence[Record]
+    before: Mapping[int, int]
+    behind: Mapping[int, int]
+
+
 class Folder:
     """Folds records of one run and one policy into an index."""
 
@@ -65,10 +79,13 @@ class Folder:
         log: Log,
         on_left: OnLeft = lambda topic, left, held: None,
         follower: Follower | None = None,
+        trace: LogIndex | None = None,
     ) -> None:
         """Fold what has come since the last time. on_left: see `OnLeft`.
 
-        follower: over FOLDED, of a caller that comes back every few seconds.
+        follower: over FOLDED, of a caller that comes back every few seconds. trace: the index of where records lie, which
+        is offered what is read here, so that it is read once for both. Wherever the two are, the reading begins at the
+        one that is behind, and each takes what is new to it. What the pages list was offered before.
         """
         read = log.chunks if follower is None else follower.chunks
         bounds = {topic: await log.bounds(topic) for topic in reversed(FOLDED)}
@@ -80,22 +97,37 @@ class Folder:
         ):
             await asyncio.to_thread(self._index.begin_anew)
             reads = {}
-        starts = {topic: _starts(topic, bounds[topic][0], reads) for topic in FOLDED}
+        owns = {topic: _starts(topic, bounds[topic][0], reads) for topic in FOLDED}
         held = {topic: _left(*bounds[topic]) for topic in FOLDED}
-        for topic, following in starts.items():
-            on_left(topic.name, _left(following, bounds[topic][1]), held[topic])
-        for topic, following in starts.items():
-            ends = bounds[topic][1]
-            if not _left(following, ends):
+        for topic, own in owns.items():
+            on_left(topic.name, _left(own, bounds[topic][1]), held[topic])
+        noted = await _resumed(log, trace, bounds) if trace is not None else {}
+        for topic, own in owns.items():
+            begins, ends = bounds[topic]
+            of_trace = _starts(topic, begins, noted) if trace is not None and topic in INDEXED else own
+            at = {part: min(start, of_trace[part]) for part, start in own.items()}
+            if not _left(at, ends):
                 continue
-            async with aclosing(read(topic, following, ends, max_records=MAX_RECORDS)) as chunks:
+            async with aclosing(read(topic, at, ends, max_records=MAX_RECORDS)) as chunks:
                 async for records in chunks:
-                    following |= {record.partition: record.offset + 1 for record in records}
-                    claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in records]
-                    await asyncio.to_thread(self.fold, topic, records, following, claims)
-                    on_left(topic.name, _left(following, ends), held[topic])
-            await asyncio.to_thread(self.fold, topic, (), following | ends, ())
+                    behind = at | {record.partition: record.offset + 1 for record in records}
+                    await self._take(log, trace, Stretch(topic, records, at, behind), own)
+                    at = behind
+                    on_left(topic.name, _left({part: max(at[part], own[part]) for part in at}, ends), held[topic])
+            if at != at | ends:  # compaction may have taken the last
+                await self._take(log, trace, Stretch(topic, (), at, at | ends), own)
             on_left(topic.name, 0, held[topic])
+
+    async def _take(self, log: Log, trace: LogIndex | None, read: "Stretch", own: Mapping[int, int]) -> None:
+        """Both indexes take what is new to them. own: where the folding of each partition began, or begins."""
+        claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in read.records]
+        values = await asyncio.to_thread(held_in, read.records, claims)
+        if trace is not None and read.topic in INDEXED:
+            await trace.offer(read.topic, read.records, values, read.before, read.behind)
+        pairs = zip(read.records, values, strict=True)
+        fresh = [(record, value) for record, value in pairs if record.offset >= own[record.partition]]
+        following = {part: at for part, at in read.behind.items() if at > own[part]}
+        await asyncio.to_thread(self.fold, read.topic, fresh, following)
 
     async def tell(self, log: Log, on_left: OnLeft) -> None:
         """Say how much of each topic is still to be folded, and fold nothing."""
@@ -105,18 +137,12 @@ class Folder:
             on_left(topic.name, _left(_starts(topic, begins, reads), ends), _left(begins, ends))
 
     def fold(
-        self,
-        topic: Topic,
-        records: Sequence[Record],
-        following: dict[int, int],
-        claims: Sequence[Control | Block | None],
+        self, topic: Topic, records: Sequence[tuple[Record, Control | Block | None]], following: Mapping[int, int]
     ) -> None:
-        """Records of one topic, in one transaction. claims: what was fetched from the store, beside each record."""
-        found = [
-            (record.timestamp_ms, record, value)
-            for record, claimed in zip(records, claims, strict=True)
-            if (value := claimed or _held(record)) is not None
-        ]
+        """Records of one topic with what they hold (None for what does not decode), in one transaction. following: where the
+        next of each partition begins.
+        """
+        found = [(record.timestamp_ms, record, value) for record, value in records if value is not None]
         with self._index.turn, self._index.database:
             if topic in (topics.EXPERIENCES, topics.EXPERTS):
                 self._index.add(members_of(found))
@@ -276,6 +302,24 @@ def _starts(topic: Topic, begins: Mapping[int, int], reads: Mapping[tuple[str, i
 
 def _left(following: Mapping[int, int], ends: Mapping[int, int]) -> int:
     return sum(max(0, end - following[part]) for part, end in ends.items())
+
+
+async def _resumed(
+    log: Log, trace: LogIndex, bounds: Mapping[Topic, tuple[dict[int, int], dict[int, int]]]
+) -> dict[tuple[str, int], int]:
+    """Where the index of `trace` goes on."""
+    if trace.is_of_another_log(
+        {(topic.name, part): end for topic in INDEXED for part, end in bounds[topic][1].items()}
+    ):
+        await trace.refresh(log)
+    return await trace.resume({topic: bounds[topic][0] for topic in INDEXED})
+
+
+def held_in(records: Sequence[Record], claims: Sequence[Control | Block | None]) -> list[Control | Block | None]:
+    """What records hold, sealed sections shut; None for one that does not decode. claims: what was fetched from the store,
+    beside each record. Raises UnknownMajor.
+    """
+    return [claimed or _held(record) for record, claimed in zip(records, claims, strict=True)]
 
 
 def _held(record: Record) -> Control | Block | None:

@@ -10,14 +10,14 @@ import fcntl
 import json
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from infra.ledger.account import VALIDATION
-from infra.ledger.index import number
+from infra.ledger.rows import number
 from schemas import Experience
 from schemas.errors import BadFrame
 from schemas.ids import session_of
@@ -180,7 +180,7 @@ class ConsoleIndex:
         rows = self.database.execute("SELECT topic, part, next FROM reads")
         return {(topic, part): following for topic, part, following in rows}
 
-    def note_reads(self, topic: str, following: dict[int, int]) -> None:
+    def note_reads(self, topic: str, following: Mapping[int, int]) -> None:
         """Remember how far a topic was read."""
         self.database.executemany(
             "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)", [(topic, part, at) for part, at in following.items()]

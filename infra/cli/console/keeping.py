@@ -23,17 +23,19 @@ from infra.cli.console.bounds import trim
 from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.settings import Settings, load_settings
-from infra.ledger.index import INDEXED, LogIndex
+from infra.ledger.following import Following
+from infra.ledger.index import LogIndex
 from infra.local.idle_time import take_idle_time
 from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.settings.config import duration_s
 from schemas.errors import HeadraceError, UnknownMajor
 
-LOOKED_S = 2.0
-CALM_S = 5.0
+LOOKED_S = 3.0  # as often as a page looks
+CALM_S = 10.0
 MAX_WAIT_S = 15.0
 END_S = 10.0  # for the process to end by itself
+AGAIN_S = 2.0
 FILE = "console.sqlite"
 TRACE_FILE = "trace.sqlite"
 
@@ -67,7 +69,7 @@ class Keeper:
         self._folder = Folder(self.index, run=run, policy=policy)
         self._follower = Follower(log, FOLDED)
         self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
-        self._trace_follower = Follower(log, INDEXED)
+        self._following = Following(log, self._trace)
 
     async def run(self, on_kept: Callable[[], None] = lambda: None) -> None:
         """Fold what comes until cancelled: every LOOKED_S while pages are asked for, else every CALM_S; try again after errors.
@@ -102,29 +104,36 @@ class Keeper:
             if left:
                 on_kept()
 
-        def on_read(topic: str, left: int) -> None:
-            if not self.kept.is_traced:
-                self.kept.tracing = {topic: left}
-                on_kept()
-
         if not self.kept.is_traced:
             await self._folder.tell(self._log, on_left)
-        # First: a tenth of the work.
-        await self._trace.refresh(self._log, on_read, follower=self._trace_follower)
-        self.kept.tracing = {}
-        if not self.kept.is_traced:
-            self.kept.is_traced = True
-            on_kept()
         if not self.index.is_there():
             _log.warning("index_gone path=%s: it is made again from the log", self.index.path)
             self.index.close()
             self.index = ConsoleIndex(self.index.path)
             self._folder = Folder(self.index, run=self._run, policy=self._policy)
-        if self.index.is_writer or self.index.take_over():
-            await self._folder.refresh(self._log, on_left, self._follower)
+        writes = self.index.is_writer or self.index.take_over()
+        if not (writes and self.kept.is_traced and self._trace.is_ordered):
+            await self._trace_alone(on_kept)
+        if writes:
+            await self._following.close()
+            await self._folder.refresh(self._log, on_left, self._follower, self._trace)
             await asyncio.to_thread(self._prune)
         else:
             await self._folder.tell(self._log, on_left)
+
+    async def _trace_alone(self, on_kept: Callable[[], None]) -> None:
+        """The index of `trace` by itself: at first, since it is a tenth of the work, and where another console folds."""
+
+        def on_read(topic: str, left: int) -> None:
+            if not self.kept.is_traced:
+                self.kept.tracing = {topic: left}
+                on_kept()
+
+        await self._following.read_on(on_read)
+        self.kept.tracing = {}
+        if not self.kept.is_traced:
+            self.kept.is_traced = True
+            on_kept()
 
     def _prune(self) -> None:
         index = self.index
@@ -136,7 +145,7 @@ class Keeper:
 
     async def _close(self) -> None:
         await self._follower.close()
-        await self._trace_follower.close()
+        await self._following.close()
         self._trace.close()
         self.index.close()
 
@@ -220,7 +229,9 @@ async def keep(state: Path, settings: Settings, log: Log) -> None:
             keeping.result()
     finally:
         listening.cancel()
-        keeping.cancel()
+        while not keeping.done():  # a cancellation can get lost: see `infra.cli.console.leaving`
+            keeping.cancel()
+            await asyncio.wait([keeping], timeout=AGAIN_S)
         await asyncio.gather(keeping, listening, return_exceptions=True)
 
 

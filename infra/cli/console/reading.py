@@ -3,8 +3,8 @@
     log ─> Keeper ─> console.sqlite ─> search, curves          see `infra.cli.console.keeping`
     log ─> status, decisions, one answer                       when asked, and then held for HELD_S
 
-It only reads: no role waits for it, and its process takes the time that they leave (`infra.local.idle_time`). While the log
-is away the pages show what was known, and say so.
+It only reads: no role waits for it, and its process takes a small share of a busy machine (`infra.local.idle_time`). While the
+log is away the pages show what was known, and say so.
 """
 
 import asyncio
@@ -31,19 +31,22 @@ from infra.cli.look.clock import LogClock
 from infra.cli.look.expected import wanted_of
 from infra.cli.look.heard import LastHour
 from infra.cli.look.newest import HeldNewest
-from infra.cli.look.status import GONE_S, READ, read_status
+from infra.cli.look.status import GONE_S, read_status
 from infra.cli.look.status_screen import State
 from infra.cli.settings import Settings
-from infra.ledger.index import INDEXED, LogIndex
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
-from infra.log.log import Log
+from infra.log.log import Log, LogMessage
 from infra.observe.alarms import MAX_LAG
 from infra.policies.channel import Stable
 from schemas import DeadLetter, PolicyEvent, topics
 from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog, StoreError
+from schemas.topics import Topic
 
 HELD_S = 3.0
+# Of what `status` reads that of which a page shows something: experiences alone are most of a log, and the index reads them.
+SHOWN = (topics.PROGRESS, topics.REPORTS, topics.POLICIES)
 MANY = 5000  # records of a topic that are said on every page
 PULSE = 120  # values held of each line of the flow
 READ_S = 2.0  # of the log, for one look at an answer
@@ -86,9 +89,8 @@ class Reading:
         self._path = state / FILE
         self._looked = looked
         run, policy = settings.run or settings.app, settings.policy.name
-        self._trace_follower = Follower(log, INDEXED)
         self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
-        self._newest_follower = Follower(log, READ)
+        self._newest_follower = Follower(log, SHOWN)
         self._newest = HeldNewest(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
         self._clock = LogClock(log, self._reports_follower, silent_s=GONE_S)
@@ -107,7 +109,7 @@ class Reading:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        followers = (self._trace_follower, self._newest_follower, self._words_follower, self._reports_follower)
+        followers = (self._newest_follower, self._words_follower, self._reports_follower)
         for follower in followers:
             await follower.close()
         self._trace.close()
@@ -125,7 +127,7 @@ class Reading:
         async def read() -> State:
             now_s = await self._clock.glance_s(3 * HELD_S)
             state = await read_status(
-                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._newest.newest, hour=self._hour
+                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._look, hour=self._hour
             )
             state["clock_off_s"] = self._clock.off_s
             beat(self.pulse, state["roles"])
@@ -133,6 +135,9 @@ class Reading:
             return state
 
         return await self.held("status", read, wait_s=wait_s)
+
+    async def _look(self, topic: Topic, last: int, kind: str) -> list[LogMessage]:
+        return await self._newest.newest(topic, last, kind) if topic in SHOWN else []
 
     async def history(self, wait_s: float | None = None) -> History:
         """Newest events of the policy, and decisions about it. wait_s: see `held`."""
@@ -179,7 +184,7 @@ class Reading:
             if anew:
                 try:
                     async with asyncio.timeout(READ_S):
-                        await self._trace.refresh(self.log, follower=self._trace_follower, wait_s=TRACE_WAIT_S)
+                        await self._trace.refresh(self.log, wait_s=TRACE_WAIT_S)
                 except TimeoutError:  # what was read stays read
                     is_whole = False
             try:

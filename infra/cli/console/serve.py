@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import sqlite3
 import sys
@@ -25,11 +24,12 @@ from infra.cli.console.app import make_app
 from infra.cli.console.index import reader_of
 from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keeper_of
 from infra.cli.console.learning import Run
+from infra.cli.console.leaving import Leaving
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import NotReadYet, Reading
+from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.repeat.source import opened
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
-from infra.local.idle_time import take_idle_time
 from infra.log.log import Log
 from infra.settings.config import split_address
 from infra.store.store import Store
@@ -39,28 +39,43 @@ LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed 
 
 
 async def run_console(config: Path, sets: list[str], listen: str) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError, BadFrame, BrokerUnavailable."""
+    """Serve until SIGINT or SIGTERM; exit code 130 where one came before there were pages. Raises ConfigError, BadFrame,
+    BrokerUnavailable.
+    """
+    leaving = Leaving()
     log_to_stderr()
-    take_idle_time()  # what people look at can wait
-    async with source_of(config, sets) as (settings, log, store, state):
-        sock = bound(listen or settings.console.listen)
-        sock.listen()  # a link that is opened at once waits for its page
-        given = os.environ.get(LINK_VARIABLE, "")  # the person who set it knows it, and it must not be in a log
-        link = given or secrets.token_urlsafe(24)
-        command = command_of(config, sets)
-        address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
-        where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
-        print(f"console {where}", file=sys.stderr, flush=True)
-        print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
-        # An archive lies in this process alone, and no role is at work beside it.
-        keeper = partial(keeper_of, command=command) if command else None
-        access = ConsoleAccess(store, link)
-        run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
-        async with run as (app, known):
-            with contextlib.suppress(NotReadYet):  # reading continues: the first page is read before it is opened
-                await known.status(wait_s=0)
-            await serve(app, sock)
+    try:
+        async with source_of(config, sets) as source:
+            leaving.check()
+            await _serve_source(source, command_of(config, sets), listen, leaving)
+    except asyncio.CancelledError:
+        if not leaving.is_asked:
+            raise
+        return INTERRUPTED
     return 0
+
+
+async def _serve_source(
+    source: tuple[Settings, Log, Store, Path], command: Sequence[str], listen: str, leaving: Leaving
+) -> None:
+    settings, log, store, state = source
+    sock = bound(listen or settings.console.listen)
+    sock.listen()  # a link that is opened at once waits for its page
+    given = os.environ.get(LINK_VARIABLE, "")  # whoever set it knows it, and it must not be in a log
+    link = given or secrets.token_urlsafe(24)
+    address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
+    where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
+    print(f"console {where}", file=sys.stderr, flush=True)
+    print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
+    # An archive lies in this process alone, and no role is at work beside it.
+    keeper = partial(keeper_of, command=command) if command else None
+    access = ConsoleAccess(store, link)
+    run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
+    async with run as (app, known):
+        with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before somebody opens it
+            await known.status(wait_s=0)
+        leaving.check()
+        await serve(app, sock, leaving)
 
 
 @asynccontextmanager
@@ -149,12 +164,11 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             await task
 
 
-async def serve(app: ASGIApp, sock: socket.socket) -> None:
-    """Answer until SIGINT or SIGTERM."""
+async def serve(app: ASGIApp, sock: socket.socket, leaving: Leaving) -> None:
+    """Answer until a signal."""
     server = ConsoleServer(server_options(app))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.leave)
-    await server.serve(sockets=[sock])
+    with leaving.ending(server.leave):
+        await server.serve(sockets=[sock])
 
 
 def server_options(app: ASGIApp) -> uvicorn.Config:

@@ -29,7 +29,6 @@ from schemas.fields import CANARY_MISSING
 from schemas.ids import answer_id
 from schemas.reports import together
 
-READ = (topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.EXPERIENCES, topics.BATCHES, topics.EVALS)
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
 WINDOW_S = 60.0  # rates, and counters that alarm, are over so long

@@ -1,7 +1,7 @@
 """The log of records: keys, claim checks, poison, and a reader that loses nothing when decoding fails."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -349,40 +349,6 @@ async def progress_log() -> Log:
     log = Log(MemoryBus(), "bot")
     await log.create_topics(partitions=1, keep_ms=-1)
     return log
-
-
-def test_the_records_at_offsets_are_those_that_are_kept_in_one_read_for_neighbours() -> None:
-    async def main() -> None:
-        log = await progress_log()
-        for number in range(200):
-            await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
-        await log.bus.delete_records(Partition(log.name(PROGRESS), 0), 3)
-        found = await log.at(PROGRESS, 0, [199, 1, 4, 5, 4, 900])
-        assert {offset: record.value for offset, record in found.items()} == {4: b"4", 5: b"5", 199: b"199"}
-        assert await log.at(PROGRESS, 0, []) == await log.at(PROGRESS, 0, [2]) == {}
-        assert await log.at(PROGRESS, 7, [4]) == {}, "a partition that the topic does not have"
-
-    asyncio.run(main())
-
-
-def test_what_retention_takes_while_offsets_are_read_is_missing_and_the_rest_is_there() -> None:
-    class Trimming(MemoryBus):
-        async def assigned(
-            self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
-        ) -> Reader:
-            reader = await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
-            for partition in starts:
-                await self.delete_records(partition, 5)
-            return reader
-
-    async def main() -> None:
-        log = Log(Trimming(), "bot")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for number in range(9):
-            await log.bus.send(log.name(PROGRESS), str(number).encode(), key=b"k")
-        assert list(await log.at(PROGRESS, 0, [2, 4, 5, 8])) == [5, 8]
-
-    asyncio.run(main())
 
 
 def test_a_tail_goes_on_where_a_scan_of_the_same_bounds_ends() -> None:

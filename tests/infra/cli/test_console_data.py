@@ -15,7 +15,7 @@ from infra.cli.console.fold import MARK, Folder
 from infra.cli.console.index import ConsoleIndex, reader_of
 from infra.log.bus import Record
 from infra.store.seal import seal_event, seal_text
-from schemas import DeadLetter, encode, topics
+from schemas import DeadLetter, decode, encode, topics
 from tests.infra.cli.console_rig import HOSTILE, MADE, SECRET, SESSION, looking, steps_of
 from tests.infra.cli.test_console_pages import filled, text_of
 
@@ -97,7 +97,7 @@ def test_a_letter_was_delivered_again_though_its_mark_is_read_before_it(tmp_path
         Record("t.dead-letters", 0, 2, 2000, b"", encode(mark)),
     ]
     for one in records[::-1] if is_first else records:
-        folder.fold(topics.DEAD_LETTERS, [one], {}, [None])
+        folder.fold(topics.DEAD_LETTERS, [(one, decode(one.value))], {})
     database = reader_of(index.path)
     (row,) = data.letters(database, "", None)[0]
     assert (row["done"], row["done_by"]) == (1, "ann: mended")

@@ -10,7 +10,7 @@ import pytest
 from infra.ledger.following import follow
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
-from infra.log.bus import Partition
+from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Feedback, Fence, PolicyEvent, Rollback, Skip, encode, topics
@@ -38,8 +38,8 @@ def published(version: int, step: int, token: int = 1) -> PolicyEvent:
     return PolicyEvent(event="published", policy=POLICY, version=version, parent=version - 1, step=step, token=token)
 
 
-async def log_of_a_run() -> Log:
-    log = Log(MemoryBus(), "t")
+async def log_of_a_run(bus: MemoryBus | None = None) -> Log:
+    log = Log(bus or MemoryBus(), "t")
     await log.create_topics(partitions=2, keep_ms=-1)
     for group in ("a.0", "b.0"):
         await log.publish(topics.EXPERIENCES, block(group))
@@ -88,6 +88,27 @@ def test_an_answer_is_followed_to_its_step_and_its_version(tmp_path: Path) -> No
         assert len(found.buffered) == 1
         assert [(use.step, use.use, use.undone) for use in found.uses] == [(1, 1, "")]
         assert (found.first_version, found.newest_version) == (2, 3)
+
+    with_index(tmp_path, body)
+
+
+def test_an_answer_is_read_by_one_reader_and_the_steps_that_used_it_by_another(tmp_path: Path) -> None:
+    """To connect is most of what a trace costs a broker."""
+
+    class CountingBus(MemoryBus):
+        num_opened = 0
+
+        async def assigned(self, starts, *, group=None, fetch_bytes=0) -> Reader:  # type: ignore[no-untyped-def]
+            self.num_opened += 1
+            return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
+
+    async def body(index: LogIndex) -> None:
+        bus = CountingBus()
+        log = await log_of_a_run(bus)
+        await index.refresh(log)
+        bus.num_opened = 0
+        assert (await trace_answer(log, index, NAME)).uses
+        assert bus.num_opened == 2
 
     with_index(tmp_path, body)
 

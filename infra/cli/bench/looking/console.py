@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
@@ -19,10 +20,10 @@ from urllib.parse import urlencode
 from infra.cli.bench.looking.console_first import LINK, LOOKS, first_start, keeper
 from infra.cli.bench.looking.console_load import cpu_of
 from infra.cli.console.access import ConsoleAccess
-from infra.cli.console.fold import Folder
+from infra.cli.console.fold import Folder, held_in
 from infra.cli.console.index import ConsoleIndex
 from infra.log.bus import Record
-from schemas import Block, Feedback, Message, PolicyEvent, Score, Span, encode, make_experience, topics
+from schemas import Block, Control, Feedback, Message, PolicyEvent, Score, Span, encode, make_experience, topics
 from schemas.ids import experience_id, request_group, session_name
 
 CHUNK = 2000
@@ -72,8 +73,8 @@ def fill(folder: Path, experiences: int, seed: int) -> None:
     for start in range(0, experiences, CHUNK):
         numbers = range(start, min(experiences, start + CHUNK))
         blocks = [_record(topics.EXPERIENCES.name, number, _block(number, experiences, drawn)) for number in numbers]
-        folder_of.fold(topics.EXPERIENCES, blocks, {}, [None] * len(blocks))
-        folder_of.fold(topics.VERIFIED, blocks, {}, [None] * len(blocks))
+        for topic in (topics.EXPERIENCES, topics.VERIFIED):
+            folder_of.fold(topic, _opened(blocks), {})
         said = [
             _record(
                 "verified",
@@ -83,12 +84,12 @@ def fill(folder: Path, experiences: int, seed: int) -> None:
             for number in numbers
             if drawn.random() < 0.2
         ]
-        folder_of.fold(topics.VERIFIED, said, {}, [None] * len(said))
+        folder_of.fold(topics.VERIFIED, _opened(said), {})
     events = [
         _record("policies", at, PolicyEvent(event="published", policy="main", version=at, parent=at - 1, step=at))
         for at in range(VERSIONS)
     ]
-    folder_of.fold(topics.POLICIES, events, {}, [None] * len(events))
+    folder_of.fold(topics.POLICIES, _opened(events), {})
     index.close()
 
 
@@ -139,6 +140,10 @@ def _record(topic: str, number: int, value: Block | Feedback | PolicyEvent) -> R
     return Record(f"bench.{topic}", 0, number, 1_763_715_600_000 + 100 * number, b"", encode(value))
 
 
+def _opened(records: Sequence[Record]) -> list[tuple[Record, Control | Block | None]]:
+    return list(zip(records, held_in(records, [None] * len(records)), strict=True))
+
+
 def _block(number: int, experiences: int, drawn: random.Random) -> Block:
     version = number * VERSIONS // experiences
     one = make_experience(
@@ -158,11 +163,12 @@ async def serve(folder: Path, experiences: int) -> None:
     """A console over the index in `folder` and a log of so many experiences, until a signal ends it."""
     from infra.cli.bench.common.made_log import APP, MadeBus
     from infra.cli.console import serve as serving
+    from infra.cli.console.leaving import Leaving
     from infra.cli.settings import Settings
     from infra.log.log import Log
     from infra.store.memory import MemoryStore
 
-    store = MemoryStore()
+    leaving, store = Leaving(), MemoryStore()
     log = Log(MadeBus(experiences), APP, store=store)
     sock = serving.bound("127.0.0.1:0")
     port = sock.getsockname()[1]
@@ -175,7 +181,7 @@ async def serve(folder: Path, experiences: int) -> None:
     async with run as (app, _):
         sock.listen()
         print(port, flush=True)
-        await serving.serve(app, sock)
+        await serving.serve(app, sock, leaving)
 
 
 if __name__ == "__main__":
