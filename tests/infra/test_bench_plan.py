@@ -165,7 +165,9 @@ def test_costs_are_read_from_what_benchmarks_print_ones_own_first(tmp_path: Path
 
 def test_the_shipped_costs_are_whole_finds_of_benchmarks() -> None:
     costs = {"feedback.json", "gateway.json", "hop.json", "stream.json"}
-    assert {path.name for path in SHIPPED.iterdir()} == {*costs, "all.json"}, "the last one is of `infra.cli.bench.page`"
+    assert {path.name for path in SHIPPED.iterdir()} == {*costs, "all.json"}, (
+        "the last one is of `infra.cli.bench.page`"
+    )
 
 
 def test_bytes_of_a_group_are_those_of_a_loop_that_trained_it(tmp_path: Path) -> None:
