@@ -29,7 +29,7 @@ class Rooms:
             room = self._free[num_bytes].pop()  # one step of the interpreter, as `append` is: no lock is needed
         except LookupError:
             room = np.empty(num_bytes, np.uint8)
-        given = room[:]
+        given = np.frombuffer(room.data, np.uint8)  # NumPy has a slice of `room[:]` hold `room`, and not what was given
         weakref.finalize(given, self._free.setdefault(num_bytes, []).append, room).atexit = False
         return given
 
