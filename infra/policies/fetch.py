@@ -137,9 +137,8 @@ class PolicyFetcher:
         return self._obtain(manifest, as_it_is) if found is None else found
 
     def _obtain(self, manifest: PolicyManifest, put: Put) -> dict[str, Tensor]:
-        far = (
-            math.inf if manifest.slice is None else manifest.slice.count
-        )  # a longer way costs more than a new beginning
+        # A longer way costs more than a new beginning.
+        far = math.inf if manifest.slice is None else manifest.slice.count
         if self._held is not None and 0 <= manifest.version - self._held.version <= far:
             try:
                 return rebuild(self._store, manifest, self._held, put)

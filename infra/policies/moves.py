@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 CHAIN_VALUES = 2**19  # of the values that a chain moves: in the cache, and enough of them to be worth the calls
-MANY_MOVES = (
-    8  # of one chain, from which on to put all values in order costs less than to do so with what each one moves
-)
+# Of one chain: from here on it costs less to put all values in order than only those that each one moves.
+MANY_MOVES = 8
 
 
 class Moves(NamedTuple):
@@ -29,40 +28,40 @@ def moved(base: np.ndarray, moves: Sequence[Moves], out: np.ndarray | None = Non
     cuts = [np.searchsorted(positions, starts.astype(positions.dtype)) for positions, _ in moves]
     most = max(int(np.diff(cut).max(initial=0)) for cut in cuts)
     # Written over for each piece: to take memory anew costs more than what is done in it.
-    rooms = _Rooms(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
+    scratch = _Scratch(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
     move = _move_all if len(moves) >= MANY_MOVES else _move
     for chunk, start in enumerate(starts[:-1]):
         parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
         near = (Moves(one.positions[part], one.ulps[part]) for one, part in zip(moves, parts, strict=True))
         old = base[start : start + CHAIN_VALUES]
-        piece = rooms.values[0, : old.size] if out is None else out[start : start + CHAIN_VALUES]
-        move(old, piece, start, near, rooms)
+        piece = scratch.values[0, : old.size] if out is None else out[start : start + CHAIN_VALUES]
+        move(old, piece, start, near, scratch)
         yield piece
 
 
-class _Rooms(NamedTuple):
+class _Scratch(NamedTuple):
     """values: [3, CHAIN_VALUES] u16. places: [K] i64, of what one move has of a piece."""
 
     values: np.ndarray
     places: np.ndarray
 
 
-def _move(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], rooms: _Rooms) -> None:
+def _move(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], scratch: _Scratch) -> None:
     """Fill the piece that begins at `start`: of each move, only what it moves is put in the order of values."""
     np.copyto(piece, old)
     for positions, ulps in moves:
-        at = np.subtract(positions, start, out=rooms.places[: positions.size])
-        taken, other = rooms.values[1:, : at.size]
+        at = np.subtract(positions, start, out=scratch.places[: positions.size])
+        taken, other = scratch.values[1:, : at.size]
         piece.take(at, out=taken, mode="wrap")  # all lie within: to wrap is less than to look
         np.add(in_order(taken, other), ulps, out=other)
         piece[at] = in_order(other, taken)
 
 
-def _move_all(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], rooms: _Rooms) -> None:
+def _move_all(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], scratch: _Scratch) -> None:
     """The same, with all of the piece in the order of values meanwhile: of many moves each is then one pass."""
-    turned = in_order(old, rooms.values[1, : old.size])
+    turned = in_order(old, scratch.values[1, : old.size])
     for positions, ulps in moves:
-        np.add.at(turned, np.subtract(positions, start, out=rooms.places[: positions.size]), ulps)
+        np.add.at(turned, np.subtract(positions, start, out=scratch.places[: positions.size]), ulps)
     in_order(turned, piece)
 
 

@@ -118,7 +118,7 @@ class Folder:
                 await self._take(log, trace, Stretch(topic, (), at, at | ends), own)
             on_left(topic.name, 0, held[topic])
 
-    async def _take(self, log: Log, trace: LogIndex | None, read: "Stretch", own: Mapping[int, int]) -> None:
+    async def _take(self, log: Log, trace: LogIndex | None, read: Stretch, own: Mapping[int, int]) -> None:
         """Both indexes take what is new to them. own: where the folding of each partition began, or begins."""
         claims = [(await log.decoded(one)).value if is_claim(one.value) else None for one in read.records]
         values = await asyncio.to_thread(held_in, read.records, claims)
