@@ -117,8 +117,8 @@ class GatewayConfig(Section, frozen=True):
     clients go on with by the id of an answer. sessions_mb: of memory, for all of either. cors_origins: pages that may
     send feedback. canary: who answers a share of the sessions. traces: where spans of answers go. refusals: regular
     expressions of what an answer begins with that refuses; such answers are counted for the gate. keys_reload_s: how
-    soon a revoked key stops working. report_s: seconds from one report to the log to the next. drain_s: at a stop, for
-    running requests.
+    soon a new key works and a revoked one stops working. report_s: seconds from one report to the log to the next.
+    drain_s: at a stop, for running requests.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """

@@ -105,6 +105,12 @@ class Stranger:
         version = self.served()
         self.sees(lambda: self.served() > version, f"a version after {version} is served")
 
+    def is_known(self, key: str) -> bool:
+        """Whether the gateway lets the key in."""
+        address = f"http://{self.stack.at('serve', 8000)}/v1/models"
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(address, headers=headers, trust_env=False).status_code == 200
+
     def served(self) -> int:
         """The version of the gateway; -1 while it is not known."""
         return max((one["version"] for one in self.state().get("roles", ()) if one["role"] == "serve"), default=-1)
@@ -157,6 +163,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
     with ComposeStack(folder, variables, programs=programs(binary), more=more) as stack:
         one = Stranger(stack)
         key = one.types(blocks("On one machine, by compose")[0]).strip()
+        one.sees(lambda: one.is_known(key), "the gateway knows the key")
         with traffic(f"http://{stack.at('serve', 8000)}", key) as one.users:
             yield one
 

@@ -27,7 +27,7 @@ def create(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
 ) -> None:
-    """Make a key and print it, once: the store keeps a hash.
+    """Make a key and print it, once: the store keeps a hash. Gateways know it within gateway.keys_reload_s.
 
     Example: [cyan]headrace keys create --tenant acme --train yes --rpm 600[/]
     """

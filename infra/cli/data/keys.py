@@ -10,6 +10,7 @@ from rich.table import Table
 
 from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key, revoke_key
 from actors.gateway.access.keys import list_keys as keys_in
+from actors.gateway.config import GatewayConfig
 from infra.cli.connect import store_of
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable, printable_json
@@ -34,7 +35,8 @@ def run_create(
         tpm=tpm,
         lives_s=lives_s,
     )
-    print(printable(f"key {key.id} for tenant {tenant}; it is shown this once:"), file=sys.stderr)
+    known = f"gateways know it within {(settings.gateway or GatewayConfig()).keys_reload_s:g} s"
+    print(printable(f"key {key.id} for tenant {tenant}; {known}. It is shown this once:"), file=sys.stderr)
     print(shown)
     return 0
 

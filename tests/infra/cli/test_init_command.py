@@ -47,8 +47,9 @@ def test_what_init_writes_check_accepts_and_init_does_not_write_twice(tmp_path: 
 
 def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     file = tmp_path / "headrace.toml"
-    file.write_text('app = "bot"\n[gateway]\n')
+    file.write_text('app = "bot"\n[gateway]\nkeys_reload_s = 0.5\n')
     made = headrace("keys", "create", "--tenant", "acme", "--scope", "serve,admin", "--rpm", "60", "-c", str(file))
+    assert "gateways know it within 0.5 s" in made.stderr
     (shown,) = made.stdout.split()
     key_id = shown.split("-")[1]
     listed = json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)
