@@ -1,10 +1,10 @@
-"""The file of a version that nobody holds any more, kept for the next one: pages that are there cost a third of new ones.
+"""The file of a version that no process uses any more, kept for the next version: its pages cost a third of new ones.
 
     <place>/headrace-versions-<user>/spare    what may be written over; there is at most one
     <place>/headrace-versions-<user>/users    locked by each process that has kept one
 
 Guarantees: only a file that no process holds becomes the spare one, and whoever takes it has it alone. It goes with the last
-of the processes that have kept one, and where room is short; what killed ones left goes when the next process begins.
+of the processes that have kept one, and where room is short; what killed processes left goes when the next one begins.
 """
 
 import fcntl
@@ -70,8 +70,8 @@ class SpareFile:
         return True
 
     def _join(self) -> None:
-        """Hold a lock on `users` until this process ends, or nobody asks for the spare file here. BlockingIOError where the
-        last other one is leaving.
+        """Hold a lock on `users` until this process ends, or this object does. BlockingIOError where the last other process is
+        leaving.
         """
         if self._user >= 0:
             return

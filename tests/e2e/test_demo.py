@@ -12,6 +12,7 @@ from tests.e2e.crash_loop import TARGETS, crash_loop
 from tests.e2e.demo_run import LIMIT_S, OwnLedger, run_demo
 
 pytestmark = pytest.mark.slow
+NUM_VERSIONS = 20  # enough to learn; how long they take is the machine's
 LEARNING = {"all rewards equal", "kept for validation"}
 
 
@@ -33,7 +34,7 @@ def check_promises(report: dict, ledger: OwnLedger) -> None:
 def unkilled(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The report of a run in peace, through vLLM, its promises checked."""
     folder = tmp_path_factory.mktemp("unkilled") / "run"
-    report = run_demo(folder, "--minutes", "0.4", "--seed", "2")
+    report = run_demo(folder, "--set", f"master.stop.versions={NUM_VERSIONS}", "--seed", "2")
     check_promises(report, OwnLedger(folder))
     return report | {"folder": str(folder)}
 

@@ -183,8 +183,13 @@ run(["delta"], say, command=lambda name, options: [sys.executable, "-c", bench])
 
 def test_the_codecs_shapes_have_a_row_for_every_target() -> None:
     shape = codec.measure(2, 4, 8, rounds=1, budget_s=0.0)
-    rows = rows_of("codec", {"small": shape})
+    rows = rows_of("codec", {"16 x (200 + 500)": shape})
     assert [one.low for one in rows] == list(codec.TARGETS.values())
+    short = rows_of("codec", dict.fromkeys(codec.SHORT, shape))
+    assert short and not [one for one in short if "lists" in one.what], (
+        "lists are aimed at from 16 answers of 500 tokens on"
+    )
+    assert set(codec.SHORT) < set(codec.SHAPES)
 
 
 @pytest.mark.slow

@@ -106,12 +106,12 @@ def _beside(name: str, figures: Any) -> list[BenchRow]:
 
 
 def _codec(name: str, figures: Any) -> list[BenchRow]:
-    from infra.cli.bench.records.codec import TARGETS as CODEC
+    from infra.cli.bench.records.codec import targets_of
 
     return [
         BenchRow(name, f"{shape}, {figure}", numbers[figure], low=low)
         for shape, numbers in figures.items()
-        for figure, low in CODEC.items()
+        for figure, low in targets_of(shape).items()
         if figure in numbers
     ]
 

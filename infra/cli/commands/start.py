@@ -47,6 +47,7 @@ class DemoFlags(msgspec.Struct, frozen=True):
 def demo(
     *,
     flags: DemoFlags,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report.")] = False,
 ) -> None:
     """Train a small model through the whole system, and show what happens.
@@ -74,6 +75,7 @@ def demo(
             control=flags.control,
             quiet=as_json,
             agent=flags.agent,
+            sets=tuple(sets),
         )
         return run_demo(options)
 

@@ -45,7 +45,7 @@ from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog,
 from schemas.topics import Topic
 
 HELD_S = 3.0
-# Of what `status` reads that of which a page shows something: experiences alone are most of a log, and the index reads them.
+# The topics of `status` that a page shows. Not experiences: they are most of a log, and the index reads them.
 SHOWN = (topics.PROGRESS, topics.REPORTS, topics.POLICIES)
 MANY = 5000  # records of a topic that are said on every page
 PULSE = 120  # values held of each line of the flow
@@ -61,7 +61,7 @@ class NotReadYet(HeadraceError):
 
 
 class History(msgspec.Struct, frozen=True):
-    """What was said of versions, and of serving and learning. events: with their offsets. stable: what customers get.
+    """Events of versions, of serving and of learning. events: with their offsets. stable: what customers get.
     decisions: who moved it, and why. is_whole: no older ones are left out.
     """
 
@@ -99,9 +99,9 @@ class Reading:
         self._words: PolicyWords | None = None
         self._held: dict[str, tuple[float, Any]] = {}
         self._turns: dict[str, asyncio.Lock] = {}
-        self._readings: dict[str, asyncio.Task[Any]] = {}  # that those who ask now wait for
+        self._readings: dict[str, asyncio.Task[Any]] = {}  # what is being read, which all who ask for it wait for
         self._running: set[asyncio.Task[Any]] = set()
-        self._decided = 0  # times that something was, here
+        self._decided = 0  # how many decisions were made here
         self._threads = threading.local()
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class Reading:
         return await self.held("history", read, wait_s=wait_s)
 
     async def history_of(self, version: int, wait_s: float) -> History:
-        """What was said since a version was published, where that is older than what `history` has."""
+        """Events since a version was published, where that is older than what `history` has."""
         known = await self.history(wait_s)
         if known.is_whole or any(one.event == "published" and one.version == version for _, one in known.events):
             return known
@@ -214,7 +214,7 @@ class Reading:
         """
         self._looked.set()
         known: tuple[float, Found] | None = self._held.get(name)
-        if known is not None and known[0] == -math.inf:  # somebody decided something here, and wants to see it
+        if known is not None and known[0] == -math.inf:  # whoever decided something here wants to see it
             wait_s = None
         if known is not None and time.monotonic() - known[0] < held_s:
             return known[1]
@@ -233,7 +233,7 @@ class Reading:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # told to who waits for it, if somebody does
+            task.exception()  # whoever waits for it gets it
 
     async def _read(self, name: str, read: Callable[[], Awaitable[Found]]) -> Found:
         decided = self._decided
@@ -248,7 +248,7 @@ class Reading:
         finally:
             if self._readings.get(name) is asyncio.current_task():
                 del self._readings[name]
-        # What was read before somebody decided something here is old.
+        # What was read before a decision made here is old.
         self._held[name] = (time.monotonic() if decided == self._decided else -math.inf, value)
         return value
 
@@ -269,7 +269,8 @@ class Reading:
         held = sum(kept.held.values())
         words = f"{held - sum(kept.left.values()):,} of {held:,} records are read" if held else "nothing is read yet"
         words += f"; to be read: {_in_words(left)}" if left else ""
-        return words + (f"; before that, where they lie: {_in_words(kept.tracing)} to go" if kept.tracing else "")
+        first = f"; the index of `trace` comes first, with {_in_words(kept.tracing)} to read" if kept.tracing else ""
+        return words + first
 
     @property
     def unread(self) -> str:
@@ -284,7 +285,7 @@ class Reading:
 
     def _reader(self) -> sqlite3.Connection:
         held: tuple[int, sqlite3.Connection] | None = getattr(self._threads, "held", None)
-        if held is None or held[0] != inode(self._path):  # or somebody removed the file, and another was made
+        if held is None or held[0] != inode(self._path):  # or the file was removed, and made anew
             if held is not None:
                 held[1].close()
             self._threads.held = held = inode(self._path), reader_of(self._path)

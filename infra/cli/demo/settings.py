@@ -52,7 +52,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: of the run. task: by its name. minutes: of issuing tasks. seed: of the model, the tasks and the draws.
     engine: vllm or torch. control: see `DemoTask.lanes`. quiet: no picture on the terminal. agent: URL of a service
-    that plays, "" for the built-in workflow. sets: `--set` arguments of every role, for a demo that is measured.
+    that plays, "" for the built-in workflow. sets: `--set` arguments of every role.
     """
 
     directory: Path
