@@ -324,14 +324,21 @@ async def _lasting(name: str, connected: asyncio.Event, loop: Callable[[], Corou
 
 
 async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metrics: Metrics) -> None:
+    """Read them for as long as the gateway serves. What fails is counted each time, and logged once until it says otherwise."""
+    failed = ""
     while True:
         await asyncio.sleep(config.keys_reload_s)
         try:
             await asyncio.to_thread(book.refresh, store)
-            metrics.counter("keys_read").inc()
         except (StoreError, msgspec.DecodeError) as error:
             metrics.counter("keys_not_read").inc()
-            _log.warning("keys_not_read error=%s", error)
+            if failed != (failed := str(error)):
+                _log.warning("keys_not_read error=%s", error)
+        else:
+            metrics.counter("keys_read").inc()
+            if failed:
+                _log.warning("keys_read_again")
+            failed = ""
 
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:

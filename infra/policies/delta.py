@@ -17,7 +17,7 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -46,8 +46,16 @@ class Encoded(msgspec.Struct, frozen=True):
     finite: bool = True
 
 
-def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
-    """`new` relative to `old`, which must have its dtype and shape."""
+Seen = Callable[[memoryview], None]
+"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
+
+
+def unseen(piece: memoryview) -> None:
+    """Look at nothing."""
+
+
+def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
+    """`new` relative to `old`, which must have its dtype and shape. seen: is shown `new`."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
@@ -55,9 +63,10 @@ def encode_tensor(old: Tensor, new: Tensor) -> Encoded:
     candidates: list[tuple[str, bytes | memoryview]] = []
     if before.itemsize == 2 and size <= MAX_VALUES:
         encoder = "k1" if sampled_share(before, after) < BITMAP_SHARE else "bitmap"
-        changed, finite, streams = _by_ulps(before, after, encoder, new.dtype)
+        changed, finite, streams = _by_ulps(before, after, encoder, new.dtype, seen)
         candidates.append((encoder, _pack(streams)))
     else:
+        seen(memoryview(new.data))
         finite = is_finite(new)
         changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
     if before.itemsize != 2 and size <= MAX_VALUES:
@@ -76,7 +85,9 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.mean(before[::stride] != after[::stride])) if before.size else 0.0
 
 
-def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str, dtype: str) -> tuple[int, bool, list[memoryview]]:
+def _by_ulps(
+    before: np.ndarray, after: np.ndarray, encoder: str, dtype: str, seen: Seen = unseen
+) -> tuple[int, bool, list[memoryview]]:
     """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. What differs is found piece by
     piece, so that what is made of one stays in the processor's cache; what is made of that, once there is enough of it.
     """
@@ -85,6 +96,7 @@ def _by_ulps(before: np.ndarray, after: np.ndarray, encoder: str, dtype: str) ->
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     start = waiting = 0
     for old, new in zip(chunks(before), chunks(after), strict=True):
+        seen(new.data)
         differs = np.not_equal(old, new, out=room[: old.size])
         if encoder == "bitmap":
             streams.places.append(np.packbits(differs))

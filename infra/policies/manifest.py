@@ -202,11 +202,13 @@ def hash_tensor(tensor: Tensor) -> str:
 
 class Look:
     """The bytes of one tensor as they pass by: hashed, and looked at for what is not finite, while they are in the processor's
-    cache. dtype: of the tensor. finite: whether all values so far are.
+    cache. dtype: of the tensor. is_finite: whether that is known already, and not looked at. finite: whether all values so
+    far are.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, *, is_finite: bool = False) -> None:
         self._dtype = dtype
+        self._is_finite = is_finite
         self._hash = xxhash.xxh3_128()
         self.finite = True
 
@@ -214,7 +216,7 @@ class Look:
         """The next values, however many."""
         for chunk in chunks(np.frombuffer(data, f"<u{ITEM_BYTES[self._dtype]}")):
             self._hash.update(chunk.data)
-            self.finite = self.finite and are_finite(chunk, self._dtype)
+            self.finite = self.finite and (self._is_finite or are_finite(chunk, self._dtype))
 
     @property
     def xxh3(self) -> str:
@@ -222,11 +224,11 @@ class Look:
         return self._hash.hexdigest()
 
 
-def looked_at(tensors: Mapping[str, Tensor]) -> dict[str, Look]:
-    """All of them, by name, in threads; tied ones once."""
+def looked_at(tensors: Mapping[str, Tensor], *, is_finite: bool = False) -> dict[str, Look]:
+    """All of them, by name, in threads; tied ones once. is_finite: see Look."""
 
     def look_at(tensor: Tensor) -> Look:
-        look = Look(tensor.dtype)
+        look = Look(tensor.dtype, is_finite=is_finite)
         look.take(tensor.data)
         return look
 

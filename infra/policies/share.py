@@ -17,7 +17,7 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
-from infra.policies.tensors import Tensor, bits, pieces_of
+from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, bits, pieces_of
 from infra.policies.threads import in_threads
 from infra.store.digests import digest_of, name_of
 from infra.store.pieces import Pieces, put_pieces, total_bytes
@@ -33,9 +33,13 @@ class HashedTensors(dict[str, Tensor]):
     what a checkpoint keeps and what is published.
     """
 
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._known = tensors.not_finite if isinstance(tensors, CopiedTensors) else None
+
     @functools.cached_property
     def _looks(self) -> dict[str, Look]:
-        return looked_at(self)
+        return looked_at(self, is_finite=self._known is not None)
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -48,7 +52,40 @@ class HashedTensors(dict[str, Tensor]):
     @functools.cached_property
     def not_finite(self) -> str:
         """Name of the first that holds NaN or infinity, "" where none does."""
+        if self._known is not None:
+            return self._known
         return next((name for name, look in self._looks.items() if not look.finite), "")
+
+    def encoded_since(self, old: Mapping[str, Tensor]) -> dict[str, Encoded]:
+        """Hash them, and on the way encode against `old` what is of 16 bits and differs by a sample, so that a tensor is read
+        once for both. Nothing is encoded where they were hashed before.
+        """
+        if "_looks" in self.__dict__:
+            return {}
+
+        def look_at(name: str) -> tuple[Look, Encoded | None]:
+            tensor = self[name]
+            look = Look(tensor.dtype, is_finite=self._known is not None)
+            if _is_moved(old.get(name), tensor):
+                return look, encode_tensor(old[name], tensor, look.take)
+            look.take(tensor.data)
+            return look, None
+
+        found = in_threads(
+            look_at,
+            self,
+            size=lambda name: self[name].num_bytes,
+            same=lambda name: (id(old.get(name)), id(self[name])),
+        )
+        self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
+        return {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
+
+
+def _is_moved(old: Tensor | None, new: Tensor) -> bool:
+    """Whether a tensor of 16-bit values differs, by a sample."""
+    if old is None or ITEM_BYTES[new.dtype] != 2 or (old.dtype, old.shape) != (new.dtype, new.shape):
+        return False
+    return sampled_share(bits(old), bits(new)) > 0
 
 
 class ShareLook(msgspec.Struct, frozen=True):
@@ -121,15 +158,17 @@ class Share:
         """Hash them."""
         if self._previous is None:
             return ShareLook(self._tensors.entries, None)
+        self._encoded = self._tensors.encoded_since(self._previous)
         return ShareLook(self._tensors.entries, self._previous.entries, self._dense_bytes(self._previous))
 
     def encode(self, *, delta: bool) -> DeltaSize:
         """Encode what differs from the parent. delta: False only looks for values that are not finite."""
         if not delta or self._previous is None:
+            self._encoded = {}
             return DeltaSize(not_finite=self._tensors.not_finite)
         names, old = differing(self._tensors.entries, self._previous.entries), self._previous
         encoded = in_threads(
-            lambda name: encode_tensor(old[name], self._tensors[name]),
+            lambda name: self._encoded.get(name) or encode_tensor(old[name], self._tensors[name]),
             names,
             size=lambda name: self._tensors[name].num_bytes,
             same=lambda name: (id(old[name]), id(self._tensors[name])),

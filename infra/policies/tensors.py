@@ -5,7 +5,7 @@ reading is bounded and strict (no gaps, no overlaps, no unknown dtypes) and neve
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -139,23 +139,16 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
     """A copy of a torch tensor on any device; later in-place changes do not reach it. rooms: where the copy is put."""
-    import torch
-
-    name = str(tensor.dtype)
-    if name not in _FROM_TORCH:
-        raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
-    # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
-    # pages, which torch does not.
-    copy = np.empty(tensor.nbytes, np.uint8) if rooms is None else rooms.take(tensor.nbytes)
-    if copy.size and tensor.device.type == "cpu" and tensor.is_contiguous():
-        np.copyto(copy, tensor.detach().view(-1).view(torch.uint8).numpy())
-    elif copy.size:
-        torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    copy.flags.writeable = False
-    return Tensor(_FROM_TORCH[name], tuple(tensor.shape), copy.data if copy.size else b"")
+    return _copied(tensor, rooms, lambda piece: None)
 
 
-def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> dict[str, Tensor]:
+class CopiedTensors(dict[str, Tensor]):
+    """Copies, looked at while they were made. not_finite: name of the first that holds NaN or infinity, "" where none does."""
+
+    not_finite: str = ""
+
+
+def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> CopiedTensors:
     """A copy of each, by name, in threads; of tied ones the same copy under each of their names. rooms: where the copies are
     put; what lies there besides, which these did not need, is given back.
     """
@@ -163,12 +156,51 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = N
     def place(one: "torch.Tensor") -> Hashable:
         return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
 
-    copies = in_threads(
-        lambda one: from_torch(one, rooms), values.values(), size=lambda one: int(one.nbytes), same=place
-    )
+    def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
+        dtype, finite = _dtype_of(one), True
+
+        def look(piece: np.ndarray) -> None:
+            nonlocal finite
+            finite = finite and are_finite(piece.view(f"<u{ITEM_BYTES[dtype]}"), dtype)
+
+        return _copied(one, rooms, look), finite
+
+    copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place)
     if rooms is not None:
         rooms.clear()
-    return dict(zip(values, copies, strict=True))
+    found = CopiedTensors((name, tensor) for name, (tensor, _) in zip(values, copies, strict=True))
+    found.not_finite = next((name for name, (_, finite) in zip(values, copies, strict=True) if not finite), "")
+    return found
+
+
+def _dtype_of(tensor: "torch.Tensor") -> str:
+    name = str(tensor.dtype)
+    if name not in _FROM_TORCH:
+        raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
+    return _FROM_TORCH[name]
+
+
+def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Callable[[np.ndarray], None]) -> Tensor:
+    """See `from_torch`. seen: is shown the copy in pieces [num_bytes] u8, of a CPU's tensor while they are in its cache."""
+    import torch
+
+    dtype = _dtype_of(tensor)
+    # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
+    # pages, which torch does not.
+    copy = np.empty(tensor.nbytes, np.uint8) if rooms is None else rooms.take(tensor.nbytes)
+    source = None
+    if copy.size and tensor.device.type == "cpu" and tensor.is_contiguous():
+        source = tensor.detach().view(-1).view(torch.uint8).numpy()
+    elif copy.size:
+        torch.from_numpy(copy).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    step = CHUNK_VALUES * ITEM_BYTES[dtype]
+    for start in range(0, copy.size, step):
+        piece = copy[start : start + step]
+        if source is not None:
+            np.copyto(piece, source[start : start + step])
+        seen(piece)
+    copy.flags.writeable = False
+    return Tensor(dtype, tuple(tensor.shape), copy.data if copy.size else b"")
 
 
 def to_torch(tensor: Tensor) -> "torch.Tensor":

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from infra.observe.metrics import Metrics
-from infra.policies.delta import Part, decode_chain, decode_pieces
+from infra.policies.delta import Part, Seen, decode_chain, decode_pieces, unseen
 from infra.policies.manifest import TensorEntry
 from infra.policies.spare_file import SpareFile, is_at
 from infra.policies.tensors import Tensor, layout, load_tensors
@@ -41,13 +41,6 @@ MEMORY = Path("/dev/shm")
 MARGIN_BYTES = 1024 * 1024  # for others who write there too
 WAIT_S = 600.0  # 140 GB from a store that gives 250 MB/s
 POLL_S = 0.02
-
-Seen = Callable[[memoryview], None]
-"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
-
-
-def unseen(piece: memoryview) -> None:
-    """Look at nothing."""
 
 
 class Put(Protocol):

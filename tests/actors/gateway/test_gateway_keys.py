@@ -22,6 +22,8 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas.ids import session_name
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
+from tests.actors.gateway.test_gateway_users import StoreAway
+from tests.actors.rig import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"
@@ -115,6 +117,30 @@ def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> Non
             assert revoke_key(served.store, first.split("-")[1])
             await served.keys_read()
             assert not await works(first) and await works(second)
+
+    asyncio.run(check())
+
+
+def test_while_the_store_is_away_known_keys_hold_and_it_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logged(words: str) -> int:
+        return sum(words in record.message for record in caplog.records)
+
+    async def check() -> None:
+        store = StoreAway()
+        async with serving(tmp_path, store=store) as served:
+            key = served.key()
+            await served.keys_read()
+            for times in (1, 2):
+                store.away = True
+                failed = served.count("keys_not_read")
+                await until(lambda failed=failed: served.count("keys_not_read") >= failed + 5)
+                async with served.http(key) as http:
+                    assert (await http.get("/v1/models")).status_code == 200
+                store.away = False
+                await served.keys_read()
+                assert logged("keys_not_read") == logged("keys_read_again") == times
 
     asyncio.run(check())
 

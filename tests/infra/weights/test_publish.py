@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
+from infra.policies.delta import encode_tensor
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors
-from infra.policies.tensors import Tensor, from_numpy
+from infra.policies.tensors import Tensor, from_numpy, from_torch_all
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent
@@ -264,6 +267,52 @@ def test_an_anchor_is_hashed_once_and_checked_once_whoever_asks() -> None:
     put(MemoryStore(), 0, tensors)
     put(MemoryStore(), 0, tensors)
     assert tensors.looks == 2
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from(["step", "all", "same", "copy", "one"]), min_size=3, max_size=3), st.booleans())
+def test_a_version_hashed_while_it_is_encoded_is_stored_as_one_hashed_before(changes: list[str], wide: bool) -> None:
+    first = first_weights() | ({"wide": from_numpy(np.arange(5, dtype=np.float32))} if wide else {})
+    after = dict(first)
+    for name, change in zip(NAMES, changes, strict=True):
+        patterns = np.frombuffer(first[name].data, np.uint16).copy()
+        if change == "one":
+            patterns[7] ^= 1  # no sample sees it
+        moved = {
+            "step": small_step(first, 3, (name,))[name],
+            "all": bf16(99),
+            "same": first[name],
+            "copy": Tensor("BF16", first[name].shape, bytes(first[name].data)),
+            "one": Tensor("BF16", first[name].shape, patterns.tobytes()),
+        }
+        after[name] = moved[change]
+    on_the_way, before = MemoryStore(), MemoryStore()
+    hashed = HashedTensors(after)
+    assert hashed.entries and hashed.encoded_since(first) == {}, "what is hashed is not read again"
+    for store, second in ((on_the_way, HashedTensors(after)), (before, hashed)):
+        put(store, 0, first)
+        event = put(store, 1, second, HashedTensors(first))
+        assert dict(PolicyFetcher(store, "main").fetch(event).tensors) == after
+    assert {key: on_the_way.get(key) for key in on_the_way.keys("")} == {
+        key: before.get(key) for key in before.keys("")
+    }
+
+
+def test_a_version_is_encoded_as_it_is_hashed() -> None:
+    first, old = HashedTensors(first_weights()), HashedTensors(first_weights())
+    new = HashedTensors(small_step(first, 1) | {"new": bf16(5)})
+    encoded = new.encoded_since(old)
+    assert set(encoded) == set(NAMES[:2]) and new.entries == HashedTensors(dict(new)).entries
+    assert all(one.payload == encode_tensor(old[name], new[name]).payload for name, one in encoded.items())
+
+
+def test_what_a_copy_found_is_not_looked_for_again_and_stops_a_version() -> None:
+    import torch
+
+    bad = HashedTensors(from_torch_all({"w": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}))
+    assert bad.not_finite == "w"
+    with pytest.raises(PolicyRefused, match="w holds values that are not finite"):
+        put(MemoryStore(), 0, bad)
 
 
 def test_tied_tensors_are_published_under_each_name_as_if_they_were_two() -> None:

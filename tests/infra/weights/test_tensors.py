@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.policies.tensors import (
+    CHUNK_VALUES,
     ITEM_BYTES,
     Tensor,
     bits,
@@ -23,6 +24,7 @@ from infra.policies.tensors import (
     to_numpy,
     to_torch,
 )
+from infra.store.rooms import Rooms
 
 
 def any_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -199,6 +201,21 @@ def test_every_nan_and_infinity_is_found(dtype: str) -> None:
         if dtype == "float8_e4m3fn" and bad != "nan":  # that dtype has no infinity
             continue
         assert not is_finite(from_torch(torch.tensor([0.0, float(bad), 1.0]).to(kind))), bad
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_copies_know_which_of_them_is_not_finite(dtype: str) -> None:
+    import torch
+
+    kind = getattr(torch, dtype)
+    fine = torch.ones(CHUNK_VALUES + 3).to(kind)
+    last = fine.clone()
+    last[-1] = float("nan")
+    turned = last[-6:].view(2, 3).T
+    assert from_torch_all({"fine": fine, "whole": fine.view(torch.uint8)}).not_finite == ""
+    for bad in (last, turned):
+        assert from_torch_all({"fine": fine, "bad": bad, "worse": last}).not_finite == "bad"
+        assert from_torch_all({"fine": fine, "bad": bad}, Rooms()).not_finite == "bad"
 
 
 def test_integers_are_finite() -> None:

@@ -2,7 +2,7 @@
 
 Each version moves a share of the values by one ulp, as a step of reinforcement at a small learning rate does. What is timed
 is what the roles call, at some versions of a run: the trainer's copy, its check and `publish`; the explorer's `fetch` into
-a file for the engine's workers, its own check and comparison. An explorer follows step by step, others sleep from one of those
+a file for the engine's workers, its own check and comparison. An explorer follows step by step, one sleeps from one of those
 versions to the next, others join at the last of them, and one reads the anchor through the cache of its machine. The store is a
 folder in memory, so no disk and no network is in it. torch has one thread and the allocator gives large blocks back, as in a
 trainer of several ranks. Beside them stand the library safetensors (save and load of the whole) and xor with zstd-1. CPU
@@ -302,15 +302,20 @@ def _late(
     slept_since: PolicyEvent | None = None,
     asleep: Mapping[str, Tensor] | None = None,
 ) -> Policy:
-    """The newest version, by one after the other who holds what is `asleep`, or nothing."""
+    """The newest version: by one after the other who holds nothing; or by one who holds what is `asleep`, and has the room of a
+    version that it held before, as whoever followed has.
+    """
+    explorer = _explorer(store)
     for left in reversed(range(NEAR)):
-        explorer = _explorer(store)
         if slept_since is not None and asleep is not None:
             explorer.adopt(slept_since, asleep)
         policy = _engine_side(costs, end, explorer, event, before)
         if not left:
             return policy
-        del explorer, policy  # one version less is held
+        del policy  # one version less is held
+        if slept_since is None:
+            del explorer
+            explorer = _explorer(store)
     raise AssertionError("unreachable: the last one returns")
 
 
