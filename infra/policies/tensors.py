@@ -143,33 +143,41 @@ def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
 
 
 class CopiedTensors(dict[str, Tensor]):
-    """Copies, looked at while they were made. not_finite: name of the first that holds NaN or infinity, "" where none does."""
+    """Copies of torch tensors, looked at while they are made. not_finite: name of the first that holds NaN or infinity, ""
+    where none does.
+    """
 
     not_finite: str = ""
 
+    def add(self, values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> None:
+        """Copy more, in threads; tied ones once, for each of their names. rooms: where the copies are put."""
+
+        def place(one: "torch.Tensor") -> Hashable:
+            return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
+
+        def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
+            dtype, finite = _dtype_of(one), True
+
+            def look(piece: np.ndarray) -> None:
+                nonlocal finite
+                finite = finite and are_finite(piece.view(f"<u{ITEM_BYTES[dtype]}"), dtype)
+
+            return _copied(one, rooms, look), finite
+
+        copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place)
+        for name, (tensor, finite) in zip(values, copies, strict=True):
+            self[name] = tensor
+            self.not_finite = self.not_finite or ("" if finite else name)
+
 
 def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> CopiedTensors:
-    """A copy of each, by name, in threads; of tied ones the same copy under each of their names. rooms: where the copies are
-    put; what lies there besides, which these did not need, is given back.
+    """A copy of each, by name. rooms: where the copies are put; what lies there besides, which these did not need, is given
+    back.
     """
-
-    def place(one: "torch.Tensor") -> Hashable:
-        return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
-
-    def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
-        dtype, finite = _dtype_of(one), True
-
-        def look(piece: np.ndarray) -> None:
-            nonlocal finite
-            finite = finite and are_finite(piece.view(f"<u{ITEM_BYTES[dtype]}"), dtype)
-
-        return _copied(one, rooms, look), finite
-
-    copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place)
+    found = CopiedTensors()
+    found.add(values, rooms)
     if rooms is not None:
         rooms.clear()
-    found = CopiedTensors((name, tensor) for name, (tensor, _) in zip(values, copies, strict=True))
-    found.not_finite = next((name for name, (_, finite) in zip(values, copies, strict=True) if not finite), "")
     return found
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
 from infra.cli.settings import load_settings
 from infra.log.access import access_of
+from infra.log.bus import Reader
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.refusal import Refusal, refusal
@@ -171,24 +173,43 @@ def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_store
     assert denied and topic in denied[0] and "`headrace check --connect` names every missing right" in denied[0]
 
 
-def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
-    secured: Secured, app_name: str, tmp_path: Path
-) -> None:
-    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
-
-    async def main() -> None:
-        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
-        await bus.start()
+@asynccontextmanager
+async def one_answer(secured: Secured, app_name: str, folder: Path) -> AsyncIterator[Log]:
+    """A log with one answer, which everybody may read."""
+    settings = load_settings(settings_file(secured, folder, app_name, sasl_mechanism="SCRAM-SHA-256"))
+    bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+    await bus.start()
+    try:
         log = Log(bus, app_name)
         await log.create_topics(partitions=2, keep_ms=3_600_000)
         await log.publish(EXPERIENCES, block(answer("t.0", 0, size=1)))
-        reader = await log.assigned(EXPERIENCES, "beginning")
-        async with asyncio.timeout(60):
+        yield log
+    finally:
+        await bus.close()
+
+
+async def read_on(log: Log, reader: Reader) -> None:
+    """Until it raises."""
+    async with asyncio.timeout(60):
+        while True:
+            await log.read(reader, timeout_s=1.0)
+
+
+async def take_away(secured: Secured, log: Log) -> None:
+    """From now on somebody else alone may read answers."""
+    await allow(secured.broker.bootstrap, "somebody-else", "topic", log.name(EXPERIENCES))
+
+
+def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
+    secured: Secured, app_name: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with one_answer(secured, app_name, tmp_path) as log, asyncio.timeout(120):
+            reader = await log.assigned(EXPERIENCES, "beginning")
             while not await log.read(reader, timeout_s=1.0):
                 pass
-            await allow(secured.broker.bootstrap, "somebody-else", "topic", log.name(EXPERIENCES))
-            while True:
-                await log.read(reader, timeout_s=1.0)
+            await take_away(secured, log)
+            await read_on(log, reader)
 
     with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
         asyncio.run(main())
@@ -197,22 +218,10 @@ def test_a_right_to_read_that_is_revoked_is_one_line_that_names_it(
 def test_a_reader_of_a_topic_that_was_taken_away_before_it_fetched_anything_says_so(
     secured: Secured, app_name: str, tmp_path: Path
 ) -> None:
-    settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
-
     async def main() -> None:
-        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
-        await bus.start()
-        log = Log(bus, app_name)
-        await log.create_topics(partitions=2, keep_ms=3_600_000)
-        await log.publish(EXPERIENCES, block(answer("t.0", 0, size=1)))
-        await allow(secured.broker.bootstrap, "somebody-else", "topic", log.name(EXPERIENCES))
-        try:
-            reader = await log.assigned(EXPERIENCES, {0: 0, 1: 0})
-            async with asyncio.timeout(60):
-                while True:
-                    await log.read(reader, timeout_s=1.0)
-        finally:
-            await bus.close()
+        async with one_answer(secured, app_name, tmp_path) as log:
+            await take_away(secured, log)
+            await read_on(log, await log.assigned(EXPERIENCES, {0: 0, 1: 0}))
 
     with pytest.raises(BrokerDenies, match=rf"read.*{app_name}.experiences.*`headrace check --connect`"):
         asyncio.run(main())

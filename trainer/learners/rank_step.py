@@ -15,7 +15,7 @@ import torch
 import torch.distributed as distributed
 
 from infra.model.names import published
-from infra.policies.tensors import Tensor, from_torch
+from infra.policies.tensors import CopiedTensors
 from infra.roles.memory import give_back_freed
 from infra.store.rooms import Rooms
 from schemas.fields import Lane
@@ -228,7 +228,7 @@ class RankStep:
         return math.isfinite(norm), norm
 
     @torch.no_grad()
-    def tensors(self, *, shared: bool = False) -> dict[str, Tensor]:
+    def tensors(self, *, shared: bool = False) -> CopiedTensors:
         """On rank 0 a copy of the policy; shared: on each rank a copy of its part of it, by bytes as large as another's. One
         weight at a time is whole on a rank that does not hold it.
         """
@@ -239,12 +239,11 @@ class RankStep:
             if self._model.adapter is None or published(module, {name: value})  # the base is not gathered for nothing
         }
         ranks = owners((num_bytes(value) for value in values.values()), self._channel.world if shared else 1)
-        found: dict[str, Tensor] = {}
+        found = CopiedTensors()
         for (name, value), rank in zip(values.items(), ranks, strict=True):
             with self._shards.gathered(value):
                 if rank == self._channel.rank:
-                    views = published(module, {name: value.detach()})
-                    found |= {one: from_torch(view, self._rooms) for one, view in views.items()}
+                    found.add(published(module, {name: value.detach()}), self._rooms)
         self._rooms.clear()
         return found
 
