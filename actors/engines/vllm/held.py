@@ -29,13 +29,15 @@ class Held:
     """What the modules of a worker's model should hold. Begins with what they hold."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        # Not of torch's generator, from which vLLM draws tokens.
+        self._random = np.random.default_rng()
         self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
         self._sums = {name: _sums_of(module) for name, module in self._modules.items()}
         self._columns = {
             name: (at, columns(module, at))
             for name, module in self._modules.items()
             if is_packed(module)
-            for at in [_drawn(module)]
+            for at in [self._drawn(module)]
         }
 
     @contextmanager
@@ -75,6 +77,10 @@ class Held:
                 return name
         return ""
 
+    def _drawn(self, module: Any) -> tuple[int, ...]:
+        """The columns that are looked at next."""
+        return tuple(self._random.permutation(_width(module))[:COLUMNS].tolist())
+
     def _noting(self, process: Callable[[Any], None]) -> Callable[[Any], None]:
         """vLLM's last step of loading a module, which packs what its loaders made, with a note of both."""
         names = {id(module): name for name, module in self._modules.items()}
@@ -83,7 +89,7 @@ class Held:
             name = names.get(id(module), "")
             packed = name in self._columns
             if packed:
-                at = _drawn(module)
+                at = self._drawn(module)
                 self._columns[name] = at, module.weight.detach()[:, list(at)].clone()
             process(module)
             if name:
@@ -110,12 +116,6 @@ def columns(module: Any, at: tuple[int, ...]) -> torch.Tensor:
 def is_packed(module: Any) -> bool:
     """Whether vLLM multiplies with a kernel that has a copy of the matrix of its own."""
     return hasattr(module, "cpu_linear") and module.weight.dim() <= 2
-
-
-def _drawn(module: Any) -> tuple[int, ...]:
-    # Not of torch's generator, from which vLLM draws tokens.
-    drawn = np.random.default_rng().permutation(_width(module))[:COLUMNS]
-    return tuple(drawn.tolist())
 
 
 def _width(module: Any) -> int:

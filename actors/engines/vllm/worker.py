@@ -63,7 +63,8 @@ class WeightsExtension:
     def _headrace_loaded(self, path: str, names: list[str]) -> str:
         from safetensors import safe_open
 
-        logging.getLogger(_NOISY).setLevel(logging.ERROR)
+        if (noisy := logging.getLogger(_NOISY)).level != logging.ERROR:  # to set it empties the caches of all loggers
+            noisy.setLevel(logging.ERROR)
         with _locked(path):  # once nobody holds the version, its file is written over
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in names}
