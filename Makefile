@@ -54,7 +54,7 @@ bench-deps: install ## create .venv/bench with the peers that `headrace bench` m
 	fi
 	@command -v redis-server >/dev/null || echo "make: no redis-server on PATH: bench transport leaves Redis out; to have it: apt-get install redis-server"
 
-demo: install    ## train a small model through Kafka, Faust and vLLM (four to six minutes)
+demo: install    ## train a small model through Kafka, Faust and vLLM (three to six minutes)
 	@$(BIN)/headrace demo $(ARGS)
 
 # Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
