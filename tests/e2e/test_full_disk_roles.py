@@ -50,6 +50,16 @@ async def close_issued(log: Log, number: int) -> None:
             await log.publish(PROGRESS, closure)
 
 
+async def end_by_full_disk(broker: EmbeddedKafka, log: Log) -> None:
+    """The disk takes no more, and something is written: the broker ends."""
+    fill_disk(broker)
+    with pytest.raises((BrokerUnavailable, TimeoutError)):
+        async with asyncio.timeout(5):
+            while True:
+                await feed_task(log, 9)
+    assert await asyncio.to_thread(broker.wait) != 0, "a broker whose only disk fails ends"
+
+
 @pytest.mark.parametrize(
     ("role", "feed", "topic"),
     [("master", close_issued, TASKS), ("explore", feed_task, EXPERIENCES), ("train", feed_buffer, BATCHES)],
@@ -78,12 +88,7 @@ def test_a_role_goes_on_after_the_brokers_disk_was_full(
         try:
             await feed(log, 0)
             before = await written(1 if role == "train" else 0)  # a trainer's first record is no step
-            fill_disk(broker)
-            with pytest.raises((BrokerUnavailable, TimeoutError)):
-                async with asyncio.timeout(5):
-                    while True:
-                        await feed_task(log, 9)
-            assert await asyncio.to_thread(broker.wait) != 0, "a broker whose only disk fails ends"
+            await end_by_full_disk(broker, log)
             broker.kill()
             await asyncio.to_thread(broker.start)
             for number in (1, 2, 3):

@@ -9,9 +9,7 @@ import pytest
 from infra.local.broker import EmbeddedKafka
 from infra.log.log import Log
 from schemas import Closure
-from schemas.errors import BrokerUnavailable
-from tests.e2e.test_full_disk import fill_disk
-from tests.e2e.test_secured_roles import feed_task
+from tests.e2e.test_full_disk_roles import end_by_full_disk
 from tests.e2e.test_streams_kill import (
     DEADLINE_S,
     NUM_GROUPS,
@@ -52,7 +50,7 @@ async def compare_with_peace(app: str, folder: Path) -> None:
             with crew(broker.bootstrap, two.app, folder / "two", 2) as workers:
                 await feed(two, records[:half], 0.0)
                 await closed(two, workers, SOME)
-                await fill(broker, two)
+                await end_by_full_disk(broker, two)
                 broker.kill()
                 await asyncio.to_thread(broker.start)
                 await feed(two, records[half:], 0.0)
@@ -61,16 +59,6 @@ async def compare_with_peace(app: str, folder: Path) -> None:
             assert await contents(two) == peace
             assert compared(found) == expected
             assert len(await letters(two)) == poison
-
-
-async def fill(broker: EmbeddedKafka, log: Log) -> None:
-    """The disk takes no more, and something is written: the broker ends."""
-    fill_disk(broker)
-    with pytest.raises((BrokerUnavailable, TimeoutError)):
-        async with asyncio.timeout(5):
-            while True:
-                await feed_task(log, 9)
-    assert await asyncio.to_thread(broker.wait) != 0, "a broker whose only disk fails ends"
 
 
 async def closed(log: Log, workers: Crew, least: int) -> dict[tuple[str, int, int], Closure]:

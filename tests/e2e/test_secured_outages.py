@@ -190,9 +190,12 @@ async def one_answer(secured: Secured, app_name: str, folder: Path) -> AsyncIter
 
 async def read_on(log: Log, reader: Reader) -> None:
     """Until it raises."""
-    async with asyncio.timeout(60):
-        while True:
-            await log.read(reader, timeout_s=1.0)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                await log.read(reader, timeout_s=1.0)
+    finally:
+        await reader.close()
 
 
 async def take_away(secured: Secured, log: Log) -> None:
