@@ -251,7 +251,7 @@ class _Fold:
 
     async def _close_unless_waiting(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
-        if attempt.lane in self.rules.waiting and self.rules.sources and attempt.places():
+        if attempt.lane in self.rules.waiting and self.rules.sources and attempt.has_answers:
             until_ms = due_ms(group, self.rules)
             await self.state.frames.bring(attempt.places(done_only=True))
             members = self._members(attempt, self.state.frames.get)

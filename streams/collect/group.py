@@ -7,9 +7,14 @@ A partition may have a million groups open, which no search for garbage should w
 other in one direction alone, so they can make no cycle and the garbage collector does not know them (`gc=False`).
 """
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 
 from schemas import DropMarker, Experience, Feedback, Lane
+
+Numbered = TypeVar("Numbered")
 
 
 class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -83,11 +88,16 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
         """Experiences that arrived, by (episode, part); done_only: without those of episodes that miss a part."""
         return [
             arrived
-            for _, episode in sorted(self.episodes.items())
-            if episode.is_done or not done_only
-            for _, arrived in sorted(episode.parts.items())
+            for episode in _in_order(self.episodes)
+            if not done_only or episode.is_done
+            for arrived in _in_order(episode.parts)
             if isinstance(arrived, BlockPlace)
         ]
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether an experience arrived."""
+        return any(isinstance(one, BlockPlace) for episode in self.episodes.values() for one in episode.parts.values())
 
     def drops(self) -> dict[str, int]:
         """Drop markers that arrived: reason to count."""
@@ -182,6 +192,11 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     def offsets(self) -> set[int]:
         """Blocks that hold an experience of an attempt still here."""
         return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
+
+
+def _in_order(numbered: dict[int, Numbered]) -> Iterable[Numbered]:
+    """Values by their number; of production there is one."""
+    return numbered.values() if len(numbered) == 1 else [numbered[number] for number in sorted(numbered)]
 
 
 def fullest(attempts: dict[int, Attempt]) -> Attempt:

@@ -16,7 +16,8 @@ def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
     if name is None or not isinstance(value, Feedback | Block):
         return set()
     group, names = state.groups.get(name), crediting(rules.sources)
-    reopened = credited_turns(group, value, state.turns(name), names) if names else []
+    turns = state.turns(name)
+    reopened = credited_turns(group, value, turns, names) if names else []
     if isinstance(value, Feedback):
         source = rules.sources.get(value.source)
         if source is None or source.late == "drop":
@@ -24,7 +25,7 @@ def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
         reopened = [group, *reopened] if group is not None else reopened
     now_ms = max(state.now_ms, arrival.timestamp_ms)
     # A turn whose time has come may close all that wait with it.
-    is_due = any(0 < one.due_ms <= now_ms for one in (*state.turns(name), *reopened))
+    is_due = any(0 < one.due_ms <= now_ms for one in (*turns, *reopened))
     if isinstance(value, Block) or value.type != "retraction":
         reopened = [one for one in reopened if one.revision < rules.revisions]
     return {offset for one in reopened if one.is_closed or is_due for offset in one.offsets()}

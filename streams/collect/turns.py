@@ -60,6 +60,8 @@ def new_credits(
     came: the answer of `group` has just come, so that later turns credit it, and turns before it are one further from
     those; else there is new feedback on it.
     """
+    if len(turns) < 2:  # none is before another
+        return []
     known = sorted((turn for turn in turns if turn.depth >= 0), key=lambda turn: (turn.depth, turn.id))
     order = {depth: number for number, depth in enumerate(sorted({turn.depth for turn in known}))}
     later = [turn for turn in known if turn is group or (came and turn.depth > group.depth)]
