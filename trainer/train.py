@@ -7,9 +7,9 @@
      └───────────────────────────────────────────────────────────────────────────────────────────────┘
 
 Guarantees: a batch is journaled before its step; a checkpoint is written before the version that falls due with it is
-published; a killed trainer continues with the same batches, on one CPU process to the same bits. It waits for explorers only
-when the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user is forgotten
-it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
+published; a killed trainer continues with the same batches, in one process on one model of CPU to the same bits. It waits for
+explorers only when the buffer has too little for a step; while an operator has paused learning it begins no step. Where a user
+is forgotten it lets go of what waits and writes a checkpoint. With a store that belongs to another log it does not begin.
 """
 
 import asyncio

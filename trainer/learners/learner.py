@@ -1,7 +1,8 @@
 """The learner: holds the model and the optimizer, turns one packed batch into one optimizer step.
 
 Guarantees (one contract, every learner): a step whose loss or gradient is not finite changes nothing and says so;
-`save` then `restore` continues to the same bits on one CPU process; `tensors` are exactly what the forward uses.
+`save` then `restore` continues to the same bits in one process on one model of CPU; `tensors` are exactly what the forward
+uses.
 """
 
 import sys

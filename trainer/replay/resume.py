@@ -3,8 +3,8 @@
     policies ─> what was published        checkpoint ─> weights, uses, references
     batches ──> what was journaled since ─> executed again, published where the event is missing
 
-Guarantee: on one CPU process the weights are those of a run that never died; off it, the batches are. What was forgotten
-between a step and the next checkpoint is excepted: it is left out, reported and counted.
+Guarantee: in one process on one model of CPU the weights are those of a run that never died; off it, the batches are. What was
+forgotten between a step and the next checkpoint is excepted: it is left out, reported and counted.
 """
 
 import asyncio
