@@ -17,14 +17,14 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import zstandard
 
 from infra.policies.moves import Moves, in_order, moved
-from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Tensor, are_finite, bits, chunks, is_finite
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Seen, Tensor, are_finite, bits, chunks, is_finite, unseen
 from infra.store.pieces import joined
 
 LEVEL = 1
@@ -44,14 +44,6 @@ class Encoded(msgspec.Struct, frozen=True):
     payload: bytes | memoryview
     changed: int
     finite: bool = True
-
-
-Seen = Callable[[memoryview], None]
-"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
-
-
-def unseen(piece: memoryview) -> None:
-    """Look at nothing."""
 
 
 def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:

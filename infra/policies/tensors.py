@@ -47,6 +47,14 @@ _TORCH_NAMES: dict[str, str] = {
 _FROM_TORCH: dict[str, str] = {f"torch.{name}": dtype for dtype, name in _TORCH_NAMES.items()}
 
 
+Seen = Callable[[memoryview], None]
+"""Is shown the bytes of a tensor piece by piece, while they are in the processor's cache."""
+
+
+def unseen(piece: memoryview) -> None:
+    """Look at nothing."""
+
+
 class Tensor(msgspec.Struct, frozen=True):
     """Values of one tensor. dtype: a safetensors name. shape: () for one value. data: little-endian, row-major, exactly
     as many bytes as needed.
@@ -139,7 +147,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
     """A copy of a torch tensor on any device; later in-place changes do not reach it. rooms: where the copy is put."""
-    return _copied(tensor, rooms, lambda piece: None)
+    return _copied(tensor, rooms, unseen)
 
 
 class CopiedTensors(dict[str, Tensor]):
@@ -158,9 +166,9 @@ class CopiedTensors(dict[str, Tensor]):
         def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
             dtype, finite = _dtype_of(one), True
 
-            def look(piece: np.ndarray) -> None:
+            def look(piece: memoryview) -> None:
                 nonlocal finite
-                finite = finite and are_finite(piece.view(f"<u{ITEM_BYTES[dtype]}"), dtype)
+                finite = finite and are_finite(np.frombuffer(piece, f"<u{ITEM_BYTES[dtype]}"), dtype)
 
             return _copied(one, rooms, look), finite
 
@@ -188,8 +196,8 @@ def _dtype_of(tensor: "torch.Tensor") -> str:
     return _FROM_TORCH[name]
 
 
-def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Callable[[np.ndarray], None]) -> Tensor:
-    """See `from_torch`. seen: is shown the copy in pieces [num_bytes] u8, of a CPU's tensor while they are in its cache."""
+def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Seen) -> Tensor:
+    """See `from_torch`. seen: is shown the copy."""
     import torch
 
     dtype = _dtype_of(tensor)
@@ -206,7 +214,7 @@ def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Callable[[np.ndar
         piece = copy[start : start + step]
         if source is not None:
             np.copyto(piece, source[start : start + step])
-        seen(piece)
+        seen(piece.data)
     copy.flags.writeable = False
     return Tensor(dtype, tuple(tensor.shape), copy.data if copy.size else b"")
 

@@ -30,10 +30,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from infra.observe.metrics import Metrics
-from infra.policies.delta import Part, Seen, decode_chain, decode_pieces, unseen
+from infra.policies.delta import Part, decode_chain, decode_pieces
 from infra.policies.manifest import TensorEntry
 from infra.policies.spare_file import SpareFile, is_at
-from infra.policies.tensors import Tensor, layout, load_tensors
+from infra.policies.tensors import Seen, Tensor, layout, load_tensors, unseen
 from schemas.errors import PolicyRefused
 
 log = logging.getLogger(__name__)

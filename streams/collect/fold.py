@@ -11,7 +11,7 @@ the first attempt that completes wins; feedback is credited to the answer it nam
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ from schemas.names import tenant_in
 from streams.collect.credit import is_labelled, learn_usual, usual_of
 from streams.collect.decision import Decision, Folded, dead_letter
 from streams.collect.feedback import OpenText, answer_of, is_repeat, ratings, take_feedback, values_of
-from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest
+from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
 from streams.collect.held import held_back
 from streams.collect.joined import came_ms, ended_by, joined, joined_again, over, runs_of
 from streams.collect.judge import Chain, counted_of, judged, learned
@@ -253,8 +253,7 @@ class _Fold:
         attempt = group.attempts[group.winner]
         if attempt.lane in self.rules.waiting and self.rules.sources and attempt.has_answers:
             until_ms = due_ms(group, self.rules)
-            await self.state.frames.bring(attempt.places(done_only=True))
-            members = self._members(attempt, self.state.frames.get)
+            members = await self._brought(attempt)
             unlabelled = not all(is_labelled(group.feedback.get(member.id), self.rules.sources) for member in members)
             if unlabelled and until_ms > self.state.now_ms:
                 self.state.unhold(group)
@@ -306,8 +305,7 @@ class _Fold:
 
     async def _close(self, group: Group) -> None:
         attempt = group.attempts[group.winner]
-        await self.state.frames.bring(attempt.places(done_only=True))
-        members = self._members(attempt, self.state.frames.get)
+        members = await self._brought(attempt)
         known = {member.id for member in members}
         strays = sum(len(on_answer.counted) for answer, on_answer in group.feedback.items() if answer not in known)
         self.folded.drop("feedback for an unknown answer", strays)
@@ -351,7 +349,7 @@ class _Fold:
             self.folded.drop("revised often enough")
             return None
         try:
-            return self._members(group.attempts[group.winner], self.fetched.__getitem__)
+            return members_at(group.attempts[group.winner].places(done_only=True), self.fetched.__getitem__)
         except KeyError:
             self.folded.drop("answer no longer in the log")
             return None
@@ -393,5 +391,8 @@ class _Fold:
         """For edits, where they teach anything."""
         return self.rules.open_text if self.rules.corrects else None
 
-    def _members(self, attempt: Attempt, block_at: Callable[[int], Block]) -> list[Experience]:
-        return [block_at(place.offset).experiences[place.index] for place in attempt.places(done_only=True)]
+    async def _brought(self, attempt: Attempt) -> list[Experience]:
+        """Experiences of the episodes that are done, from blocks that are kept."""
+        places = attempt.places(done_only=True)
+        await self.state.frames.bring(places)
+        return members_at(places, self.state.frames.get)

@@ -7,12 +7,12 @@ A partition may have a million groups open, which no search for garbage should w
 other in one direction alone, so they can make no cycle and the garbage collector does not know them (`gc=False`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
 
-from schemas import DropMarker, Experience, Feedback, Lane
+from schemas import Block, DropMarker, Experience, Feedback, Lane
 
 Numbered = TypeVar("Numbered")
 
@@ -192,6 +192,11 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     def offsets(self) -> set[int]:
         """Blocks that hold an experience of an attempt still here."""
         return {place.offset for attempt in self.attempts.values() for place in attempt.places()}
+
+
+def members_at(places: Iterable[BlockPlace], block_at: Callable[[int], Block]) -> list[Experience]:
+    """The experiences that lie there. block_at: a block by its offset."""
+    return [block_at(place.offset).experiences[place.index] for place in places]
 
 
 def _in_order(numbered: dict[int, Numbered]) -> Iterable[Numbered]:

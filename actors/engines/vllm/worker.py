@@ -50,6 +50,7 @@ class WeightsExtension:
 
     def headrace_begin(self) -> None:
         """Note what the model holds; once, before the first load."""
+        logging.getLogger(_NOISY).setLevel(logging.ERROR)
         self.headrace_held = Held(self.model_runner.get_model())
 
     def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
@@ -63,9 +64,7 @@ class WeightsExtension:
     def _headrace_loaded(self, path: str, names: list[str]) -> str:
         from safetensors import safe_open
 
-        if (noisy := logging.getLogger(_NOISY)).level != logging.ERROR:  # to set it empties the caches of all loggers
-            noisy.setLevel(logging.ERROR)
-        with _locked(path):  # once nobody holds the version, its file is written over
+        with _locked(path):  # once no process holds the version, its file is written over
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in names}
             with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):

@@ -214,7 +214,7 @@ class Reading:
         """
         self._looked.set()
         known: tuple[float, Found] | None = self._held.get(name)
-        if known is not None and known[0] == -math.inf:  # whoever decided something here wants to see it
+        if known is not None and known[0] == -math.inf:  # a decision was made here, and is to be seen
             wait_s = None
         if known is not None and time.monotonic() - known[0] < held_s:
             return known[1]
@@ -233,7 +233,7 @@ class Reading:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for it gets it
+            task.exception()  # every reader that waits for it gets it
 
     async def _read(self, name: str, read: Callable[[], Awaitable[Found]]) -> Found:
         decided = self._decided
@@ -293,7 +293,7 @@ class Reading:
 
 
 def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
-    """Add what is counted a second now, of all that run of one kind and over all labels; what nobody reports any more goes."""
+    """Add what is counted a second now, of all that run of one kind and over all labels; what no role reports any more goes."""
     sums = {
         f"{role}/{name}": sum(labels.values())
         for role, rates in together(roles).items()

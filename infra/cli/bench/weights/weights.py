@@ -302,20 +302,19 @@ def _late(
     slept_since: PolicyEvent | None = None,
     asleep: Mapping[str, Tensor] | None = None,
 ) -> Policy:
-    """The newest version: by one after the other who holds nothing; or by one who holds what is `asleep`, and has the room of a
-    version that it held before, as whoever followed has.
+    """The newest version: by one explorer after the other that holds nothing; or by one that holds what is `asleep`, and still
+    has the room of a version before that.
     """
     explorer = _explorer(store)
     for left in reversed(range(NEAR)):
         if slept_since is not None and asleep is not None:
             explorer.adopt(slept_since, asleep)
+        else:
+            explorer = _explorer(store)
         policy = _engine_side(costs, end, explorer, event, before)
         if not left:
             return policy
         del policy  # one version less is held
-        if slept_since is None:
-            del explorer
-            explorer = _explorer(store)
     raise AssertionError("unreachable: the last one returns")
 
 
