@@ -223,6 +223,8 @@ class TrainerConfig(Section, frozen=True):
     say more of that than of the policy; Ma et al. 2025 (arXiv:2510.11370) find that replay keeps such runs from collapsing.
     It does nothing for models without experts, and costs a byte per token, layer and expert of it on the log. The reference
     of a loss and the critic route by themselves. `<lane>/routing_differs` says how often a router would choose otherwise.
+    weights_on_card: of a learner on a GPU: find there what a version changed, where its steps leave room for three copies of
+    what a rank publishes; false copies all of it to the host.
 
     Example: TrainerConfig(lanes={"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)})
     """
@@ -254,6 +256,7 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     ranks_timeout: Duration = "10m"
     routing: Literal["own", "replay"] = "own"
+    weights_on_card: bool = True
     learner: Use = Use(use="trainer.learners.torch:TorchLearner")
 
     def least(self, lane: Lane) -> int:

@@ -17,7 +17,7 @@ a ValueError.
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -35,6 +35,10 @@ SAMPLE_VALUES = 4096
 MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
+
+
+Move = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Values that changed: patterns before and after, [K] u16, and their places in the tensor, [K] i32 or i64, ascending."""
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -71,6 +75,22 @@ def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
     return Encoded(encoder, payload, changed, finite)
 
 
+def encode_moves(dtype: str, size: int, moves: Iterable[Move]) -> Encoded | None:
+    """What `encode_tensor` gives for a tensor of `size` 16-bit values of which few changed, where these are known: in order,
+    some at a time. None where it would not encode them by gaps.
+    """
+    streams = _UlpStreams(dtype, gaps=True)
+    for before, after, at in moves:
+        for start in range(0, at.size, MOVES_AT_ONCE):
+            part = slice(start, start + MOVES_AT_ONCE)
+            streams.add(before[part], after[part], at[part])
+    changed, finite, joined_streams = streams.joined()
+    payload = _pack(joined_streams)
+    if size // 2 < changed or size > MAX_VALUES or len(payload) >= 2 * size:
+        return None
+    return Encoded("k1", payload, changed, finite)
+
+
 def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
     """About how many of the values differ, of values at even distances."""
     stride = -(-before.size // SAMPLE_VALUES) or 1
@@ -85,7 +105,7 @@ def _by_ulps(
     """
     streams = _UlpStreams(dtype, gaps=encoder == "k1")
     room = np.empty(min(before.size, CHUNK_VALUES), bool)
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    found: list[Move] = []
     start = waiting = 0
     for old, new in zip(chunks(before), chunks(after), strict=True):
         seen(new.data)

@@ -35,7 +35,16 @@ from infra.policies.manifest import (
     sha256_hex,
 )
 from infra.policies.policy import Probe
-from infra.policies.share import SHARD_BYTES, DeltaSize, HashedTensors, Share, ShareLook, StoredShare, WantedObjects
+from infra.policies.share import (
+    SHARD_BYTES,
+    DeltaSize,
+    HashedTensors,
+    Share,
+    ShareLook,
+    StoredShare,
+    VersionTensors,
+    WantedObjects,
+)
 from infra.policies.tensors import ITEM_BYTES, Tensor
 from infra.store.store import Store, check_key
 from schemas.errors import NotInStore, PolicyRefused
@@ -111,15 +120,15 @@ class OneShare:
 def publish(
     store: Store,
     new: NewVersion,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | VersionTensors,
     *,
-    previous: Mapping[str, Tensor] | None,
+    previous: Mapping[str, Tensor] | VersionTensors | None,
     probe: Probe | None,
     shard_bytes: int = SHARD_BYTES,
 ) -> PolicyEvent:
     """Store a version that one process has whole: see `publish_shares`.
 
-    previous: the tensors of its parent; None makes an anchor. Those that are HashedTensors are not hashed again.
+    previous: the tensors of its parent; None makes an anchor. Those that are VersionTensors are not hashed again.
     """
     share = Share(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
     return publish_shares(store, new, OneShare(share), probe)
@@ -161,8 +170,10 @@ def publish_shares(store: Store, new: NewVersion, shares: Shares, probe: Probe |
     return _event(manifest, sha256_hex(data))
 
 
-def _hashed(tensors: Mapping[str, Tensor]) -> HashedTensors:
-    return tensors if isinstance(tensors, HashedTensors) else HashedTensors(tensors)
+def _hashed(tensors: Mapping[str, Tensor] | VersionTensors) -> VersionTensors:
+    if isinstance(tensors, Mapping) and not isinstance(tensors, HashedTensors):
+        return HashedTensors(tensors)
+    return tensors
 
 
 def _sorted(parts: Iterable[Iterable[TensorEntry]]) -> tuple[TensorEntry, ...]:

@@ -9,8 +9,9 @@ leads decides in between:
 """
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Literal
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -28,10 +29,34 @@ PUT_AT_ONCE = 4  # each over several connections
 LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object of its own
 
 
-class HashedTensors(dict[str, Tensor]):
-    """Tensors that no longer change, looked at once: hashed as a version and as the parent of the next, and checked before
-    what a checkpoint keeps and what is published.
+class VersionTensors(Protocol):
+    """What one process has of a version: it no longer changes, and is looked at once, as a version and as the parent of the
+    next. On the host these are HashedTensors, on a card `trainer.learners.card.tensors.CardTensors`.
     """
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """What a manifest says of them."""
+
+    @property
+    def not_finite(self) -> str:
+        """Name of the first that holds NaN or infinity, "" where none does."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of them, in host memory."""
+
+    def same_as(self, name: str) -> Hashable:
+        """The same for tied ones, under each of their names."""
+
+    def differ_by(self, name: str, old: "VersionTensors") -> float:
+        """About which share of its values is another one in `old`, which has it in the same dtype and shape."""
+
+    def encoded_since(self, old: "VersionTensors") -> dict[str, Encoded]:
+        """Look at them, and encode against `old` what costs less together with that."""
+
+
+class HashedTensors(dict[str, Tensor]):
+    """See VersionTensors: those that are in host memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -56,17 +81,27 @@ class HashedTensors(dict[str, Tensor]):
             return self._known
         return next((name for name, look in self._looks.items() if not look.finite), "")
 
-    def encoded_since(self, old: Mapping[str, Tensor]) -> dict[str, Encoded]:
+    def same_as(self, name: str) -> Hashable:
+        """See VersionTensors."""
+        return id(self[name])
+
+    def differ_by(self, name: str, old: VersionTensors) -> float:
+        """See VersionTensors."""
+        return sampled_share(bits(old[name]), bits(self[name]))
+
+    def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
         """Hash them, and on the way encode against `old` what is of 16 bits and differs by a sample, so that a tensor is read
-        once for both. Nothing is encoded where they were hashed before.
+        once for both. Nothing is encoded where they were hashed before, or where `old` is not on the host.
         """
-        if "_looks" in self.__dict__:
+        if "_looks" in self.__dict__ or not isinstance(old, HashedTensors):
             return {}
 
         def look_at(name: str) -> tuple[Look, Encoded | None]:
             tensor = self[name]
             look = Look(tensor.dtype, is_finite=self._known is not None)
-            if _is_moved(old.get(name), tensor):
+            before = old.get(name)
+            fits = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+            if fits and ITEM_BYTES[tensor.dtype] == 2 and self.differ_by(name, old) > 0:
                 return look, encode_tensor(old[name], tensor, look.take)
             look.take(tensor.data)
             return look, None
@@ -75,17 +110,10 @@ class HashedTensors(dict[str, Tensor]):
             look_at,
             self,
             size=lambda name: self[name].num_bytes,
-            same=lambda name: (id(old.get(name)), id(self[name])),
+            same=lambda name: (old.same_as(name) if name in old else None, self.same_as(name)),
         )
         self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
         return {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
-
-
-def _is_moved(old: Tensor | None, new: Tensor) -> bool:
-    """Whether a tensor of 16-bit values differs, by a sample."""
-    if old is None or ITEM_BYTES[new.dtype] != 2 or (old.dtype, old.shape) != (new.dtype, new.shape):
-        return False
-    return sampled_share(bits(old), bits(new)) > 0
 
 
 class ShareLook(msgspec.Struct, frozen=True):
@@ -146,7 +174,7 @@ class Share:
     """One process's tensors of a version. previous: the same of its parent, None for no delta. Calls block."""
 
     def __init__(
-        self, store: Store, tensors: HashedTensors, previous: HashedTensors | None, shard_bytes: int = SHARD_BYTES
+        self, store: Store, tensors: VersionTensors, previous: VersionTensors | None, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self._store = store
         self._tensors = tensors
@@ -170,8 +198,8 @@ class Share:
         encoded = in_threads(
             lambda name: self._encoded.get(name) or encode_tensor(old[name], self._tensors[name]),
             names,
-            size=lambda name: self._tensors[name].num_bytes,
-            same=lambda name: (id(old[name]), id(self._tensors[name])),
+            size=self._sizes.__getitem__,
+            same=lambda name: (old.same_as(name), self._tensors.same_as(name)),
         )
         self._encoded = dict(zip(names, encoded, strict=True))
         return DeltaSize(
@@ -184,8 +212,8 @@ class Share:
     def put(self, wanted: WantedObjects) -> StoredShare:
         """Store what is wanted of them, several objects at once. StoreError."""
         delta, parts = self._delta(wanted) if wanted.delta else ([], ())
-        anchor = self._whole(wanted, "anchors", sorted(self._tensors)) if wanted.anchor else []
-        sliced = self._whole(wanted, "slices", [name for name in wanted.slice if name in self._tensors])
+        anchor = self._whole(wanted, "anchors", sorted(self._sizes)) if wanted.anchor else []
+        sliced = self._whole(wanted, "slices", [name for name in wanted.slice if name in self._sizes])
         shards = tuple(
             in_threads(
                 self._put_shard,
@@ -199,18 +227,24 @@ class Share:
             delta=shards[:whole_from], parts=parts, anchor=shards[whole_from:slice_from], slice=shards[slice_from:]
         )
 
-    def _dense_bytes(self, previous: HashedTensors) -> float:
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of each tensor."""
+        return {one.name: math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in self._tensors.entries}
+
+    def _dense_bytes(self, previous: VersionTensors) -> float:
         """From a sample of each tensor."""
-        found = 0.0
-        for name in differing(self._tensors.entries, previous.entries):
-            if name in previous and previous[name].num_bytes == self._tensors[name].num_bytes:
-                before, after = bits(previous[name]), bits(self._tensors[name])
-                if before.itemsize >= 4:
-                    found += sampled_share(before, after) * self._tensors[name].num_bytes
+        found, before = 0.0, {one.name: one for one in previous.entries}
+        for one in self._tensors.entries:
+            old = before.get(one.name)
+            if old is None or old.xxh3 == one.xxh3 or (old.dtype, old.shape) != (one.dtype, one.shape):
+                continue
+            if ITEM_BYTES[one.dtype] >= 4:
+                found += self._tensors.differ_by(one.name, previous) * self._sizes[one.name]
         return found
 
     def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[NewShard]:
-        sizes = {name: self._tensors[name].num_bytes for name in names}
+        sizes = {name: self._sizes[name] for name in names}
         limit = min(self._shard_bytes, max(LEAST_BYTES, sum(sizes.values()) // PUT_AT_ONCE))
         return [
             NewShard(

@@ -9,6 +9,7 @@ from infra.log.memory import MemoryBus
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.fold import PoliciesFold
 from infra.policies.history import published
+from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
@@ -47,7 +48,12 @@ class Rig:
 
 async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     return await publisher.publish(
-        version, WholeWeights(tensors(value)), None, parent=version - 1, step=version, stats={"loss": 0.5}
+        version,
+        WholeWeights(HashedTensors(tensors(value))),
+        None,
+        parent=version - 1,
+        step=version,
+        stats={"loss": 0.5},
     )
 
 
@@ -128,7 +134,9 @@ def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_for
         known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
         assert known == list(range(3, KNOWN_VERSIONS + 3))
         newest = KNOWN_VERSIONS + 2
-        got = await trainer.publish(1, WholeWeights(tensors(71)), None, parent=newest, step=newest, stats={})
+        got = await trainer.publish(
+            1, WholeWeights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={}
+        )
         assert got == newest + 1
 
     run(body)

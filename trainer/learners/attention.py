@@ -18,6 +18,7 @@ TREE = "headrace_tree"  # the name transformers knows this attention by
 DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the bits they always had
 BLOCK_TOKENS = 256  # queries whose scores are held at once on the CPU
 FLEX_TOKENS = 128  # side of a block of FlexAttention's mask
+FLEX_KERNELS = 64  # that torch makes for it; beyond its own 8 it goes on with scores of T × T, and warns of it
 
 Path = Literal["dense", "causal", "blocks", "flex", "unpacked"]
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,7 +55,7 @@ def path_of(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
     Up to DENSE_TOKENS that gives the bits of a dense one.
     """
     num_T = reach_BT.shape[1]
-    can = family.tree and family.dense and (path == "dense" or (path == "blocks" and num_T > DENSE_TOKENS))
+    can = family.tree and family.dense and (path == "dense" or (path in ("blocks", "flex") and num_T > DENSE_TOKENS))
     return "causal" if can and (reach_BT == num_T).all() else path
 
 
@@ -149,14 +150,14 @@ def _attend_tree(
     """[B, T, H, D], of all tokens of the rows."""
     window = int(settings.get("sliding_window") or 0)
     tree.windows.add(window)
-    if tree.path == "flex":
-        from transformers.integrations.flex_attention import flex_attention_forward
-
-        mask = tree.block_mask(window)
-        found_BTHD: torch.Tensor = flex_attention_forward(module, query, key, value, mask, s_aux=sinks_H, **settings)[0]
-        return found_BTHD
     if tree.path == "causal" and sinks_H is None and _is_whole(query, key, value, settings):
         return _causal(query, key, value, settings.get("scaling")).transpose(1, 2).contiguous()
+    if tree.path == "flex" or (query.is_cuda and query.shape[2] > DENSE_TOKENS):
+        from transformers.integrations.flex_attention import flex_attention_forward as flex
+
+        with torch._dynamo.config.patch(recompile_limit=FLEX_KERNELS, fail_on_recompile_limit_hit=True):
+            found: torch.Tensor = flex(module, query, key, value, tree.block_mask(window), s_aux=sinks_H, **settings)[0]
+        return found
     found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, sinks_H, tree, window, settings)  # type: ignore[no-untyped-call]
     return found_BHTD.transpose(1, 2).contiguous()
 

@@ -281,7 +281,7 @@ class DeepSpeedLearner:
             case "tensors":
                 return self._ranks.tensors()
             case "weights":
-                return self._weights.take(self._ranks.tensors(shared=True), self._store)
+                return self._weights.take(self._ranks.weights(), self._store)
             case "probe":
                 return self._ranks.probe(order.sequences)
             case "greedy":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-SLICE_TOKENS = 8192  # of the vocabulary, turned to float32 at once
+SLICE_TOKENS = 8192  # of the vocabulary, turned to float32 at once on the CPU
 ARRAYS = 3  # as large as the logits, held while the gradient of a chunk is computed
 
 
@@ -172,9 +172,13 @@ class LinearLogprobs(torch.autograd.Function):
 
 def product(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
     """hidden · weightᵀ + bias with sums in float32, [N, V] float32."""
-    found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32, device=hidden_ND.device)
-    for part in _slices(len(weight_VD)):
-        found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
+    parts = _slices(weight_VD)
+    if len(parts) == 1:
+        found = _matmul(hidden_ND, weight_VD.T)
+    else:
+        found = torch.empty((len(hidden_ND), len(weight_VD)), dtype=torch.float32, device=hidden_ND.device)
+        for part in parts:
+            found[:, part] = _matmul(hidden_ND, weight_VD[part].T)
     return found if bias_V is None else found.add_(bias_V)
 
 
@@ -209,13 +213,13 @@ def _slopes(
 
 def _back(slope_CV: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     found = torch.zeros((len(slope_CV), weight_VD.shape[1]), dtype=torch.float32, device=slope_CV.device)
-    for part in _slices(len(weight_VD)):
+    for part in _slices(weight_VD):
         found += _matmul(slope_CV[:, part].to(_kind(weight_VD)), weight_VD[part])
     return found
 
 
 def _add_outer(weight_grad: torch.Tensor, slope_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    for part in _slices(len(weight_grad)):
+    for part in _slices(weight_grad):
         weight_grad[part] += _matmul(slope_CV[:, part].T.to(_kind(hidden_CD)), hidden_CD)
 
 
@@ -231,5 +235,7 @@ def _kind(of: torch.Tensor) -> torch.dtype:
     return of.dtype if of.is_cuda else torch.float32
 
 
-def _slices(num_V: int) -> list[slice]:
-    return [slice(at, at + SLICE_TOKENS) for at in range(0, num_V, SLICE_TOKENS)]
+def _slices(weight_VD: torch.Tensor) -> list[slice]:
+    """Of the vocabulary: all of it where nothing is turned to float32."""
+    size = len(weight_VD) if weight_VD.is_cuda else SLICE_TOKENS
+    return [slice(at, at + size) for at in range(0, len(weight_VD), size)]

@@ -17,7 +17,7 @@ from infra.policies.adapter import Adapter
 from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish
-from infra.policies.share import HashedTensors
+from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
 from infra.store.store import Store
@@ -177,11 +177,19 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     return WholeSnapshot(learner.save(), store, folder)
 
 
+@runtime_checkable
+class OnCard(Protocol):
+    """A learner that can keep copies of the policy on the card it trains on."""
+
+    def copy_on_card(self) -> VersionTensors | None:
+        """What `tensors` are, there; None where it trains on none, or has no room for it."""
+
+
 class WholeWeights:
     """See Weights; of a learner of one process."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = HashedTensors(tensors)
+    def __init__(self, tensors: VersionTensors) -> None:
+        self.tensors = tensors
 
     def not_finite(self) -> str:
         """See Weights."""
@@ -201,8 +209,11 @@ class WholeWeights:
 
 
 def take_weights(learner: Learner) -> Weights:
-    """The policy of any learner, in host memory."""
-    return learner.weights() if isinstance(learner, Ranks) else WholeWeights(learner.tensors())
+    """The policy of any learner, in host memory or on its card."""
+    if isinstance(learner, Ranks):
+        return learner.weights()
+    on_card = learner.copy_on_card() if isinstance(learner, OnCard) else None
+    return WholeWeights(HashedTensors(learner.tensors()) if on_card is None else on_card)
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:

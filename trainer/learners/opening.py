@@ -110,7 +110,7 @@ def reading_words(device: str, family: Abilities) -> str:
     """How rows are read, for the journal."""
     bound = min(DENSE_TOKENS, family.window or DENSE_TOKENS)
     short, long = (reading_path(device, num_T, family) for num_T in (bound, DENSE_TOKENS + 1))
-    alone = " or causal" if long == "blocks" else ""  # see `path_of`
+    alone = " or causal" if long in ("blocks", "flex") else ""  # see `path_of`
     return short if short == long else f"{short} to {bound} tokens, then {long}{alone}"
 
 

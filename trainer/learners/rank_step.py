@@ -15,6 +15,7 @@ import torch
 import torch.distributed as distributed
 
 from infra.model.names import published
+from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import CopiedTensors
 from infra.roles.memory import give_back_freed
 from infra.store.rooms import Rooms
@@ -22,6 +23,8 @@ from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed
+from trainer.learners.card.copies import CardCopies
+from trainer.learners.card.tensors import CardTensors
 from trainer.learners.engines import Opened
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
@@ -80,6 +83,7 @@ class RankStep:
         self._group = group
         self._stage = shards.stage
         self._rooms = Rooms()
+        self._copies = CardCopies(self._model.device, wanted=config.weights_on_card)
 
     def step(self, order: Order, phase: Phase, given: Sequence[PackedBatch] | None) -> StepStats | None:
         """One optimizer step over all ranks, of the minibatches that rank 0 is given; what it did, on rank 0."""
@@ -114,6 +118,7 @@ class RankStep:
 
         contexts = contexts_of(self._config, objectives, batch, len(parts), bounded)
         stats = take_all(contexts, take, undo, dict[str, float] if values is None else values.measured)
+        self._copies.stepped = True
         return None if self._channel.rank else stats
 
     def _rows(self, dealt: Sequence[Sequence[Rows]], index: int) -> Rows:
@@ -227,25 +232,38 @@ class RankStep:
         self._shards.count_step()
         return math.isfinite(norm), norm
 
-    @torch.no_grad()
-    def tensors(self, *, shared: bool = False) -> CopiedTensors:
-        """On rank 0 a copy of the policy; shared: on each rank a copy of its part of it, by bytes as large as another's. One
-        weight at a time is whole on a rank that does not hold it.
-        """
+    def tensors(self) -> CopiedTensors:
+        """On rank 0 a copy of the policy."""
+        found = CopiedTensors()
+        self._copy_into(found, self._published(), ranks=1)
+        return found
+
+    def weights(self) -> VersionTensors:
+        """On each rank a copy of its part of the policy, by bytes as large as another's."""
+        values, world = self._published(), self._channel.world
+        size = sum(map(num_bytes, values.values())) // world
+        found = self._copies.begin(size) or CopiedTensors()
+        self._copy_into(found, values, ranks=world)
+        return HashedTensors(found) if isinstance(found, CopiedTensors) else found
+
+    def _published(self) -> dict[str, Any]:
+        """The weights that are published, by the model's own names."""
         module = self._model.module
-        values = {
+        return {
             name: value
             for name, value in module.state_dict(keep_vars=True).items()
             if self._model.adapter is None or published(module, {name: value})  # the base is not gathered for nothing
         }
-        ranks = owners((num_bytes(value) for value in values.values()), self._channel.world if shared else 1)
-        found = CopiedTensors()
-        for (name, value), rank in zip(values.items(), ranks, strict=True):
+
+    @torch.no_grad()
+    def _copy_into(self, found: CopiedTensors | CardTensors, values: Mapping[str, Any], *, ranks: int) -> None:
+        """Copy this rank's share. One weight at a time is whole on a rank that does not hold it."""
+        shares = owners(map(num_bytes, values.values()), ranks)
+        for (name, value), rank in zip(values.items(), shares, strict=True):
             with self._shards.gathered(value):
                 if rank == self._channel.rank:
-                    found.add(published(module, {name: value.detach()}), self._rooms)
+                    found.add(published(self._model.module, {name: value.detach()}), self._rooms)
         self._rooms.clear()
-        return found
 
     @torch.no_grad()
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:

@@ -12,8 +12,7 @@ import msgspec
 from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish_shares
-from infra.policies.share import DeltaSize, HashedTensors, Share, ShareLook, StoredShare, WantedObjects
-from infra.policies.tensors import Tensor
+from infra.policies.share import DeltaSize, Share, ShareLook, StoredShare, VersionTensors, WantedObjects
 from infra.store.store import Store
 from schemas.errors import PolicyRefused, StoreError
 from schemas.records import PolicyEvent
@@ -51,7 +50,7 @@ class LastPublished(msgspec.Struct):
     """
 
     number: int = -1
-    tensors: HashedTensors | None = None
+    tensors: VersionTensors | None = None
 
 
 class TakenWeights:
@@ -63,11 +62,11 @@ class TakenWeights:
         self._serving: threading.Thread | None = None
         self._last = LastPublished()
 
-    def take(self, tensors: dict[str, Tensor], store: Store | None) -> "RankWeights":
+    def take(self, tensors: VersionTensors, store: Store | None) -> "RankWeights":
         """The next ones, of which `tensors` are this rank's. All ranks together; rank 0 has let go of the ones before."""
         self.wait()
         number = 0 if self._newest is None else self._newest.number + 1
-        self._newest = RankWeights(self._channel, number, HashedTensors(tensors), self._last, store)
+        self._newest = RankWeights(self._channel, number, tensors, self._last, store)
         if self._channel.rank:
             self._serving = threading.Thread(target=self._newest.serve, name="weights")
             self._serving.start()
@@ -92,7 +91,7 @@ class RankWeights:
     """
 
     def __init__(
-        self, channel: Channel, number: int, tensors: HashedTensors, last: LastPublished, store: Store | None
+        self, channel: Channel, number: int, tensors: VersionTensors, last: LastPublished, store: Store | None
     ) -> None:
         self.number = number
         self._channel = channel
@@ -167,7 +166,7 @@ class RankWeights:
             return self._share.put(request.wanted)
         return self._share.encode(delta=request.delta)
 
-    def _base(self, number: int) -> HashedTensors | None:
+    def _base(self, number: int) -> VersionTensors | None:
         if number < 0:
             return None
         if number != self._last.number:

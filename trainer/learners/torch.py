@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from infra.model.model import model_tensors
+from infra.model.names import published
 from infra.policies.policy import Probe
 from infra.policies.tensors import Tensor, from_torch, to_torch
 from infra.store.rooms import Rooms
@@ -23,6 +24,8 @@ from schemas.fields import Lane
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
 from trainer.health.diagnostics import Observed
+from trainer.learners.card.copies import CardCopies
+from trainer.learners.card.tensors import CardTensors
 from trainer.learners.forward import PackedModel, policy_settings
 from trainer.learners.lanes import (
     StepContext,
@@ -71,6 +74,7 @@ class TorchLearner:
                 into_master = functools.partial(_sum_into, self._masters[name])
                 value.register_post_accumulate_grad_hook(into_master)  # type: ignore[no-untyped-call]
         self._rooms = Rooms()
+        self._copies = CardCopies(self._model.device, wanted=config.weights_on_card)
         self._phase: Phase = "train"
         self._optimizer = self._fresh_optimizer()
 
@@ -119,11 +123,18 @@ class TorchLearner:
 
         contexts = contexts_of(self._config, objectives, batch, len(parts), bounded)
         measured = values.measured if values is not None else dict[str, float]
-        return take_all(contexts, take, lambda: self._revert(before), measured)
+        stats = take_all(contexts, take, lambda: self._revert(before), measured)
+        self._copies.stepped = True
+        return stats
 
     def tensors(self) -> dict[str, Tensor]:
         """A copy of the policy in its published dtype, by the names of its folder; of an adapter by peft's."""
         return model_tensors(self._model.module, self._rooms)
+
+    def copy_on_card(self) -> CardTensors | None:
+        """See `trainer.learners.learner.OnCard`."""
+        module = self._model.module
+        return self._copies.take(published(module, module.state_dict()), self._rooms)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs of `sequences` under `tensors()`."""
@@ -244,9 +255,9 @@ class TorchLearner:
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
-        for name, value in self._parameters.items():
-            if self._masters[name] is not value:
-                value.copy_(self._masters[name])
+        moved = [name for name, value in self._parameters.items() if self._masters[name] is not value]
+        if moved:
+            torch._foreach_copy_([self._parameters[name] for name in moved], [self._masters[name] for name in moved])
 
     def _clear_gradients(self) -> None:
         for value in (*self._parameters.values(), *(value for _, value in self._trained())):

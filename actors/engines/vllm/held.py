@@ -15,7 +15,7 @@ compare every logprob.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,54 +25,65 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sums = tuple[torch.Tensor, torch.Tensor]  # [R] of each row, [C] of each column
 
 
+class Wanted(NamedTuple):
+    """What modules should hold. sums: of each part of each. columns: of packed matrices, and which they are."""
+
+    sums: dict[str, dict[str, Sums]]
+    columns: dict[str, tuple[tuple[int, ...], torch.Tensor]]
+
+
 class Held:
-    """What the modules of a worker's model should hold. Begins with what they hold."""
+    """What the modules of a worker's model should hold. Begins with what they hold. modules: by name, those with parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # Not of torch's generator, from which vLLM draws tokens.
         self._random = np.random.default_rng()
-        self._modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
-        self._sums = {name: _sums_of(module) for name, module in self._modules.items()}
-        self._columns = {
+        self.modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
+        columns_of = {
             name: (at, columns(module, at))
-            for name, module in self._modules.items()
+            for name, module in self.modules.items()
             if is_packed(module)
             for at in [self._drawn(module)]
         }
+        self._wanted = Wanted({name: _sums_of(module) for name, module in self.modules.items()}, columns_of)
 
     @contextmanager
-    def loading(self, sent: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Note what the modules should hold after the load inside the `with`. sent: by the names of vLLM's caller."""
-        plain = {name: module for name, module in self._modules.items() if not _has_method(module)}
+    def loading(self, sent: Mapping[str, torch.Tensor], modules: Mapping[str, Any]) -> Iterator[Wanted]:
+        """Note what the modules should hold after the load inside the `with`. sent: by the names of vLLM's caller. modules:
+        that are loaded, by name: the model's own, or what stands for them.
+        """
+        wanted = Wanted({name: dict(parts) for name, parts in self._wanted.sums.items()}, dict(self._wanted.columns))
+        plain = {name: module for name, module in modules.items() if not _has_method(module)}
         before = {name: _sums_of(module) for name, module in plain.items()}
-        methods = {
-            id(module.quant_method): module.quant_method for module in self._modules.values() if _has_method(module)
-        }
+        methods = {id(module.quant_method): module.quant_method for module in modules.values() if _has_method(module)}
+        names = {id(module): name for name, module in modules.items()}
         for method in methods.values():
-            method.process_weights_after_loading = self._noting(method.process_weights_after_loading)
+            method.process_weights_after_loading = self._noting(method.process_weights_after_loading, names, wanted)
         try:
-            yield
+            yield wanted
         finally:
             for method in methods.values():
                 del method.process_weights_after_loading
         for name, module in plain.items():
             after = _sums_of(module)
             for part, found in after.items():
-                value, wanted = module._parameters[part], sent.get(f"{name}.{part}")
-                if value is not None and wanted is not None and wanted.shape == value.shape:
-                    self._sums[name][part] = sums(wanted.to(value.dtype))
+                value, given = module._parameters[part], sent.get(f"{name}.{part}")
+                if value is not None and given is not None and given.shape == value.shape:
+                    wanted.sums[name][part] = sums(given.to(value.dtype))
                 elif not same(before[name].get(part), found):
-                    self._sums[name][part] = found
+                    wanted.sums[name][part] = found
+
+    def expect(self, wanted: Wanted) -> None:
+        """What the modules should hold from now on."""
+        self._wanted = wanted
 
     def unlike(self) -> str:
         """The first module that holds something else, "" for none."""
-        for name, module in self._modules.items():
-            found = _sums_of(module)
-            if found.keys() != self._sums[name].keys():
+        for name, module in self.modules.items():
+            found, expected = _sums_of(module), self._wanted.sums[name]
+            if found.keys() != expected.keys() or not all(same(expected[part], one) for part, one in found.items()):
                 return name
-            if not all(same(self._sums[name][part], one) for part, one in found.items()):
-                return name
-            at, wanted = self._columns.get(name, ((), None))
+            at, wanted = self._wanted.columns.get(name, ((), None))
             if wanted is not None and not torch.equal(_normal(wanted), _normal(columns(module, at))):
                 return name
         return ""
@@ -81,19 +92,19 @@ class Held:
         """The columns that are looked at next."""
         return tuple(self._random.permutation(_width(module))[:COLUMNS].tolist())
 
-    def _noting(self, process: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _noting(
+        self, process: Callable[[Any], None], names: Mapping[int, str], wanted: Wanted
+    ) -> Callable[[Any], None]:
         """vLLM's last step of loading a module, which packs what its loaders made, with a note of both."""
-        names = {id(module): name for name, module in self._modules.items()}
 
         def noted(module: Any) -> None:
             name = names.get(id(module), "")
-            packed = name in self._columns
-            if packed:
+            if name in wanted.columns:
                 at = self._drawn(module)
-                self._columns[name] = at, module.weight.detach()[:, list(at)].clone()
+                wanted.columns[name] = at, module.weight.detach()[:, list(at)].clone()
             process(module)
             if name:
-                self._sums[name] = _sums_of(module)
+                wanted.sums[name] = _sums_of(module)
 
         return noted
 

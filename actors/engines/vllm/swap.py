@@ -1,8 +1,8 @@
 """Putting tensors in place between two steps of vLLM, while its requests wait.
 
-    pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores
-             keep: new requests begin with another salt
-             rebuild: running requests are preempted, and what was cached is forgotten
+    stage ── pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores
+    (steps go on)     keep: new requests begin with another salt
+                      rebuild: running requests are preempted, and what was cached is forgotten
 
 Guarantee: no request has a salt before vLLM's last step under older weights. A pause is in vLLM's queue before whatever is
 sent after it, and nothing is sent between its sending and the change of the salt.
@@ -18,6 +18,8 @@ from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
 from infra.policies.policy import Probe
 from schemas.errors import PolicyRefused
+
+STAGING_S = 0.005  # from one look whether a version is ready to the next
 
 Scores = list[tuple[float, ...]]
 
@@ -48,6 +50,7 @@ class Swap:
         """
         core = self._llm.engine_core
         try:
+            await self._stage(sent, label)
             if self._is_overlapped:
                 await core.pause_scheduler_async(mode="keep", clear_cache=False)
             # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
@@ -66,6 +69,17 @@ class Swap:
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
         return (ended_s - began_s) * 1e3, [await score() for score in scores]
+
+    async def _stage(self, sent: Sent, label: str) -> None:
+        """Wait until the workers have made it ready, as far as they can beside their steps."""
+        try:
+            await self._llm.collective_rpc("headrace_stage", args=(str(sent.path), sent.names))
+            while not all(await self._llm.collective_rpc("headrace_is_staged")):  # noqa: ASYNC110  another process
+                await asyncio.sleep(STAGING_S)
+        except Exception as error:
+            if self._llm.errored:
+                raise
+            raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
 
     async def _resumed(self) -> float:
         """Let vLLM go on; when it did."""

@@ -11,13 +11,14 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from actors.engines.vllm.arriving import Arriving, not_adapted
-from actors.engines.vllm.held import Held
+from actors.engines.vllm.held import Held, Wanted
+from actors.engines.vllm.staged import Staged, can_be_staged
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
@@ -28,7 +29,9 @@ class WeightsExtension:
     """Methods reached by `collective_rpc`."""
 
     model_runner: Any
+    vllm_config: Any
     headrace_held: Held
+    headrace_staged: Staged | None
     headrace_arriving: Arriving
 
     def headrace_leave_out_amx(self) -> None:
@@ -53,24 +56,51 @@ class WeightsExtension:
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         self.headrace_held = Held(self.model_runner.get_model())
 
+    def headrace_stage(self, path: str, names: list[str]) -> None:
+        """Begin to make a version ready, beside the steps, where that can be done; see `headrace_apply`."""
+        model, held = self.model_runner.get_model(), self.headrace_held
+        self.headrace_staged = None
+        if names and can_be_staged(model):
+            self.headrace_staged = Staged(
+                model, held, lambda into, modules: self._headrace_load(path, names, into, modules)
+            )
+
+    def headrace_is_staged(self) -> bool:
+        """Whether `headrace_apply` has nothing to wait for."""
+        return self.headrace_staged is None or self.headrace_staged.is_ready
+
     def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
-        """Load these tensors of a safetensors file, all sources of every fused module among them, and compare all that the
-        model then holds with what it should hold. Returns when it began, by `time.perf_counter`, which all processes of a Linux
-        host share, and why the version is refused, "" where the model holds it.
+        """Take over what was staged, or load these tensors of a safetensors file, all sources of every fused module among
+        them; and compare all that the model then holds with what it should hold. Returns when it began, by
+        `time.perf_counter`, which all processes of a Linux host share, and why the version is refused, "" where the model
+        holds it.
         """
         began_s = time.perf_counter()
-        return began_s, _refused(lambda: self._headrace_loaded(path, names))
+        staged, self.headrace_staged = self.headrace_staged, None
+        take = (lambda: self._headrace_loaded(path, names)) if staged is None else staged.take_over
+        reason = _refused(take)
+        for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            getattr(self.model_runner, forget)()
+        return began_s, reason
 
     def _headrace_loaded(self, path: str, names: list[str]) -> str:
+        held = self.headrace_held
+        with _experts_packed_again(self.model_runner.model):
+            held.expect(self._headrace_load(path, names, self.model_runner.get_model(), held.modules))
+        return held.unlike()
+
+    def _headrace_load(self, path: str, names: list[str], model: Any, modules: Mapping[str, Any]) -> Wanted:
+        """Load a version into the model, or what stands for it; what its modules should hold then."""
         from safetensors import safe_open
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
         with _locked(path):  # once no process holds the version, its file is written over
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in names}
-            with _experts_packed_again(self.model_runner.model), self.headrace_held.loading(tensors):
-                self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-            _check_copied(tensors.values(), self.model_runner.model)
-            return self.headrace_held.unlike()
+            with self.headrace_held.loading(tensors, modules) as wanted:
+                reload_weights(self.vllm_config, model, iter(tensors.items()), None, is_checkpoint_format=True)
+            _check_copied(tensors.values(), model)
+        return wanted
 
     def headrace_read_adapter(self, number: int, name: str, path: str) -> None:
         """Begin to read an adapter folder, beside the steps."""

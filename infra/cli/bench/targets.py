@@ -3,6 +3,7 @@
 # Benchmarks with one figure to a name: figure → (at least, at most); what is measured beside peers has targets of its own.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "audit": {"audit_peak_mb": (0.0, 1_000.0), "trace_peak_mb": (0.0, 1_000.0)},
+    "card": {"pass_s": (0.0, 1.0)},
     "delta": {"full_over_delta": (90.0, float("inf")), "bit_exact": (1.0, 1.0)},
     "draw": {
         f"{groups}_{draw}_ms_p50": (0.0, 10.0)

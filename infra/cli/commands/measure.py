@@ -172,6 +172,15 @@ def fan_out(
     return Found(run(FanOutPlan(mb=mb, mb_per_s=mb_per_s, hosts=hosts, followers=followers), tell))
 
 
+def card(
+    layers: Annotated[int, typer.Option(min=1, help="Of the random Qwen3-8B, which has 36.")] = 36,
+) -> Found:
+    """A version of 8B's shapes between two steps on one GPU: what is not finite, what changed, hashes. Needs 40 GB of it."""
+    from infra.cli.bench.weights.card import CardPlan, run
+
+    return Found(run(CardPlan(layers=layers), tell))
+
+
 def families(
     only: Annotated[str, typer.Option(help="Families, by commas; all where left out.")] = "",
 ) -> Found:
@@ -354,6 +363,6 @@ def state(
 
 
 BENCHES: Sequence[Callable[..., Found | list[Found]]] = (
-    codec, hop, transport, gateway_peers, growth, overlap, start, train, weights, takeover, audit, console_load, fan_out,
+    codec, hop, transport, gateway_peers, growth, overlap, start, train, weights, takeover, audit, console_load, fan_out, card,
     families, reload, offpolicy, mix, gate, learner, life, memory, outage, episodes, state, plan,
 )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Tensors that stay on the card: what is published of them is what the host publishes. The CPU stands for the card here."""
+
+import pytest
+import torch
+
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.publish import NewVersion, publish
+from infra.policies.share import HashedTensors, VersionTensors
+from infra.policies.tensors import from_torch_all
+from infra.store.memory import MemoryStore
+from schemas.errors import PolicyRefused
+from trainer.learners.card.tensors import LEAST_BYTES, CardTensors
+
+SIZE = LEAST_BYTES // 2 + 1000  # values of 16 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def on_card(values: dict[str, torch.Tensor]) -> VersionTensors:
+    found = CardTensors()
+    found.add(values)
+    return found
+
+
+def on_host(values: dict[str, torch.Tensor]) -> VersionTensors:
+    return HashedTensors(from_torch_all(values))
+
+
+def first_values(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    large, other = (torch.randn(SIZE).mul_(0.02).to(dtype).view(-1, 8) for _ in range(2))
+    return {"a": large, "b": other, "tied": other, "small": torch.randn(40).to(dtype), "ids": torch.arange(9)}
+
+
+def after(values: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """The values with a share of `a` changed, and one of `b`, which is tied."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = values["a"].clone(), values["b"].clone()
+    moved = torch.rand(a.shape, generator=generator) < share
+    a[moved] = a[moved] * 1.01 + 1e-4
+    b[5, 3] += 1
+    return values | {"a": a, "b": b, "tied": b}
+
+
+def run_of(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Versions that change little, much, not at all, and nearly all."""
+    versions = [first_values(dtype)]
+    for seed, share in enumerate((0.01, 0.3, 0.0, 0.9)):
+        versions.append(after(versions[-1], share, seed))
+    return versions
+
+
+def published(versions, places) -> MemoryStore:
+    """What is in the store once all versions are published. places: where each of them is held."""
+    store, previous = MemoryStore(), None
+    for number, (values, place) in enumerate(zip(versions, places, strict=True)):
+        new = NewVersion(policy="main", token=1, version=number, parent=number - 1, step=number)
+        held = place(values)
+        event = publish(store, new, held, previous=previous, probe=None)
+        assert PolicyFetcher(store, "main").fetch(event).tensors == from_torch_all(values)
+        previous = held
+    return store
+
+
+def objects(store: MemoryStore) -> dict[str, bytes]:
+    return {key: store.get(key) for key in store.keys("policies")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_published_from_the_card_is_to_the_byte_what_the_host_publishes(dtype):
+    versions = run_of(dtype)
+    host = published(versions, [on_host] * 5)
+    card = published(versions, [on_card] * 5)
+    assert objects(host) == objects(card)
+
+
+@pytest.mark.parametrize("places", [(on_host, on_card), (on_card, on_host)], ids=["to-card", "to-host"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_version_may_lie_elsewhere_than_its_parent(dtype, places):
+    versions = run_of(dtype)[:2]
+    host = published(versions, [on_host] * 2)
+    mixed = published(versions, places)
+    assert objects(host) == objects(mixed)
+
+
+def test_later_steps_do_not_reach_what_was_taken():
+    values = first_values(torch.bfloat16)
+    taken, expected = on_card(values), from_torch_all(values)
+    for one in values.values():
+        one.zero_()
+    assert {name: taken[name] for name in values} == expected
+    assert taken.entries == HashedTensors(expected).entries
+
+
+@pytest.mark.parametrize("name", ["a", "tied", "small"])
+def test_nothing_is_published_that_is_not_finite(name):
+    values = first_values(torch.bfloat16)
+    bad = values[name].clone()
+    bad.view(-1)[7] = float("inf")
+    held = on_card(values | {name: bad})
+    assert held.not_finite == name
+    new = NewVersion(policy="main", token=1, version=0, parent=-1, step=0)
+    with pytest.raises(PolicyRefused, match=name):
+        publish(MemoryStore(), new, held, previous=None, probe=None)
+
+
+def test_what_is_not_of_a_layout_in_rows_is_copied_as_the_host_copies_it():
+    turned = {
+        "a": torch.randn(1000, 1100).to(torch.bfloat16).T,
+        "part": torch.randn(3000, 800).to(torch.bfloat16)[:, :400],
+    }
+    taken, expected = on_card(turned), from_torch_all(turned)
+    assert {name: taken[name] for name in turned} == expected
+    assert taken.entries == HashedTensors(expected).entries

@@ -1,0 +1,54 @@
+"""The kernel that mixes XXH3's sums block by block, one program a tensor (see `trainer.learners.card.xxh3`)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from trainer.learners.card.xxh3 import FIRST_SUMS, LANES, PRIME32_1, SECRET, STRIPE_BYTES, signed
+
+AHEAD = tl.constexpr(16)  # blocks whose sums are asked of memory before the first of them is mixed
+WORDS = tl.constexpr(LANES)
+PRIME = tl.constexpr(PRIME32_1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mix(sums, first, count, start, keys, out):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, WORDS)
+    one = tl.program_id(0)
+    total = tl.load(start + lane).to(tl.uint64, bitcast=True)
+    key = tl.load(keys + lane).to(tl.uint64, bitcast=True)
+    at = sums + tl.load(first + one) * WORDS + lane
+    blocks = tl.load(count + one)
+    together = blocks // AHEAD
+    for _ in range(together):
+        for step in tl.static_range(AHEAD):
+            total += tl.load(at + step * WORDS).to(tl.uint64, bitcast=True)
+            total = (total ^ (total >> 47) ^ key) * PRIME
+        at += AHEAD * WORDS
+    for _ in range(blocks - together * AHEAD):
+        total += tl.load(at).to(tl.uint64, bitcast=True)
+        total = (total ^ (total >> 47) ^ key) * PRIME
+        at += WORDS
+    tl.store(out + one * WORDS + lane, total.to(tl.int64, bitcast=True))
+
+
+def mix_on_card(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See `trainer.learners.card.xxh3.Mix`."""
+    device = sums[0].device
+
+    def words(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    counts = [len(one) for one in sums]
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    keys = [
+        int.from_bytes(SECRET[at : at + 8], "little", signed=True)
+        for at in range(len(SECRET) - STRIPE_BYTES, len(SECRET), 8)
+    ]
+    out = torch.empty(len(sums), LANES, dtype=torch.int64, device=device)
+    start = [signed(word) for word in FIRST_SUMS]
+    given = torch.cat(list(sums)), words(firsts), words(counts), words(start), words(keys), out
+    _mix[(len(sums),)](*given, num_warps=1)
+    return out

@@ -1,0 +1,164 @@
+"""A version whose tensors stay on the card that trains it: what changed is found there, and only that comes to the host.
+
+Guarantee: what is published is to the byte what HashedTensors of the same values publish.
+
+A copy lies on the card from when it is taken until the version after it is published: of a published tensor its size once, and
+twice while a version is published. Small tensors, and those of other dtypes, are copied to the host at once.
+"""
+
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from infra.policies.delta import BITMAP_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
+from infra.policies.manifest import TensorEntry
+from infra.policies.share import HashedTensors, VersionTensors
+from infra.policies.tensors import CopiedTensors, Tensor, from_torch
+from infra.policies.threads import in_threads
+from infra.store.rooms import Rooms
+from trainer.learners.card.xxh3 import Mix, hash_on_card, mix_on_host
+
+LEAST_BYTES = 2**20  # of a tensor that stays on the card
+AT_ONCE = 2**25  # values that are compared in one go
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+PATTERNS = {2: torch.int16, 4: torch.int32}
+THREADS = 4  # that encode: each holds what it compares beside the tensors
+
+
+class CardTensors:
+    """See VersionTensors. Made by `add`, in the thread that trains; all else may be asked by another.
+
+    stream: of the card, on which all but the copies is done, so that steps go on meanwhile; None on a CPU.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._copied = CopiedTensors()
+        self._card: dict[str, torch.Tensor] = {}
+        self._stream = stream
+
+    def add(self, values: Mapping[str, torch.Tensor], rooms: Rooms | None = None) -> None:
+        """Copy more; tied ones once, for each of their names. rooms: for those that go to the host."""
+        small: dict[str, torch.Tensor] = {}
+        same: dict[Hashable, torch.Tensor] = {}
+        for name, value in values.items():
+            if value.nbytes < LEAST_BYTES or value.dtype not in DTYPES:
+                small[name] = value
+                continue
+            key = value.data_ptr(), value.dtype, value.shape, value.stride()
+            if key not in same:
+                same[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            self._card[name] = same[key]
+        self._copied.add(small, rooms)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    @functools.cached_property
+    def _host(self) -> HashedTensors:
+        return HashedTensors(self._copied)
+
+    @functools.cached_property
+    def _looks(self) -> dict[str, tuple[str, bool]]:
+        """Hash of each on the card, and whether it is finite."""
+        once = list({id(one): one for one in self._card.values()}.values())
+        with self._beside():
+            hashes = hash_on_card(once, self._mix) if once else []
+            finite = [_is_finite(one) for one in once]
+        found = {id(one): look for one, look in zip(once, zip(hashes, finite, strict=True), strict=True)}
+        return {name: found[id(one)] for name, one in self._card.items()}
+
+    @property
+    def _mix(self) -> Mix:
+        if self._stream is None:
+            return mix_on_host
+        from trainer.learners.card.mixing import mix_on_card
+
+        return mix_on_card
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @functools.cached_property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """See VersionTensors."""
+        own = [
+            TensorEntry(name, DTYPES[one.dtype], tuple(one.shape), self._looks[name][0])
+            for name, one in self._card.items()
+        ]
+        return tuple(sorted([*own, *self._host.entries], key=lambda one: one.name))
+
+    @functools.cached_property
+    def not_finite(self) -> str:
+        """See VersionTensors."""
+        return next((name for name, (_, finite) in self._looks.items() if not finite), self._host.not_finite)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """See VersionTensors; copied anew at each call."""
+        if name not in self._card:
+            return self._host[name]
+        with self._beside():
+            return from_torch(self._card[name])
+
+    def same_as(self, name: str) -> Hashable:
+        """See VersionTensors."""
+        return id(self._card[name]) if name in self._card else self._host.same_as(name)
+
+    def differ_by(self, name: str, old: VersionTensors) -> float:
+        """See VersionTensors."""
+        if not (isinstance(old, CardTensors) and name in old._card and name in self._card):
+            return HashedTensors({name: self[name]}).differ_by(name, HashedTensors({name: old[name]}))
+        with self._beside():
+            before, after = _patterns(old._card[name]), _patterns(self._card[name])
+            stride = -(-before.numel() // SAMPLE_VALUES)
+            return float((before[::stride] != after[::stride]).float().mean())
+
+    def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
+        """See VersionTensors: those of 16 bits that both have on the card, and of which few values changed."""
+        if not isinstance(old, CardTensors):
+            return {}
+        hashes = {one.name: one.xxh3 for one in old.entries}
+        names = [
+            name
+            for name, one in self._card.items()
+            if one.element_size() == 2
+            and hashes.get(name) not in (None, self._looks[name][0])
+            and (held := old._card.get(name)) is not None
+            and (held.dtype, held.shape) == (one.dtype, one.shape)
+        ]
+
+        def encoded(name: str) -> Encoded | None:
+            if self.differ_by(name, old) >= BITMAP_SHARE:
+                return None
+            new = self._card[name]
+            with self._beside():
+                return encode_moves(DTYPES[new.dtype], new.numel(), moves(old._card[name], new))
+
+        def same(name: str) -> Hashable:
+            return old.same_as(name), self.same_as(name)
+
+        found = in_threads(encoded, names, most=THREADS, size=lambda name: self._card[name].nbytes, same=same)
+        return {name: one for name, one in zip(names, found, strict=True) if one is not None}
+
+
+def _patterns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(PATTERNS[tensor.element_size()])
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in torch.split(tensor.view(-1), AT_ONCE))
+
+
+def moves(old: torch.Tensor, new: torch.Tensor) -> Iterator[Move]:
+    """What changed, in host memory."""
+    pairs = zip(torch.split(_patterns(old), AT_ONCE), torch.split(_patterns(new), AT_ONCE), strict=True)
+    for index, (before, after) in enumerate(pairs):
+        at = (before != after).nonzero().view(-1)
+        if at.numel():
+            yield _numpy(before[at]), _numpy(after[at]), (at + index * AT_ONCE).to(torch.int32).cpu().numpy()
+
+
+def _numpy(patterns: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = patterns.cpu().numpy().view(np.uint16)
+    return found
