@@ -33,5 +33,5 @@ def cpu_model(file: Path = PROCESSORS) -> str:
         lines = file.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or "not known"
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return " ".join(told[name] for name in NAMED_BY if name in told) or platform.processor() or "not known"
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(fields[name] for name in NAMED_BY if name in fields) or platform.processor() or "not known"

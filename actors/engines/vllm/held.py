@@ -77,14 +77,14 @@ class Held:
         """What the modules should hold from now on."""
         self._wanted = wanted
 
-    def unlike(self) -> str:
-        """The first module that holds something else, "" for none."""
+    def unlike(self, compared: Mapping[str, Any] = {}) -> str:
+        """The first module that holds something else, "" for none. compared: kernels that need not be, by their module."""
         for name, module in self.modules.items():
             found, expected = _sums_of(module), self._wanted.sums[name]
             if found.keys() != expected.keys() or not all(same(expected[part], one) for part, one in found.items()):
                 return name
-            at, wanted = self._wanted.columns.get(name, ((), None))
-            if wanted is not None and not torch.equal(_normal(wanted), _normal(columns(module, at))):
+            is_new = name in self._wanted.columns and module.cpu_linear is not compared.get(name)
+            if is_new and differs(module, *self._wanted.columns[name]):
                 return name
         return ""
 
@@ -122,6 +122,11 @@ def columns(module: Any, at: tuple[int, ...]) -> torch.Tensor:
     inputs[torch.arange(len(at)), list(at)] = 1
     outputs: torch.Tensor = module.cpu_linear(inputs, module.weight, None)
     return outputs.T.contiguous()
+
+
+def differs(module: Any, at: tuple[int, ...], wanted: torch.Tensor) -> bool:
+    """Whether columns of a packed matrix are others than wanted, [N, len(at)]."""
+    return not torch.equal(_normal(wanted), _normal(columns(module, at)))
 
 
 def is_packed(module: Any) -> bool:

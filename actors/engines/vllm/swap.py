@@ -1,7 +1,7 @@
 """Putting tensors in place between two steps of vLLM, while its requests wait.
 
     stage ── pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores
-    (steps go on)     keep: new requests begin with another salt
+    (between steps)   keep: new requests begin with another salt
                       rebuild: running requests are preempted, and what was cached is forgotten
 
 Guarantee: no request has a salt before vLLM's last step under older weights. A pause is in vLLM's queue before whatever is
@@ -18,8 +18,6 @@ from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
 from infra.policies.policy import Probe
 from schemas.errors import PolicyRefused
-
-STAGING_S = 0.005  # from one look whether a version is ready to the next
 
 Scores = list[tuple[float, ...]]
 
@@ -71,11 +69,11 @@ class Swap:
         return (ended_s - began_s) * 1e3, [await score() for score in scores]
 
     async def _stage(self, sent: Sent, label: str) -> None:
-        """Wait until the workers have made it ready, as far as they can beside their steps."""
+        """Have the workers make it ready, as far as they can, in turns with their steps."""
         try:
             await self._llm.collective_rpc("headrace_stage", args=(str(sent.path), sent.names))
-            while not all(await self._llm.collective_rpc("headrace_is_staged")):  # noqa: ASYNC110  another process
-                await asyncio.sleep(STAGING_S)
+            while not all(await self._llm.collective_rpc("headrace_take_turn")):
+                pass
         except Exception as error:
             if self._llm.errored:
                 raise

@@ -13,12 +13,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from actors.engines.vllm.arriving import Arriving, not_adapted
 from actors.engines.vllm.held import Held, Wanted
 from actors.engines.vllm.staged import Staged, can_be_staged
+from actors.engines.vllm.turns import Turns
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
@@ -55,19 +57,21 @@ class WeightsExtension:
         """Note what the model holds; once, before the first load."""
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         self.headrace_held = Held(self.model_runner.get_model())
+        self.headrace_staged = None
 
     def headrace_stage(self, path: str, names: list[str]) -> None:
-        """Begin to make a version ready, beside the steps, where that can be done; see `headrace_apply`."""
-        model, held = self.model_runner.get_model(), self.headrace_held
+        """Begin to make a version ready between the steps, where that can be done; see `headrace_apply`."""
+        if self.headrace_staged is not None:
+            self.headrace_staged.work.leave()
         self.headrace_staged = None
+        model = self.model_runner.get_model()
         if names and can_be_staged(model):
-            self.headrace_staged = Staged(
-                model, held, lambda into, modules: self._headrace_load(path, names, into, modules)
-            )
+            load = partial(self._headrace_load, path, names)
+            self.headrace_staged = Staged(model, self.headrace_held, load)
 
-    def headrace_is_staged(self) -> bool:
-        """Whether `headrace_apply` has nothing to wait for."""
-        return self.headrace_staged is None or self.headrace_staged.is_ready
+    def headrace_take_turn(self) -> bool:
+        """Go on with it for some milliseconds; whether `headrace_apply` may come."""
+        return self.headrace_staged is None or self.headrace_staged.work.take()
 
     def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
         """Take over what was staged, or load these tensors of a safetensors file, all sources of every fused module among
@@ -86,11 +90,13 @@ class WeightsExtension:
     def _headrace_loaded(self, path: str, names: list[str]) -> str:
         held = self.headrace_held
         with _experts_packed_again(self.model_runner.model):
-            held.expect(self._headrace_load(path, names, self.model_runner.get_model(), held.modules))
+            held.expect(self._headrace_load(path, names, self.model_runner.get_model(), held.modules, iter))
         return held.unlike()
 
-    def _headrace_load(self, path: str, names: list[str], model: Any, modules: Mapping[str, Any]) -> Wanted:
-        """Load a version into the model, or what stands for it; what its modules should hold then."""
+    def _headrace_load(
+        self, path: str, names: list[str], model: Any, modules: Mapping[str, Any], turns: Turns[Any]
+    ) -> Wanted:
+        """See `actors.engines.vllm.staged.Load`."""
         from safetensors import safe_open
         from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
@@ -98,7 +104,7 @@ class WeightsExtension:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in names}
             with self.headrace_held.loading(tensors, modules) as wanted:
-                reload_weights(self.vllm_config, model, iter(tensors.items()), None, is_checkpoint_format=True)
+                reload_weights(self.vllm_config, model, turns(tensors.items()), None, is_checkpoint_format=True)
             _check_copied(tensors.values(), model)
         return wanted
 

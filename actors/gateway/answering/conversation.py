@@ -184,8 +184,8 @@ def spelled(thought: str, said: str) -> str:
 
 def written(content: str, calls: Sequence[Called]) -> str:
     """A message with tool calls as plain text: one spelling of what can be sent in many."""
-    told = [f"{OPEN}\n{json.dumps(_called_as(call), sort_keys=True)}\n{CLOSE}" for call in calls]
-    return "\n".join([*([content] if content else []), *told])
+    called = [f"{OPEN}\n{json.dumps(_called_as(call), sort_keys=True)}\n{CLOSE}" for call in calls]
+    return "\n".join([*([content] if content else []), *called])
 
 
 def _called_as(call: Called) -> dict[str, Any]:

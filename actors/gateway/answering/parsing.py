@@ -48,7 +48,7 @@ class ParsedPieces(Protocol):
     """One answer that is streamed."""
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """The new thought and the new words, as far as they can be told apart; calls are neither."""
+        """The new thought and the new words, as far as they can be separated; calls are neither."""
 
 
 class AnswerParser(Protocol):

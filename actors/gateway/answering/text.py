@@ -86,7 +86,7 @@ class ThoughtSplitter:
         self.thinks = thinks
 
     def add(self, piece: str) -> tuple[str, str]:
-        """The new thought and the new words, as far as they can be told apart."""
+        """The new thought and the new words, as far as they can be separated."""
         text, self._held = self._held + piece, ""
         if self.thinks is None and THINK.startswith(text[: len(THINK)]) and len(text) < len(THINK):
             self._held = text

@@ -113,16 +113,23 @@ def run(
             minutes = min(QUICK_MINUTES, use.minutes) if quick else use.minutes
             say(f"bench {name} ({number} of {len(names)}) begins: {minutes:g} minutes at most")
             options = [*use.asked, *(use.quick or ())] if quick else use.asked
+            ran = _run_one(name, command(name, options), minutes, say)
             one = msgspec.structs.replace(
-                _run_one(name, command(name, options), minutes, say),
+                ran,
                 at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-                load=round(os.getloadavg()[1], 1),
+                load=round(load_of(ran.took_s), 1),
                 options=tuple(options),
             )
             say(_summed_up(one))
         found.append(one)
         ended(one)
     return found
+
+
+def load_of(seconds: float) -> float:
+    """The machine's load over about the last `seconds`: Linux knows it of one, five and fifteen minutes."""
+    one, five, fifteen = os.getloadavg()
+    return one if seconds < 150 else five if seconds < 600 else fifteen
 
 
 def _run_one(name: str, command: list[str], minutes: float, say: Say) -> BenchEnd:

@@ -17,7 +17,7 @@ from schemas.errors import ConfigError
 class BenchEnd(msgspec.Struct, frozen=True):
     """One that is over. bench: its name. rows: of the table. why: it has no figures, "" where it has. took_s: on the
     clock. is_run: whether it was run, not left out. at: when it ended, in UTC, "" where it was not run. load: processes that
-    ran or waited for a core, on average of the five minutes before. options: other than its own defaults.
+    ran or waited for a core, on average while it ran, about. options: other than its own defaults.
     """
 
     bench: str

@@ -21,7 +21,7 @@ def draw_curves(
     """Draw one panel per title, with one curve per label: the mean over its seeds' points. A label has the same colour in all.
     top: end of the y axis, None for the highest point. logarithmic: both axes; then `top` is not used.
 
-    Where a panel has at most MAX_CURVES curves, the seeds are thin lines beside the mean: more could not be told apart.
+    Where a panel has at most MAX_CURVES curves, the seeds are thin lines beside the mean: more could not be distinguished.
     """
     import matplotlib
 

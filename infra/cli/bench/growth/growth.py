@@ -75,18 +75,18 @@ def run(
     points: list[GrowthPoint] = []
     out.mkdir(parents=True, exist_ok=True)
     for name in only or WORKS:
-        work, took_s, told = WORKS[name], 0.0, dict[str, None]()
+        work, took_s, known = WORKS[name], 0.0, dict[str, None]()
         for at, size in enumerate(sizes):
             expected_s = took_s * size / sizes[at - 1] if at else 0.0
             if expected_s > limit_s:
                 why = f"about {expected_s / 60:.0f} minutes"
-                points += [GrowthPoint(what, size, work=name, why=why) for what in told]
+                points += [GrowthPoint(what, size, work=name, why=why) for what in known]
                 say(f"growth: {name} at {size:,} is left out: it would take {why}")
                 continue
             figures = apart(partial(_watched, work, size))
             mb, took_s = figures.pop("mb"), figures.pop("wall_s")
             points += [GrowthPoint(what, size, cpu_s, mb, name) for what, cpu_s in figures.items()]
-            told = dict.fromkeys(figures)
+            known = dict.fromkeys(figures)
             (out / "growth.json").write_bytes(msgspec.json.format(msgspec.json.encode(lines_of(points)), indent=1))
             say(f"growth: {name} at {size:,}: {took_s:.1f} s")
     lines = lines_of(points)

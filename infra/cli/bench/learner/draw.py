@@ -104,12 +104,12 @@ def cpprb_draws(python: Path, num_experiences: int, num_drawn: int) -> Iterator[
     command = [str(python), str(PEERS / "cpprb_draw.py"), str(num_experiences), str(num_drawn)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        asking, told = process.stdin, process.stdout
+        asking, answers = process.stdin, process.stdout
 
         def draw() -> float:
             asking.write("draw\n")
             asking.flush()
-            said = json.loads(told.readline() or "{}")
+            said = json.loads(answers.readline() or "{}")
             if not said.get("right"):
                 raise RuntimeError(f"bench draw: cpprb draws what it should not, or ended: {said}")
             return float(said["ms"])

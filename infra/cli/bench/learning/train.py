@@ -170,15 +170,15 @@ def heard(child: "subprocess.Popen[bytes]", limit: threading.Timer, plan: TrainP
     last: dict[str, Any] = {"accuracy": 0.0, "step": 0, "reward": None, "wall_s": 0.0, "cpu_s": 0.0}
     timers = [limit]
     for line in child.stdout:
-        told = _told(line)
-        if told.get("begin"):
-            begun = last["accuracy"] = told["accuracy"]
+        report = _report_of(line)
+        if report.get("begin"):
+            begun = last["accuracy"] = report["accuracy"]
             timers[-1].cancel()
             timers.append(threading.Timer(60 * plan.minutes, child.kill))
             timers[-1].start()
-        elif "step" in told:
-            last = told
-            if told["accuracy"] >= plan.at:
+        elif "step" in report:
+            last = report
+            if report["accuracy"] >= plan.at:
                 break
     for one in timers:
         one.cancel()
@@ -189,7 +189,7 @@ def heard(child: "subprocess.Popen[bytes]", limit: threading.Timer, plan: TrainP
     return _run_of(TRL, plan, seed, begun, last)
 
 
-def _told(line: bytes) -> dict[str, Any]:
+def _report_of(line: bytes) -> dict[str, Any]:
     """A line of JSON; nothing of others, which libraries write."""
     with contextlib.suppress(ValueError):
         found = json.loads(line)

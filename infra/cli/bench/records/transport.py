@@ -115,9 +115,9 @@ def measured(
     """Rounds of all in turn, after one that shows that they read what was sent."""
     expected = expected_digest(answers, plan.answers)
     for one in readings:
-        told = one.ask("check", plan.answers)
-        if told["answers"] != plan.answers or told["digest"] != expected:
-            raise RuntimeError(f"bench transport: {one.name} reads other arrays than were sent ({told['answers']})")
+        answer = one.ask("check", plan.answers)
+        if answer["answers"] != plan.answers or answer["digest"] != expected:
+            raise RuntimeError(f"bench transport: {one.name} reads other arrays than were sent ({answer['answers']})")
     say(f"transport: all of {len(readings)} read what was sent")
     before = [one.spent_s() for one in readings]
     time.sleep(plan.idle_s)

@@ -65,8 +65,8 @@ async def taken(log: Log, reader: Any, number: int) -> list[tuple[str, Any, Any]
 async def _send(log: Log, answers: list[dict[str, Any]]) -> None:
     say({"ready": True})
     rounds = iter(told_rounds())
-    while (told := await asyncio.to_thread(next, rounds, None)) is not None:
-        await publish(log, answers, told[1])
+    while (asked := await asyncio.to_thread(next, rounds, None)) is not None:
+        await publish(log, answers, asked[1])
 
 
 def _read(bootstrap: str, file: Path) -> None:

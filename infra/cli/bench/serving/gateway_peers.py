@@ -105,8 +105,8 @@ def _ours(kind: str, folder: Path, ending: ExitStack) -> Server:
     child, log = _started(
         [sys.executable, "-m", "infra.cli.bench.serving.gateway_served", kind, str(folder)], folder, ending
     )
-    told = _said(child, log)
-    return Server(OURS, child, log, Site(told["port"], told["key"]), is_ours=True)
+    ready = _said(child, log)
+    return Server(OURS, child, log, Site(ready["port"], ready["key"]), is_ours=True)
 
 
 def _bare(name: str, folder: Path, ending: ExitStack) -> Server:
@@ -154,8 +154,8 @@ def _said(child: "Watched", log: Path) -> dict[str, Any]:
     while time.monotonic() < until_s and child.process.poll() is None:
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             if line.startswith('{"port"'):
-                told: dict[str, Any] = json.loads(line)
-                return told
+                ready: dict[str, Any] = json.loads(line)
+                return ready
         time.sleep(0.05)
     raise RuntimeError(f"bench gateway-peers: a server does not start: {last_words(log)}")
 

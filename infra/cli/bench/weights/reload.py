@@ -88,7 +88,20 @@ async def _soak(
 ) -> "tuple[dict[str, float], Sampled, Sampled]":
     began = time.perf_counter()
     await engine.start()
-    started_s = time.perf_counter() - began
+    try:
+        return await _soaked(engine, next_policy, versions, groups, asked_of, time.perf_counter() - began)
+    finally:
+        await engine.close()
+
+
+async def _soaked(
+    engine: "Engine",
+    next_policy: "Callable[[int], Policy]",
+    versions: int,
+    groups: int,
+    asked_of: Sequence[Problem],
+    started_s: float,
+) -> "tuple[dict[str, float], Sampled, Sampled]":
     load = _Load(engine, asked_of)
     pauses, swaps, front_mb, core_mb = [], [], [], []
     await engine.load(await asyncio.to_thread(next_policy, 1))
@@ -108,7 +121,6 @@ async def _soak(
                 core_mb.append(await _core_mb(engine))
         seconds = time.perf_counter() - began
         load.stop = True
-    await engine.close()
     settled = min(SETTLED, versions // 2) // VERSIONS_PER_SAMPLE
     figures = {
         "versions": float(versions),
