@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from threading import Semaphore, Thread
 from typing import Any, Generic, TypeVar
 
-SHARE = 0.2  # of the time since the turn before: so much slower is what runs in between
-LEAST_S, MOST_S = 0.008, 0.025  # of a turn
+SHARE = 0.5  # of the time since the turn before: so much slower is what runs in between
+LEAST_S, MOST_S = 0.01, 0.025  # of a turn
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
