@@ -20,6 +20,7 @@ from infra.policies.policy import Probe
 from schemas.errors import PolicyRefused
 
 Scores = list[tuple[float, ...]]
+Turn = tuple[bool, float]  # of one worker: whether the version is ready, and the turn's milliseconds
 
 
 class Sent(NamedTuple):
@@ -40,15 +41,15 @@ class Swap:
         self._is_overlapped = bool(llm.scheduler_config.async_scheduling)
 
     async def put(self, sent: Sent, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
-        """Put tensors in place; (milliseconds without a step, the probe's scores). The step that runs when it begins is
-        sampling still.
+        """Put tensors in place; (the longest time without a step in milliseconds, the probe's scores). The step that runs when
+        it begins is sampling still.
 
         label: of the attempt. keep: leave running requests their keys and values. Raises PolicyRefused where vLLM does not
         take them, or holds something else then.
         """
         core = self._llm.engine_core
         try:
-            await self._stage(sent, label)
+            longest_ms = await self._stage(sent, label)
             if self._is_overlapped:
                 await core.pause_scheduler_async(mode="keep", clear_cache=False)
             # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
@@ -66,14 +67,18 @@ class Swap:
         began_s = self._checked(label, results)
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
-        return (ended_s - began_s) * 1e3, [await score() for score in scores]
+        return max(longest_ms, (ended_s - began_s) * 1e3), [await score() for score in scores]
 
-    async def _stage(self, sent: Sent, label: str) -> None:
-        """Have the workers make it ready, as far as they can, in turns with their steps."""
+    async def _stage(self, sent: Sent, label: str) -> float:
+        """Have the workers make it ready, as far as they can, in turns with their steps; milliseconds of the longest turn."""
+        longest_ms = 0.0
         try:
-            await self._llm.collective_rpc("headrace_stage", args=(str(sent.path), sent.names))
-            while not all(await self._llm.collective_rpc("headrace_take_turn")):
-                pass
+            turns: list[Turn] = await self._llm.collective_rpc("headrace_stage", args=(str(sent.path), sent.names))
+            while True:
+                longest_ms = max(longest_ms, *(took_ms for _, took_ms in turns))
+                if all(is_ready for is_ready, _ in turns):
+                    return longest_ms
+                turns = await self._llm.collective_rpc("headrace_take_turn")
         except Exception as error:
             if self._llm.errored:
                 raise

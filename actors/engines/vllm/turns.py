@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from threading import Semaphore, Thread
 from typing import Any, Generic, TypeVar
 
-SHARE = 0.5  # of the time since the turn before: so much slower is what runs in between
-LEAST_S, MOST_S = 0.01, 0.025  # of a turn
+TURN_S = 0.02  # with what is begun in it about as long as a pause may be
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -29,19 +28,17 @@ class InTurns(Generic[Made]):
     def __init__(self, work: Callable[[Turns[Any]], Made]) -> None:
         self._made: Future[Made] = Future()
         self._begin, self._end = Semaphore(0), Semaphore(0)
-        self._ended_s = self._until_s = time.perf_counter()
+        self._until_s = 0.0
         self._is_left = False
         self._thread = Thread(target=self._run, args=(work,), name="in-turns", daemon=True)
         self._thread.start()
 
     def take(self) -> bool:
-        """One turn; whether the work is done."""
+        """One turn, of TURN_S and what was begun then; whether the work is done."""
         if not self._made.done():
-            now_s = time.perf_counter()
-            self._until_s = now_s + min(MOST_S, max(LEAST_S, SHARE * (now_s - self._ended_s)))
+            self._until_s = time.perf_counter() + TURN_S
             self._begin.release()
             self._end.acquire()
-            self._ended_s = time.perf_counter()
         return self._made.done()
 
     def result(self) -> Made:

@@ -27,6 +27,9 @@ _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 _log = logging.getLogger(__name__)
 
 
+Turn = tuple[bool, float]
+
+
 class WeightsExtension:
     """Methods reached by `collective_rpc`."""
 
@@ -59,8 +62,8 @@ class WeightsExtension:
         self.headrace_held = Held(self.model_runner.get_model())
         self.headrace_staged = None
 
-    def headrace_stage(self, path: str, names: list[str]) -> None:
-        """Begin to make a version ready between the steps, where that can be done; see `headrace_apply`."""
+    def headrace_stage(self, path: str, names: list[str]) -> Turn:
+        """Begin to make a version ready between the steps, where that can be done, with a first turn; see `headrace_apply`."""
         if self.headrace_staged is not None:
             self.headrace_staged.work.leave()
         self.headrace_staged = None
@@ -68,10 +71,13 @@ class WeightsExtension:
         if names and can_be_staged(model):
             load = partial(self._headrace_load, path, names)
             self.headrace_staged = Staged(model, self.headrace_held, load)
+        return self.headrace_take_turn()
 
-    def headrace_take_turn(self) -> bool:
-        """Go on with it for some milliseconds; whether `headrace_apply` may come."""
-        return self.headrace_staged is None or self.headrace_staged.work.take()
+    def headrace_take_turn(self) -> Turn:
+        """Go on with it for some milliseconds; whether `headrace_apply` may come, and how many it were."""
+        began_s = time.perf_counter()
+        is_ready = self.headrace_staged is None or self.headrace_staged.work.take()
+        return is_ready, (time.perf_counter() - began_s) * 1e3
 
     def headrace_apply(self, path: str, names: list[str]) -> tuple[float, str]:
         """Take over what was staged, or load these tensors of a safetensors file, all sources of every fused module among

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from actors.engines.vllm.turns import LEAST_S, InTurns, Turns
+from actors.engines.vllm.turns import TURN_S, InTurns, Turns
 
 
 def steps_of(num: int, log: list[str], each_s: float = 0.0):
@@ -22,12 +22,12 @@ def steps_of(num: int, log: list[str], each_s: float = 0.0):
 def test_work_and_whoever_asks_for_it_never_run_at_once():
     """Each item takes as long as a turn: so they alternate strictly, and nothing is done between two turns."""
     log: list[str] = []
-    made = InTurns(steps_of(5, log, each_s=2 * LEAST_S))
+    made = InTurns(steps_of(5, log, each_s=1.2 * TURN_S))
     assert log == []
     while not made.take():
         seen = len(log)
         log.append("step")
-        time.sleep(LEAST_S)
+        time.sleep(TURN_S)
         assert len(log) == seen + 1, "the work went on while a step ran"
     assert made.result() == 10 and log.count("work") == 5
     assert ["work", "work"] not in [log[at : at + 2] for at in range(len(log) - 2)]
@@ -52,7 +52,7 @@ def test_what_the_work_raises_is_raised_where_its_result_is_asked_for():
 @pytest.mark.parametrize("turns", [0, 1])
 def test_work_that_is_left_ends_and_lets_go_of_what_it_held(turns):
     log: list[str] = []
-    made = InTurns(steps_of(9, log, each_s=2 * LEAST_S))
+    made = InTurns(steps_of(9, log, each_s=1.2 * TURN_S))
     for _ in range(turns):
         assert not made.take()
     made.leave()
