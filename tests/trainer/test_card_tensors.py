@@ -9,6 +9,7 @@ from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
+from trainer.learners.card.copies import CardCopies, has_room
 from trainer.learners.card.tensors import LEAST_BYTES, CardTensors
 
 SIZE = LEAST_BYTES // 2 + 1000  # values of 16 bits
@@ -111,3 +112,16 @@ def test_what_is_not_of_a_layout_in_rows_is_copied_as_the_host_copies_it():
     taken, expected = on_card(turned), from_torch_all(turned)
     assert {name: taken[name] for name in turned} == expected
     assert taken.entries == HashedTensors(expected).entries
+
+
+def test_copies_go_to_the_host_where_steps_leave_less_than_three_of_them(caplog):
+    with caplog.at_level("INFO"):
+        assert has_room(3_000_000, 1_000_000) and not caplog.messages
+        assert not has_room(2_999_999, 1_000_000)
+    assert "weights_on_card" in caplog.text and "0.00 GB" in caplog.text
+
+
+def test_a_learner_on_a_cpu_keeps_no_copies_on_a_card():
+    copies = CardCopies(torch.device("cpu"), wanted=True)
+    copies.stepped = True
+    assert copies.begin(1000) is None
