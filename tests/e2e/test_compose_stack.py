@@ -233,7 +233,8 @@ def test_users_are_served_while_the_bucket_is_closed_and_all_is_well_once_it_is_
     stranger.types(broken)
     code, said = stranger.asks("check", "--connect")
     assert code == 1 and "may not put" in said, said
-    stranger.sees_alarm("role-missing", "no train runs: .*AccessDenied")
+    # Whoever needs the store next: a stream worker that reads a key may be before the trainer, which then gets nothing to learn.
+    stranger.sees_alarm("role-missing", "no train runs: .*AccessDenied|no process runs")
     stranger.is_answered()
     stranger.types(mends)
     stranger.sees_that_all_is_well()
