@@ -233,7 +233,7 @@ def test_users_are_served_while_the_bucket_is_closed_and_all_is_well_once_it_is_
     stranger.types(broken)
     code, said = stranger.asks("check", "--connect")
     assert code == 1 and "may not put" in said, said
-    # Whoever needs the store next: a stream worker that reads a key may be before the trainer, which then gets nothing to learn.
+    # Whoever needs the store next: if a stream worker that reads a key is before the trainer, that gets nothing to learn from.
     stranger.sees_alarm("role-missing", "no train runs: .*AccessDenied|no process runs")
     stranger.is_answered()
     stranger.types(mends)
