@@ -65,11 +65,12 @@ class Staged:
 
 def can_be_staged(model: Any) -> bool:
     """Whether all of a model's matrices lie on a CPU, in kernels that vLLM makes anew at each load, and its attention makes
-    nothing of them.
+    nothing of them. Towers that see have loaders that are no method of their module, and cannot be a stand-in's.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.models.interfaces import supports_multimodal
     from vllm.v1.attention.backend import AttentionImplBase
 
     process = "process_weights_after_loading"
@@ -85,7 +86,7 @@ def can_be_staged(model: Any) -> bool:
         return known and (not is_deferred_attention_layer(module) or is_plain(module))
 
     on_cpu = all(value.device.type == "cpu" for value in model.parameters())
-    return on_cpu and all(map(is_known, model.modules()))
+    return on_cpu and not supports_multimodal(model) and all(map(is_known, model.modules()))
 
 
 def _stand_in(module: Any, made: dict[int, Any]) -> Any:

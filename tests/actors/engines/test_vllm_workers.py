@@ -130,13 +130,13 @@ def holds_another(worker: Any, rank: int) -> None:
 def fails_once(worker: Any, rank: int) -> None:
     """One worker cannot load what comes next."""
     if worker.rank == rank:
-        runner = worker.model_runner
+        held = worker.headrace_held
 
-        def fail(**_: object) -> None:
-            del runner.reload_weights
+        def fail(*_: object) -> None:
+            del held.loading
             raise MemoryError("planted")
 
-        runner.reload_weights = fail
+        held.loading = fail
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
