@@ -35,9 +35,15 @@ class FakeCore(FakeVllm):
     async def pause(self, mode: str, clear_cache: bool) -> None:
         await self.utility("pause")
 
-    async def collective_rpc(self, method: str, args: tuple[str, list[str]]) -> list[tuple[float, str]]:
-        await self.utility("apply")
-        return [(0.0, self.reason)]
+    async def collective_rpc(self, method: str, args: tuple[str, list[str]] | None = None) -> list[tuple[Any, Any]]:
+        """Of two workers one needs another turn."""
+        name = method.removeprefix("headrace_")
+        await self.utility(name)
+        answers: dict[str, list[tuple[Any, Any]]] = {
+            "stage": [(True, 1.0), (False, 2.0)],
+            "take_turn": [(True, 1.0)] * 2,
+        }
+        return answers.get(name, [(0.0, self.reason)])
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
         await self.utility("forget")
@@ -85,14 +91,14 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
 def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> None:
     sent, old, new = asyncio.run(sent_around_a_load(keep=True))
     orders = [one for one in sent if one not in (old, new)]
-    assert orders == ["pause", "apply", "label", "resume"]
+    assert orders == ["stage", "take_turn", "pause", "apply", "label", "resume"]
     assert new not in sent[: sent.index("pause")] and old in sent
     assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
 
 
 def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
-    assert [one for one in sent if one] == ["pause", "apply", "forget", "label", "resume"]
+    assert [one for one in sent if one] == ["stage", "take_turn", "pause", "apply", "forget", "label", "resume"]
 
 
 def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
