@@ -150,6 +150,11 @@ def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
     return _copied(tensor, rooms, unseen)
 
 
+def place_of(one: "torch.Tensor") -> Hashable:
+    """The same for tied tensors: the same values of the same memory."""
+    return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
+
+
 class CopiedTensors(dict[str, Tensor]):
     """Copies of torch tensors, looked at while they are made. not_finite: name of the first that holds NaN or infinity, ""
     where none does.
@@ -160,9 +165,6 @@ class CopiedTensors(dict[str, Tensor]):
     def add(self, values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> None:
         """Copy more, in threads; tied ones once, for each of their names. rooms: where the copies are put."""
 
-        def place(one: "torch.Tensor") -> Hashable:
-            return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
-
         def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
             dtype, finite = _dtype_of(one), True
 
@@ -172,7 +174,7 @@ class CopiedTensors(dict[str, Tensor]):
 
             return _copied(one, rooms, look), finite
 
-        copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place)
+        copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place_of)
         for name, (tensor, finite) in zip(values, copies, strict=True):
             self[name] = tensor
             self.not_finite = self.not_finite or ("" if finite else name)

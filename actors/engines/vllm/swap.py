@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 
 from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.turns import Turn
 from infra.policies.policy import Probe
 from schemas.errors import PolicyRefused
 
 Scores = list[tuple[float, ...]]
-Turn = tuple[bool, float]  # of one worker: whether the version is ready, and the turn's milliseconds
 
 
 class Sent(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 TURN_S = 0.02  # with what is begun in it about as long as a pause may be
 
+Turn = tuple[bool, float]  # of a worker: whether all is done, and the turn's milliseconds
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 Turns = Callable[[Iterable[Item]], Iterator[Item]]

@@ -20,14 +20,11 @@ from typing import Any
 from actors.engines.vllm.arriving import Arriving, not_adapted
 from actors.engines.vllm.held import Held, Wanted
 from actors.engines.vllm.staged import Staged, can_be_staged
-from actors.engines.vllm.turns import Turns
+from actors.engines.vllm.turns import Turn, Turns
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 _log = logging.getLogger(__name__)
-
-
-Turn = tuple[bool, float]
 
 
 class WeightsExtension:

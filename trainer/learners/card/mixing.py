@@ -1,12 +1,13 @@
 """The kernel that mixes XXH3's sums block by block, one program a tensor (see `trainer.learners.card.xxh3`)."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from trainer.learners.card.xxh3 import FIRST_SUMS, LANES, PRIME32_1, SECRET, STRIPE_BYTES, signed
+from trainer.learners.card.xxh3 import FIRST_SUMS, LANES, PRIME32_1, mixing_keys, signed
 
 AHEAD = tl.constexpr(16)  # blocks whose sums are asked of memory before the first of them is mixed
 WORDS = tl.constexpr(LANES)
@@ -42,13 +43,9 @@ def mix_on_card(sums: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     counts = [len(one) for one in sums]
-    firsts = [sum(counts[:index]) for index in range(len(counts))]
-    keys = [
-        int.from_bytes(SECRET[at : at + 8], "little", signed=True)
-        for at in range(len(SECRET) - STRIPE_BYTES, len(SECRET), 8)
-    ]
+    firsts = [0, *accumulate(counts[:-1])]
     out = torch.empty(len(sums), LANES, dtype=torch.int64, device=device)
     start = [signed(word) for word in FIRST_SUMS]
-    given = torch.cat(list(sums)), words(firsts), words(counts), words(start), words(keys), out
+    given = torch.cat(list(sums)), words(firsts), words(counts), words(start), words(mixing_keys()), out
     _mix[(len(sums),)](*given, num_warps=1)
     return out

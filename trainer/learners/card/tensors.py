@@ -16,7 +16,7 @@ import torch
 from infra.policies.delta import BITMAP_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
 from infra.policies.manifest import TensorEntry
 from infra.policies.share import HashedTensors, VersionTensors
-from infra.policies.tensors import CopiedTensors, Tensor, from_torch
+from infra.policies.tensors import CopiedTensors, Tensor, from_torch, place_of
 from infra.policies.threads import in_threads
 from infra.store.rooms import Rooms
 from trainer.learners.card.xxh3 import Mix, hash_on_card, mix_on_host
@@ -47,7 +47,7 @@ class CardTensors:
             if value.nbytes < LEAST_BYTES or value.dtype not in DTYPES:
                 small[name] = value
                 continue
-            key = value.data_ptr(), value.dtype, value.shape, value.stride()
+            key = place_of(value)
             if key not in same:
                 same[key] = value.detach().clone(memory_format=torch.contiguous_format)
             self._card[name] = same[key]

@@ -76,7 +76,7 @@ def block_sums(flat: torch.Tensor) -> torch.Tensor:
 
 def mix_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
     """See Mix, block by block: what a kernel is held against."""
-    keys = [_word(SECRET, len(SECRET) - STRIPE_BYTES + 8 * lane) for lane in range(LANES)]
+    keys = mixing_keys()
     found = []
     for one in sums:
         total = list(FIRST_SUMS)
@@ -86,6 +86,11 @@ def mix_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
                 total[lane] = ((word ^ word >> 47 ^ keys[lane] & ALL) * PRIME32_1) & ALL
         found.append([signed(word) for word in total])
     return torch.tensor(found, dtype=torch.int64).view(-1, LANES)
+
+
+def mixing_keys() -> list[int]:
+    """What each of the eight sums is mixed with."""
+    return [_word(SECRET, len(SECRET) - STRIPE_BYTES + 8 * lane) for lane in range(LANES)]
 
 
 def _finish(mixed: Sequence[int], rest: bytes, size: int) -> str:

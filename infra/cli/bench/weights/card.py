@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from infra.cli.bench.common.peak import wait_for_card
 from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
@@ -104,18 +105,11 @@ def run(plan: CardPlan, say: Callable[[str], None]) -> dict[str, float]:
 @contextmanager
 def timed(seconds: dict[str, float], name: str, plan: CardPlan) -> Iterator[None]:
     """Notes how long the block takes, until the card has done it."""
-    _wait(plan)
+    wait_for_card(plan.device)
     begin_s = time.perf_counter()
     yield
-    _wait(plan)
+    wait_for_card(plan.device)
     seconds[name] = time.perf_counter() - begin_s
-
-
-def _wait(plan: CardPlan) -> None:
-    import torch
-
-    if plan.device == "cuda":
-        torch.cuda.synchronize()
 
 
 def shapes(plan: CardPlan) -> dict[str, tuple[int, ...]]:
