@@ -32,6 +32,26 @@ def test_a_role_with_a_mistake_in_its_settings_says_so_once_waits_and_ends_as_so
         assert process.stderr.read() == ""
 
 
+STOPPED_WHILE_IT_SPEAKS = """
+import os, signal, sys
+from infra.cli.run.stay_down import stay_down
+
+class Stops:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGTERM)
+    def flush(self):
+        pass
+
+sys.stderr = Stops()
+stay_down("master", int(sys.argv[1]))
+"""
+
+
+def test_a_stop_that_comes_while_it_says_that_it_waits_is_not_lost_and_the_code_is_the_roles() -> None:
+    command = [sys.executable, "-c", STOPPED_WHILE_IT_SPEAKS, str(CONFIG_ERROR)]
+    assert subprocess.run(command, timeout=LIMIT_S, check=False).returncode == CONFIG_ERROR
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "stays"), [("master", ""), ("check", "1")], ids=["not asked for", "no role"])
 def test_a_role_that_is_not_asked_to_wait_and_any_other_command_end(command: str, stays: str, tmp_path: Path) -> None:
