@@ -35,6 +35,7 @@ EXIT_BROKER = 69  # EX_UNAVAILABLE
 EXIT_BUG = 70  # EX_SOFTWARE
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
+MAX_NAMED = 3  # causes of an end; the log has them all
 
 
 class Delivery(Protocol):
@@ -165,7 +166,7 @@ def end_for(error: BaseException, doing: str) -> NoReturn:
         if isinstance(cause, BrokerUnavailable):
             end_process(str(cause), EXIT_BROKER)
     logger.error("stage_failed doing=%s", doing, exc_info=error)
-    end_process(f"{doing}: {type(error).__name__}: {error}; stopped before the acknowledgement", EXIT_BUG)
+    end_process(f"{doing}: {_named(error)}; stopped before the acknowledgement", EXIT_BUG)
 
 
 def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
@@ -180,6 +181,13 @@ def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
             EXIT_BROKER,
         )
     end_process(f"{stage}: Faust stopped: {reason}", EXIT_BUG)
+
+
+def _named(error: BaseException) -> str:
+    """Each cause once, the first ones of many."""
+    named = list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes(error)))
+    further = [f"and {len(named) - MAX_NAMED} other errors"] if len(named) > MAX_NAMED else []
+    return "; ".join([*named[:MAX_NAMED], *further])
 
 
 def causes(error: BaseException) -> list[BaseException]:
