@@ -10,8 +10,8 @@ redelivery).
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -64,18 +64,31 @@ class Mark(msgspec.Struct, frozen=True):
     of: Unit | None = None
 
 
+class MemoryChanges(NamedTuple):
+    """What a saver has not seen of a memory yet.
+
+    gone: keys that were forgotten since; one that is in `entries` as well was remembered anew, so it is young.
+    entries: what was set since, the new ones in the order of their age.
+    """
+
+    gone: tuple[str, ...]
+    entries: dict[str, Value]
+
+
 class Memory:
     """What one processor remembers on one partition: a bounded mapping that forgets the oldest insertion first.
 
-    Guarantee: two memories that saw the same writes in the same order are equal, byte for byte in `to_bytes`.
+    Guarantees: two memories that saw the same writes in the same order are equal, byte for byte in `to_bytes`; one that is kept
+    by its changes alone is equal to the one that was changed.
     """
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
             raise ValueError(f"limit: got {limit}, expected 1 or more")
         self.limit = limit
-        self.revision = 0
         self._entries: dict[str, Value] = {}
+        # By key, in the order in which they came: whether it was forgotten since, or is new. None: not asked for yet.
+        self._changed: dict[str, bool] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
@@ -91,16 +104,30 @@ class Memory:
         return self._entries.get(key, default)
 
     def set(self, key: str, value: Value = True) -> None:
-        """Remember; a known key keeps its age. `revision` grows with every call, so a saver knows what changed."""
-        self.revision += 1
+        """Remember; a known key keeps its age."""
+        is_new = key not in self._entries
         self._entries[key] = value
-        if len(self._entries) > self.limit:
-            del self._entries[next(iter(self._entries))]
+        if self._changed is not None:
+            if is_new:
+                self._changed.pop(key, None)
+            self._changed.setdefault(key, is_new)
+        if is_new and len(self._entries) > self.limit:
+            self.discard(next(iter(self._entries)))
 
     def discard(self, key: str) -> None:
         """Forget one key, if it is remembered."""
-        if self._entries.pop(key, None) is not None:
-            self.revision += 1
+        if key in self._entries:
+            del self._entries[key]
+            if self._changed is not None:
+                self._changed[key] = True
+
+    def changes(self) -> MemoryChanges:
+        """For what saves the memory: what changed since the last call; at the first one all entries are."""
+        changed, self._changed = self._changed, {}
+        if changed is None:
+            return MemoryChanges((), dict(self._entries))
+        entries = {key: self._entries[key] for key in changed if key in self._entries}
+        return MemoryChanges(tuple(key for key, anew in changed.items() if anew), entries)
 
     def to_bytes(self) -> bytes:
         """All entries, oldest first, as msgpack."""
@@ -108,11 +135,20 @@ class Memory:
 
     @classmethod
     def from_bytes(cls, data: bytes, limit: int) -> "Memory":
-        """The memory `to_bytes` wrote; entries over `limit` are forgotten, oldest first. Raises msgspec.DecodeError."""
-        entries = msgspec.msgpack.decode(data, type=list[tuple[str, Value]])
+        """The memory `to_bytes` wrote. Raises msgspec.DecodeError."""
+        return cls.of(entries_in(data), limit)
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[str, Value]], limit: int) -> "Memory":
+        """A memory of these, oldest first; those over `limit` are forgotten, the oldest of them."""
         memory = cls(limit)
         memory._entries = dict(entries[-limit:])
         return memory
+
+
+def entries_in(data: bytes) -> list[tuple[str, Value]]:
+    """The entries of which `to_bytes` made this, oldest first. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=list[tuple[str, Value]])
 
 
 def processor(

@@ -1,4 +1,4 @@
-"""Memory that a process has freed goes back to the machine.
+"""Memory: what a process has freed goes back to the machine, and cycles are not searched for all the time.
 
 glibc takes blocks up to 32 MiB from a heap once one of that size was freed, and a heap shrinks at its end alone: weights and
 moments of a few MiB, freed between others that stay, would be held for good. And threads that allocate get heaps of their own,
@@ -6,12 +6,14 @@ up to eight a core, of which each holds what its busiest moment took.
 """
 
 import ctypes
+import gc
 import os
 
 LARGE_BYTES = 4 * 1024 * 1024
 THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 MAX_HEAPS = 2
 HEAPS = -8  # M_ARENA_MAX of malloc.h
+NEW_OBJECTS = 50_000
 
 
 def give_back_large_blocks() -> bool:
@@ -26,6 +28,15 @@ def share_heaps() -> bool:
     MALLOC_ARENA_MAX says in the environment stays.
     """
     return _told("MALLOC_ARENA_MAX", HEAPS, MAX_HEAPS)
+
+
+def search_seldom() -> None:
+    """Have Python search for cycles after NEW_OBJECTS more containers are held than before, and no longer after 700.
+
+    For a process that holds very many objects and makes few cycles: each search of the older ones goes through thousands that
+    live on. What lies in a cycle is freed later, so not for one that may hold tensors there.
+    """
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def give_back_freed() -> None:

@@ -107,6 +107,14 @@ def snapshot_in(connection: sqlite3.Connection) -> SnapshotManifest | None:
     return None if row is None else msgspec.json.decode(row[0], type=SnapshotManifest)
 
 
+def memories_of(connection: sqlite3.Connection) -> dict[str, bytes]:
+    """Each memory in the file by its name, as `Memory.to_bytes` gives it."""
+    found: dict[str, list[tuple[str, msgspec.Raw]]] = {}
+    for name, key, value in connection.execute("SELECT memory, key, value FROM entries ORDER BY memory, age"):
+        found.setdefault(name, []).append((key, msgspec.Raw(value)))
+    return {name: _encoder.encode(entries) for name, entries in found.items()}
+
+
 def closed_parts(snapshot: SnapshotManifest) -> list[ClosedPart]:
     """The parts of closed groups, earliest first."""
     return [ClosedPart(*one) for one in snapshot.about["closed"]]
@@ -148,8 +156,7 @@ class _Parts:
             yield name, data
 
     def _all(self) -> Iterator[tuple[str, bytes]]:
-        memories = dict(self._connection.execute("SELECT name, data FROM memories ORDER BY name").fetchall())
-        yield "memories", _encoder.encode(memories)
+        yield "memories", _encoder.encode(memories_of(self._connection))
         yield from self._open()
         since = -1 if self._before is None else int(self._before.about["row"])
         query = "SELECT id, closed_ms, data FROM groups WHERE +closed_ms > 0 AND rowid > ? ORDER BY rowid"

@@ -8,39 +8,53 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from infra.chain.processor import Memory
+from infra.chain.processor import Memory, Value, entries_in
 from infra.observe.failpoint import reach
 from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, read
 from infra.store.store import Store
 from schemas.wire.sections import FindSeal
-from streams.collect.carried import facts_of, memories_in, open_parts, open_rows, snapshot_in
+from streams.collect.carried import facts_of, memories_in, memories_of, open_parts, open_rows, snapshot_in
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 2
-LEANING = 3  # the same without the groups that were closed before the snapshot it was made from: these are in the store
+LAYOUT = 4
+LEANING = 5  # the same without the groups that were closed before the snapshot it was made from: these are in the store
+BEFORE = {2: LAYOUT, 3: LEANING}  # of older releases, which kept each memory whole in one row
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS groups_by_closing ON groups (closed_ms);
 CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS memories (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries
+  (memory TEXT, key TEXT, age INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (memory, key)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), data BLOB NOT NULL);
 """
 CACHE_KB, ADOPT_CACHE_KB = 2_000, 128_000  # of pages: SQLite's own, and for the index of a million names in no order
-TABLES = ("meta", "groups", "frames", "memories", "snapshot")
+TABLES = ("meta", "groups", "frames", "entries", "snapshot")
+# A known key keeps its age.
+REMEMBER = "INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (memory, key) DO UPDATE SET value = excluded.value"
 
 _encoder = msgspec.msgpack.Encoder()
 _group_decoder = msgspec.msgpack.Decoder(Group)
 Rows = list[tuple[Any, ...]]
+
+
+class _MemoryRows(NamedTuple):
+    """What a save writes of the memories. anew: names of those that are written whole. gone: (name, key) to be deleted first.
+    entries: (name, key, age, value as msgpack); of the new ones of a memory a later one has the higher age.
+    """
+
+    anew: Rows
+    gone: Rows
+    entries: Rows
 
 
 class PendingFile:
@@ -56,7 +70,8 @@ class PendingFile:
         self.progress_offset = 0
         self.leans = False
         self._row = 0  # last number given to a row; a row gets a new one with every change
-        self._saved_memories: dict[str, int] = {}
+        self._age = 0  # last one given to an entry of a memory
+        self._kept: set[str] = set()  # memories of which the file lacks nothing but their changes
         self._looked_up: set[str] = set()
         self._writing = threading.Lock()  # a cancelled save writes on in its thread: closing under it would crash
         try:
@@ -71,10 +86,13 @@ class PendingFile:
     def load(self, memories: dict[str, Memory]) -> State:
         """The state as last saved; memories: empty ones, filled with what was remembered."""
         meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
-        for name, data in self._connection.execute("SELECT name, data FROM memories"):
+        for name, data in memories_of(self._connection).items():
             if name in memories:
                 memories[name] = Memory.from_bytes(data, memories[name].limit)
-        self._saved_memories = {name: memory.revision for name, memory in memories.items()}
+        for memory in memories.values():
+            memory.changes()
+        self._age = self._connection.execute("SELECT coalesce(max(age), 0) FROM entries").fetchone()[0]
+        self._kept = set(memories)
         state = State(Frames(self._frame, self._find_seal), memories)
         state.next_offset = meta.get("next_offset", 0)
         state.last_ms = meta.get("last_ms", 0)
@@ -113,7 +131,7 @@ class PendingFile:
                 for part in open_parts(snapshot):
                     rows = open_rows(read(store, part))
                     connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, 0, ?)", rows)
-                connection.executemany("INSERT INTO memories VALUES (?, ?)", memories.items())
+                connection.executemany(REMEMBER, _rows_of(memories))
                 facts = facts_of(snapshot)
                 meta = [*facts.items(), ("rows_at", snapshot.position)]
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
@@ -167,11 +185,13 @@ class PendingFile:
                 groups.append((self._row, group_id, group.closed_ms, _encoder.encode(group)))
         frames = list(state.frames.unsaved.items())
         removed = [(offset,) for offset in state.frames.removed]
-        memories = [
-            (name, memory.to_bytes())
-            for name, memory in state.memories.items()
-            if self._saved_memories.get(name) != memory.revision
-        ]
+        changed = {name: memory.changes() for name, memory in state.memories.items()}
+        memories = _MemoryRows(
+            anew=[(name,) for name in changed if name not in self._kept],
+            gone=[(name, key) for name, one in changed.items() for key in one.gone],
+            entries=_entry_rows({name: one.entries.items() for name, one in changed.items()}, self._age),
+        )
+        self._age += len(memories.entries)
         meta = [
             ("next_offset", state.next_offset),
             ("last_ms", state.last_ms),
@@ -181,7 +201,7 @@ class PendingFile:
             ("rows_at", state.next_offset),
         ]
         await asyncio.to_thread(self._write, groups, gone, frames, removed, memories, meta, state.now_ms - keep_ms)
-        self._saved_memories = {name: memory.revision for name, memory in state.memories.items()}
+        self._kept.update(changed)
         state.frames.mark_saved()
         for group_id in state.touched | self._looked_up:
             group = state.groups.get(group_id)
@@ -214,9 +234,11 @@ class PendingFile:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             (layout,) = connection.execute("PRAGMA user_version").fetchone()
-            if layout not in (0, LAYOUT, LEANING):
+            if layout not in (0, *BEFORE, LAYOUT, LEANING):
                 raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT} or {LEANING}")
             connection.executescript(SCHEMA)
+            if layout in BEFORE:
+                layout = _brought_up(connection, BEFORE[layout])
             self.leans = layout == LEANING
             connection.execute(f"PRAGMA user_version = {layout or LAYOUT}")
             connection.execute("SELECT count(*) FROM meta").fetchone()
@@ -243,13 +265,27 @@ class PendingFile:
         return bytes(row[0])
 
     def _write(
-        self, groups: Rows, gone: Rows, frames: Rows, removed: Rows, memories: Rows, meta: Rows, expired_ms: int
+        self,
+        groups: Rows,
+        gone: Rows,
+        frames: Rows,
+        removed: Rows,
+        memories: "_MemoryRows",
+        meta: Rows,
+        expired_ms: int,
     ) -> None:
         with self._writing:
             self._write_all(groups, gone, frames, removed, memories, meta, expired_ms)
 
     def _write_all(
-        self, groups: Rows, gone: Rows, frames: Rows, removed: Rows, memories: Rows, meta: Rows, expired_ms: int
+        self,
+        groups: Rows,
+        gone: Rows,
+        frames: Rows,
+        removed: Rows,
+        memories: "_MemoryRows",
+        meta: Rows,
+        expired_ms: int,
     ) -> None:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
@@ -260,7 +296,9 @@ class PendingFile:
             connection.executemany("DELETE FROM groups WHERE id = ?", gone)
             connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", frames)
             connection.executemany("DELETE FROM frames WHERE offset = ?", removed)
-            connection.executemany("INSERT OR REPLACE INTO memories VALUES (?, ?)", memories)
+            connection.executemany("DELETE FROM entries WHERE memory = ?", memories.anew)
+            connection.executemany("DELETE FROM entries WHERE memory = ? AND key = ?", memories.gone)
+            connection.executemany(REMEMBER, memories.entries)
             connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
             connection.execute("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", (expired_ms,))
             reach("collect.before_commit")
@@ -269,3 +307,28 @@ class PendingFile:
             raise
         connection.execute("COMMIT")
         reach("collect.after_commit")
+
+
+def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) -> Rows:
+    """Of each memory, by its name. age: the last one that was given."""
+    named = ((name, key, value) for name, own in entries.items() for key, value in own)
+    return [(name, key, at, _encoder.encode(value)) for at, (name, key, value) in enumerate(named, age + 1)]
+
+
+def _rows_of(memories: Mapping[str, bytes]) -> Rows:
+    """Of memories as `Memory.to_bytes` gives them, by name, in a file that has none. Raises msgspec.DecodeError."""
+    return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
+
+
+def _brought_up(connection: sqlite3.Connection, layout: int) -> int:
+    """The file of an older release in this layout, which is returned. Raises sqlite3.DatabaseError."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        rows = _rows_of(dict(connection.execute("SELECT name, data FROM memories").fetchall()))
+    except msgspec.DecodeError as error:
+        raise sqlite3.DatabaseError(f"memories: {error}") from error
+    connection.executemany(REMEMBER, rows)
+    connection.execute("DROP TABLE memories")
+    connection.execute(f"PRAGMA user_version = {layout}")
+    connection.execute("COMMIT")
+    return layout

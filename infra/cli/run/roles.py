@@ -22,7 +22,7 @@ from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.observe.release import full_release
 from infra.roles.deadline import ends_within
 from infra.roles.identity import require_fit
-from infra.roles.memory import give_back_large_blocks, share_heaps
+from infra.roles.memory import give_back_large_blocks, search_seldom, share_heaps
 from infra.roles.role import Role, instance_of
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders
@@ -192,6 +192,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     give_back_large_blocks()
     share_heaps()  # it decodes, saves and snapshots in threads
+    search_seldom()  # groups that wait are many, and make no cycle
     from infra.log.access import access_of
     from streams.app import run_worker
     from streams.stages.hosted import BrokerLogin

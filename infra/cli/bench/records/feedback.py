@@ -18,6 +18,7 @@ from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
+from infra.roles.memory import search_seldom
 from schemas import Block, Feedback, Message, Span, make_experience
 from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import PROGRESS, VERIFIED
@@ -36,7 +37,12 @@ CONFIG = StreamsConfig(reward=RewardConfig(blend={"csat": 1.0}, require=("csat",
 
 def run(*, pending: int = 100_000, joins: int = 20_000, seed: int = 0) -> dict[str, float]:
     """Seconds and rates with so many answers pending on one partition."""
-    return asyncio.run(_run(pending, joins, seed))
+    thresholds = gc.get_threshold()
+    search_seldom()  # as a worker does
+    try:
+        return asyncio.run(_run(pending, joins, seed))
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 async def _run(pending: int, joins: int, seed: int) -> dict[str, float]:

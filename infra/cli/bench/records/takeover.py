@@ -20,6 +20,7 @@ from infra.cli.bench.common.peak import held_bytes, most_bytes, peak_anew
 from infra.cli.bench.records.feedback import DAY_MS, answer, collector_of, take
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.roles.memory import search_seldom
 from infra.store.directory import DirectoryStore
 from infra.store.store import Store
 from schemas import Feedback
@@ -63,6 +64,7 @@ def run(plan: TakeoverPlan, say: Callable[[str], None]) -> dict[str, float]:
 
 async def _first(log: Log, folder: Path) -> dict[str, float]:
     """Fold all but the last record, store the state, fold that, store it again."""
+    search_seldom()  # as a worker does
     records = [record async for chunk in log.chunks(VERIFIED) for record in chunk]
     collector, figures = collector_of(log, folder), {}
     await collector.recover(0, lambda: False)
@@ -78,6 +80,7 @@ async def _first(log: Log, folder: Path) -> dict[str, float]:
 
 async def _begun(name: str, log: Log, folder: Path, plan: TakeoverPlan) -> dict[str, float]:
     """A worker with an empty folder: its start, and what it joins then."""
+    search_seldom()  # as a worker does
     end = (await log.bounds(VERIFIED))[1][0]
     before = held_bytes()
     peak_anew()
