@@ -13,7 +13,17 @@ from rich.console import Console
 
 from actors.tasksets.arithmetic import write_arithmetic
 from infra.cli.bench.beside import OURS
-from infra.cli.bench.learning.train import REWARDS, TRL, TrainPlan, TrainRun, asked_of, heard, require_alike, sooner
+from infra.cli.bench.learning.train import (
+    REWARDS,
+    TRL,
+    TrainPlan,
+    TrainRun,
+    asked_of,
+    heard,
+    peer_minutes,
+    require_alike,
+    sooner,
+)
 from infra.cli.bench.learning.train_ours import RunFollower, warmed
 from infra.cli.bench.rows import rows_of
 from infra.cli.bench.tables import train_table
@@ -56,6 +66,14 @@ def test_bench_all_has_a_row_a_side_and_seed() -> None:
         (f"seed 0, {OURS}, {TRL}: at least", 5.9, 100.0, 590.0, 2.0),
         (f"seed 0, {OURS}, {TRL}, CPU: at least", 5.0, 190.0, 950.0, float("-inf")),
     ]
+
+
+def test_a_peer_has_until_it_is_known_whether_headrace_is_twice_as_soon() -> None:
+    plan = TrainPlan(minutes=10.0)
+    slow = msgspec.structs.replace(OWN, wall_s=480.0)
+    assert peer_minutes(plan, [OWN]) == 10.0
+    assert peer_minutes(plan, [OWN, slow]) == pytest.approx(17.6)
+    assert peer_minutes(plan, [msgspec.structs.replace(slow, arrived=False)]) == 10.0
 
 
 def test_sides_that_do_not_begin_alike_are_not_compared() -> None:

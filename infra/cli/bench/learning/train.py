@@ -8,8 +8,9 @@ One after the other, each with the machine for itself. What is right, the tasks 
 functions. The clock begins when the weights are there to be sampled (headrace: the first version after the warm-up is
 published; TRL: its first step begins), and ends when the development set is found to be right in 0.9 of its tasks, which all
 look at as often. Before that they have to find the same share right of the weights that they begin with. A side that does not
-arrive within `minutes` is said to have not, with the reward that it had; a missing peer is said in one line. Processor time is
-counted likewise: on a busy machine its ratio is the one to read.
+arrive within `minutes` is said to have not, with the reward that it had; TRL has longer where it takes longer to know whether
+headrace is twice as soon. A missing peer is said in one line. Processor time is counted likewise: on a busy machine its ratio
+is the one to read.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ REWARDS, TRL = "headrace, rewards alone", "TRL"
 CONTROLS = {OURS: "none", REWARDS: "rl"}
 NEAR = 0.02  # by how much shares of the weights that all begin with may differ: engines break ties otherwise
 SOONER = 2.0
+KNOWN = 1.1 * SOONER  # times what a side took: where the peer has not arrived by then, the side was soon enough
 BEGIN_S = 600.0
 END_S = 120.0
 Say = Callable[[str], None]
@@ -47,7 +49,8 @@ Clock = Literal["wall_s", "cpu_s"]
 
 
 class TrainPlan(msgspec.Struct, frozen=True):
-    """What is run. seeds: of the tasks, the weights and the draws. minutes: of each side at most, after its beginning.
+    """What is run. seeds: of the tasks, the weights and the draws. minutes: of each side at most, after its beginning, but see
+    `peer_minutes`.
     engine: of headrace. at: share of the tasks that ends it. sides: which are run, besides TRL.
 
     Example: TrainPlan(seeds=(0,), minutes=5.0)
@@ -117,9 +120,15 @@ def of_seed(plan: TrainPlan, seed: int, folder: Path, say: Say, *, with_trl: boo
         say(f"train: seed {seed}: {side}: {runs[-1].words}")
     if with_trl:
         tasks, _ = write_arithmetic(folder / "tasks", seed=seed)
-        runs.append(_trl(plan, asked_of(settings, model, tasks, folder, plan.at), seed, folder))
+        longer = msgspec.structs.replace(plan, minutes=peer_minutes(plan, runs))
+        runs.append(_trl(longer, asked_of(settings, model, tasks, folder, plan.at), seed, folder))
         say(f"train: seed {seed}: {TRL}: {runs[-1].words}")
     return require_alike(runs)
+
+
+def peer_minutes(plan: TrainPlan, runs: Sequence[TrainRun]) -> float:
+    """How long a peer has, after what headrace took of the same seed."""
+    return max(plan.minutes, *(KNOWN * one.wall_s / 60 for one in runs if one.arrived), 0.0)
 
 
 def require_alike(runs: list[TrainRun]) -> list[TrainRun]:
