@@ -47,14 +47,22 @@ _group_decoder = msgspec.msgpack.Decoder(Group)
 Rows = list[tuple[Any, ...]]
 
 
-class _MemoryRows(NamedTuple):
-    """What a save writes of the memories. anew: names of those that are written whole. gone: (name, key) to be deleted first.
-    entries: (name, key, age, value as msgpack); of the new ones of a memory a later one has the higher age.
+class _SavedRows(NamedTuple):
+    """What a save writes.
+
+    groups: (row, id, closed_ms, group as msgpack). gone: (id,) of groups. frames: (offset, bytes). removed: (offset,) of
+    frames. anew: (name,) of memories that are written whole. forgotten: (name, key) of their entries. entries: (name, key, age,
+    value as msgpack); of the new ones of a memory a later one has the higher age. meta: (key, number).
     """
 
-    anew: Rows
+    groups: Rows
     gone: Rows
+    frames: Rows
+    removed: Rows
+    anew: Rows
+    forgotten: Rows
     entries: Rows
+    meta: Rows
 
 
 class PendingFile:
@@ -183,24 +191,27 @@ class PendingFile:
             else:
                 self._row += 1
                 groups.append((self._row, group_id, group.closed_ms, _encoder.encode(group)))
-        frames = list(state.frames.unsaved.items())
-        removed = [(offset,) for offset in state.frames.removed]
         changed = {name: memory.changes() for name, memory in state.memories.items()}
-        memories = _MemoryRows(
+        entries = _entry_rows({name: one.entries.items() for name, one in changed.items()}, self._age)
+        self._age += len(entries)
+        rows = _SavedRows(
+            groups=groups,
+            gone=gone,
+            frames=list(state.frames.unsaved.items()),
+            removed=[(offset,) for offset in state.frames.removed],
             anew=[(name,) for name in changed if name not in self._kept],
-            gone=[(name, key) for name, one in changed.items() for key in one.gone],
-            entries=_entry_rows({name: one.entries.items() for name, one in changed.items()}, self._age),
+            forgotten=[(name, key) for name, one in changed.items() for key in one.gone],
+            entries=entries,
+            meta=[
+                ("next_offset", state.next_offset),
+                ("last_ms", state.last_ms),
+                ("now_ms", state.now_ms),
+                ("progress_offset", self.progress_offset),
+                ("row", self._row),
+                ("rows_at", state.next_offset),
+            ],
         )
-        self._age += len(memories.entries)
-        meta = [
-            ("next_offset", state.next_offset),
-            ("last_ms", state.last_ms),
-            ("now_ms", state.now_ms),
-            ("progress_offset", self.progress_offset),
-            ("row", self._row),
-            ("rows_at", state.next_offset),
-        ]
-        await asyncio.to_thread(self._write, groups, gone, frames, removed, memories, meta, state.now_ms - keep_ms)
+        await asyncio.to_thread(self._write, rows, state.now_ms - keep_ms)
         self._kept.update(changed)
         state.frames.mark_saved()
         for group_id in state.touched | self._looked_up:
@@ -264,42 +275,24 @@ class PendingFile:
             raise KeyError(offset)
         return bytes(row[0])
 
-    def _write(
-        self,
-        groups: Rows,
-        gone: Rows,
-        frames: Rows,
-        removed: Rows,
-        memories: "_MemoryRows",
-        meta: Rows,
-        expired_ms: int,
-    ) -> None:
+    def _write(self, rows: _SavedRows, expired_ms: int) -> None:
         with self._writing:
-            self._write_all(groups, gone, frames, removed, memories, meta, expired_ms)
+            self._write_all(rows, expired_ms)
 
-    def _write_all(
-        self,
-        groups: Rows,
-        gone: Rows,
-        frames: Rows,
-        removed: Rows,
-        memories: "_MemoryRows",
-        meta: Rows,
-        expired_ms: int,
-    ) -> None:
+    def _write_all(self, rows: _SavedRows, expired_ms: int) -> None:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
             connection.executemany(
-                "INSERT OR REPLACE INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", groups
+                "INSERT OR REPLACE INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", rows.groups
             )
-            connection.executemany("DELETE FROM groups WHERE id = ?", gone)
-            connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", frames)
-            connection.executemany("DELETE FROM frames WHERE offset = ?", removed)
-            connection.executemany("DELETE FROM entries WHERE memory = ?", memories.anew)
-            connection.executemany("DELETE FROM entries WHERE memory = ? AND key = ?", memories.gone)
-            connection.executemany(REMEMBER, memories.entries)
-            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
+            connection.executemany("DELETE FROM groups WHERE id = ?", rows.gone)
+            connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", rows.frames)
+            connection.executemany("DELETE FROM frames WHERE offset = ?", rows.removed)
+            connection.executemany("DELETE FROM entries WHERE memory = ?", rows.anew)
+            connection.executemany("DELETE FROM entries WHERE memory = ? AND key = ?", rows.forgotten)
+            connection.executemany(REMEMBER, rows.entries)
+            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows.meta)
             connection.execute("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", (expired_ms,))
             reach("collect.before_commit")
         except BaseException:
