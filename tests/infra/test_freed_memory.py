@@ -83,3 +83,28 @@ def heaps(*, sharing: bool) -> int:
 def test_threads_share_the_heaps() -> None:
     assert heaps(sharing=False) > MAX_HEAPS, "this allocator shares by itself: the call is not needed"
     assert heaps(sharing=True) <= MAX_HEAPS
+
+
+SEARCHED = """
+import gc
+from infra.roles.memory import NEW_OBJECTS, search_seldom
+if {seldom}:
+    search_seldom()
+gc.collect()
+searches = []
+gc.callbacks.append(lambda phase, info: phase == "start" and searches.append(info["generation"]))
+held = [[] for _ in range(NEW_OBJECTS // 2)]
+print(len(searches))
+"""
+
+
+def searches(*, seldom: bool) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCHED.format(seldom=seldom)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_many_objects_are_held_without_a_search_for_cycles() -> None:
+    assert searches(seldom=False) > 10, "Python searches seldom by itself: the call is not needed"
+    assert searches(seldom=True) == 0
