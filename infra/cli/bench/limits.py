@@ -6,9 +6,17 @@ LIMITS: dict[str, str] = {
         " take as long as the rival's whole round trip; of 16 answers the checks of each member's header, spans and"
         " log-probabilities do, which the rival does not make."
     ),
+    "feedback": (
+        "a join runs the whole chain of collect on its group and publishes two records: about 1,100 calls of Python, of which"
+        " none takes more than a tenth."
+    ),
     "gateway-peers": (
         "the template and the tokenizer alone take more than a bare server's whole answer; see [the"
         " gateway](../explanation/measured.md#the-gateway)."
+    ),
+    "growth": (
+        "what a checkpoint remembers of groups is a table by name. At a million an entry costs up to twice what it costs at"
+        " 100,000; the likely cause is the processor's cache, in which smaller tables lie."
     ),
     "overlap": (
         "with one wave the longest of 64 answers outlasts the two steps that the bound on staleness allows; a larger bound or"
