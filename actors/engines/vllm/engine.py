@@ -45,6 +45,7 @@ from actors.engines.vllm.settings import (
     check_release,
     engine_arguments,
     environment,
+    load_libraries,
 )
 from actors.engines.vllm.streaming import stream, whole
 from actors.engines.vllm.swap import Scores, Sent, Swap
@@ -108,6 +109,8 @@ class VllmEngine:
         if known is not None:
             engine_arguments(model="", seed=0, options=options, on_cpu=False, known=known)
         return known is not None
+
+    load_libraries = staticmethod(load_libraries)
 
     @property
     def version(self) -> int:

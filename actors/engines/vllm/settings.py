@@ -177,6 +177,13 @@ def cached_byte_code() -> Iterator[None]:
         sys.dont_write_bytecode, sys.pycache_prefix = before
 
 
+def load_libraries() -> None:
+    """Import vLLM, which takes ten seconds of a core: for a process that has to wait for something else anyway."""
+    with cached_byte_code():
+        for name in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
+            importlib.import_module(name)
+
+
 def _sizes(vision: Vision) -> dict[str, object]:
     """What vLLM's image processor asks for and a model folder need not say; of InternVL that a picture is one tile."""
     if vision.family == "internvl":

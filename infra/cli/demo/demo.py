@@ -1,6 +1,7 @@
 """`headrace demo`: the whole system on one machine, one process per role, watched from here.
 
-    prepare (settings, model, tasks) ─> broker ─> roles + loads ─> watch the log until the master is done ─> report
+    settings ─┬─> broker, model, tasks ─┬─> loads ─> watch the log until the master is done ─> report
+              └─> roles, which wait ────┘
 
 This process starts the roles, reads the log and draws. Nothing it does changes what is learned. Ctrl-C stops the roles in
 order; started again with the same folder, the run goes on where it was.
@@ -24,6 +25,7 @@ from infra.cli.demo.screen import DemoScreen
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.traffic import gateway_settings, users_child
 from infra.cli.demo.watch import Watch, follow_log
+from infra.cli.run.early import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
@@ -47,24 +49,30 @@ async def run_demo(options: DemoOptions) -> int:
     screen = DemoScreen(console, watch, settings, options)
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    async with Supervisor([broker], watch.child_event) as first:
+    begin = settings.folder / "state" / "begin"
+    await asyncio.to_thread(forget, begin)
+    named, others = divided(children(settings, config, sets), settings)
+    # The roles load their libraries while the broker starts and the model is built.
+    roles = Supervisor([early(one, begin) for one in named], watch.child_event)
+    async with Supervisor([broker], watch.child_event) as first, roles:
         with screen:
             watch.phase = "starting the broker, building the model"
             try:
                 await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
             except Stopped:
                 return 130
-            processes = children(settings, config, sets)
             if options.traffic:
-                processes.append(await asyncio.to_thread(users_child, settings, options.minutes))
-            async with connected(settings) as log, Supervisor(processes, watch.child_event) as roles:
-                watch.children = (first.states, roles.states)
+                others.append(await asyncio.to_thread(users_child, settings, options.minutes))
+            await asyncio.to_thread(begin.touch)
+            async with connected(settings) as log, Supervisor(others, watch.child_event) as beside:
+                watch.children = (first.states, roles.states, beside.states)
                 follower = asyncio.create_task(follow_log(log, watch))
                 try:
                     with contextlib.suppress(Stopped):
                         await unless(stop.wait(), until_done(watch, follower, settings), Stopped)
                 finally:
                     watch.phase = "stopping the roles"
+                    await beside.stop()
                     await roles.stop()
                     follower.cancel()
             watch.phase = "accounting for every experience"
@@ -74,6 +82,18 @@ async def run_demo(options: DemoOptions) -> int:
     if options.quiet:
         print(report.to_json())
     return 130 if stop.is_set() else 0
+
+
+def divided(processes: Sequence[Child], settings: Settings) -> tuple[list[Child], list[Child]]:
+    """The roles, and what runs beside them."""
+    names = roles_of(settings)
+    return [one for one in processes if one.name in names], [one for one in processes if one.name not in names]
+
+
+def forget(file: Path) -> None:
+    """Remove what an earlier run left; its folder is there then."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
 
 
 async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Settings) -> None:

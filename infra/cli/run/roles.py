@@ -13,6 +13,7 @@ from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.check.private import open_to_others
 from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
+from infra.cli.run.early import until_begun
 from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.local.ranks import adopt_slurm, rank_of
@@ -25,7 +26,7 @@ from infra.roles.identity import require_fit
 from infra.roles.memory import give_back_large_blocks, search_seldom, share_heaps
 from infra.roles.role import Role, instance_of
 from infra.settings.config import Use, split_address
-from infra.settings.plugin import add_plugin_folders
+from infra.settings.plugin import add_plugin_folders, find
 from infra.settings.secret import secret_of
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
@@ -100,9 +101,20 @@ async def _run(role: str, settings: Settings, stop: asyncio.Event) -> None:
     host, wanted = metrics_address(settings)
     port = metrics.serve(wanted, host)
     logger.info("started role=%s pid=%d metrics_port=%s release=%s", role, os.getpid(), port, full_release())
+    await until_begun(lambda: _load_libraries(role, settings), stop)
     run = {"master": _master, "explore": _explore, "process": _process, "train": _train, "serve": _serve}[role]
-    await run(settings, metrics, stop)
+    if not stop.is_set():
+        await run(settings, metrics, stop)
     logger.info("stopped role=%s", role)
+
+
+def _load_libraries(role: str, settings: Settings) -> None:
+    """Import what the engine of a role stands on, where that takes long and the role has one."""
+    if role in WITH_ENGINE:
+        own = settings.gateway.engine if role == "serve" and settings.gateway is not None else None
+        load = getattr(find((own or settings.engine).use), "load_libraries", None)
+        if load is not None:
+            load()
 
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
