@@ -22,6 +22,10 @@ LIMITS: dict[str, str] = {
         "with one wave the longest of 64 answers outlasts the two steps that the bound on staleness allows; a larger bound or"
         " shorter answers would fill the gap."
     ),
+    "start": (
+        "cold, Python compiles torch and vLLM anew, in each of their processes; `make install` does that once. Both cores are"
+        " busy until vLLM's own process imports what its front has imported before it, one after the other."
+    ),
     "train": "see [training beside TRL](../explanation/measured.md#training-beside-trl).",
     "weights": (
         "folding many versions reads and writes what moved at scattered places, 0.06 to 0.09 s a GB and version; a slice of one"
