@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,51 +50,57 @@ async def run_demo(options: DemoOptions) -> int:
     screen = DemoScreen(console, watch, settings, options)
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    begin = settings.folder / "state" / "begin"
-    await asyncio.to_thread(forget, begin)
     named, others = divided(children(settings, config, sets), settings)
-    # The roles load their libraries while the broker starts and the model is built.
-    roles = Supervisor([early(one, begin) for one in named], watch.child_event)
-    async with Supervisor([broker], watch.child_event) as first, roles:
-        with screen:
-            watch.phase = "starting the broker, building the model"
-            try:
-                await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
-            except Stopped:
-                return 130
-            if options.traffic:
-                others.append(await asyncio.to_thread(users_child, settings, options.minutes))
-            await asyncio.to_thread(begin.touch)
-            async with connected(settings) as log, Supervisor(others, watch.child_event) as beside:
-                watch.children = (first.states, roles.states, beside.states)
-                follower = asyncio.create_task(follow_log(log, watch))
+    with tempfile.TemporaryDirectory(prefix="hr-") as place:
+        begin = Path(place) / "begin"
+        # The roles load their libraries while the broker starts and the model is built.
+        roles = Supervisor([early(one, begin) for one in named], watch.child_event)
+        async with Supervisor([broker], watch.child_event) as first, roles:
+            with screen:
+                watch.phase = "starting the broker, building the model"
                 try:
-                    with contextlib.suppress(Stopped):
-                        await unless(stop.wait(), until_done(watch, follower, settings), Stopped)
-                finally:
-                    watch.phase = "stopping the roles"
-                    await beside.stop()
-                    await roles.stop()
-                    follower.cancel()
-            watch.phase = "accounting for every experience"
-            async with connected(settings) as log:
-                report = await finish_report(log, settings, watch, options)
+                    await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
+                except Stopped:
+                    return 130
+                if options.traffic:
+                    others.append(await asyncio.to_thread(users_child, settings, options.minutes))
+                await asyncio.to_thread(begin.touch)
+                await play(settings, watch, stop, (first, roles), others)
+                watch.phase = "accounting for every experience"
+                async with connected(settings) as log:
+                    report = await finish_report(log, settings, watch, options)
     screen.print_result(report)
     if options.quiet:
         print(report.to_json())
     return 130 if stop.is_set() else 0
 
 
+async def play(
+    settings: Settings,
+    watch: Watch,
+    stop: asyncio.Event,
+    running: tuple[Supervisor, Supervisor],
+    others: Sequence[Child],
+) -> None:
+    """Until the master is done, or a stop; then all but the broker are stopped. running: the broker, and the roles."""
+    first, roles = running
+    async with connected(settings) as log, Supervisor(others, watch.child_event) as beside:
+        watch.children = (first.states, roles.states, beside.states)
+        follower = asyncio.create_task(follow_log(log, watch))
+        try:
+            with contextlib.suppress(Stopped):
+                await unless(stop.wait(), until_done(watch, follower, settings), Stopped)
+        finally:
+            watch.phase = "stopping the roles"
+            await beside.stop()
+            await roles.stop()
+            follower.cancel()
+
+
 def divided(processes: Sequence[Child], settings: Settings) -> tuple[list[Child], list[Child]]:
     """The roles, and what runs beside them."""
     names = roles_of(settings)
     return [one for one in processes if one.name in names], [one for one in processes if one.name not in names]
-
-
-def forget(file: Path) -> None:
-    """Remove what an earlier run left; its folder is there then."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
 
 
 async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Settings) -> None:
