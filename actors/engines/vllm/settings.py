@@ -180,8 +180,8 @@ def cached_byte_code() -> Iterator[None]:
 def load_libraries() -> None:
     """Import vLLM, which takes ten seconds of a core: for a process that has to wait for something else anyway."""
     with cached_byte_code():
-        for name in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm"):
-            importlib.import_module(name)
+        import vllm.engine.arg_utils
+        import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def _sizes(vision: Vision) -> dict[str, object]:
