@@ -10,7 +10,7 @@ redelivery).
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -135,14 +135,9 @@ class Memory:
 
     @classmethod
     def from_bytes(cls, data: bytes, limit: int) -> "Memory":
-        """The memory `to_bytes` wrote. Raises msgspec.DecodeError."""
-        return cls.of(entries_in(data), limit)
-
-    @classmethod
-    def of(cls, entries: Sequence[tuple[str, Value]], limit: int) -> "Memory":
-        """A memory of these, oldest first; those over `limit` are forgotten, the oldest of them."""
+        """The memory `to_bytes` wrote; entries over `limit` are forgotten, oldest first. Raises msgspec.DecodeError."""
         memory = cls(limit)
-        memory._entries = dict(entries[-limit:])
+        memory._entries = dict(entries_in(data)[-limit:])
         return memory
 
 

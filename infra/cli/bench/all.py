@@ -65,7 +65,7 @@ USES: Mapping[str, BenchUse] = {
     "mix": BenchUse(minutes=180, quick=None),
     "offpolicy": BenchUse(minutes=360, quick=None),
     "outage": BenchUse(minutes=25, quick=("--minutes", "0.5")),
-    "overlap": BenchUse(minutes=30, quick=None),
+    "overlap": BenchUse(minutes=15, quick=None),
     "plan": BenchUse(why="it computes from rates, settings and what the others measured"),
     "reload": BenchUse(quick=("--versions", "20")),
     "sandbox": BenchUse(minutes=20),

@@ -50,11 +50,11 @@ async def run_demo(options: DemoOptions) -> int:
     screen = DemoScreen(console, watch, settings, options)
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
-    named, others = divided(children(settings, config, sets), settings)
+    others = loads(settings, config)
     with tempfile.TemporaryDirectory(prefix="hr-") as place:
         begin = Path(place) / "begin"
         # The roles load their libraries while the broker starts and the model is built.
-        roles = Supervisor([early(one, begin) for one in named], watch.child_event)
+        roles = Supervisor([early(one, begin) for one in role_children(settings, config, sets)], watch.child_event)
         async with Supervisor([broker], watch.child_event) as first, roles:
             with screen:
                 watch.phase = "starting the broker, building the model"
@@ -95,12 +95,6 @@ async def play(
             await beside.stop()
             await roles.stop()
             follower.cancel()
-
-
-def divided(processes: Sequence[Child], settings: Settings) -> tuple[list[Child], list[Child]]:
-    """The roles, and what runs beside them."""
-    names = roles_of(settings)
-    return [one for one in processes if one.name in names], [one for one in processes if one.name not in names]
 
 
 async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Settings) -> None:
@@ -171,8 +165,18 @@ async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> Non
 
 
 def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list[Child]:
-    """The roles, and the two `load` commands, which end by themselves. sets: overrides of the settings, for every role."""
-    loads = [
+    """The roles, and the two `load` commands. sets: overrides of the settings, for every role."""
+    return [*role_children(settings, config, sets), *loads(settings, config)]
+
+
+def role_children(settings: Settings, config: Path, sets: Sequence[str]) -> list[Child]:
+    """The roles alone."""
+    return [role_child(settings, config, sets, role) for role in roles_of(settings)]
+
+
+def loads(settings: Settings, config: Path) -> list[Child]:
+    """The two `load` commands, which end by themselves."""
+    return [
         Child(
             name=f"load-{kind}",
             argv=(
@@ -185,4 +189,3 @@ def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list
         )
         for kind in ("experts", "tasks")
     ]  # fmt: skip
-    return [*(role_child(settings, config, sets, role) for role in roles_of(settings)), *loads]

@@ -50,8 +50,7 @@ Clock = Literal["wall_s", "cpu_s"]
 
 class TrainPlan(msgspec.Struct, frozen=True):
     """What is run. seeds: of the tasks, the weights and the draws. minutes: of each side at most, after its beginning, but see
-    `peer_minutes`.
-    engine: of headrace. at: share of the tasks that ends it. sides: which are run, besides TRL.
+    `peer_minutes`. engine: of headrace. at: share of the tasks that ends it. sides: which are run, besides TRL.
 
     Example: TrainPlan(seeds=(0,), minutes=5.0)
     """
@@ -128,7 +127,7 @@ def of_seed(plan: TrainPlan, seed: int, folder: Path, say: Say, *, with_trl: boo
 
 def peer_minutes(plan: TrainPlan, runs: Sequence[TrainRun]) -> float:
     """How long a peer has, after what headrace took of the same seed."""
-    return max(plan.minutes, *(KNOWN * one.wall_s / 60 for one in runs if one.arrived), 0.0)
+    return max([plan.minutes, *(KNOWN * one.wall_s / 60 for one in runs if one.arrived)])
 
 
 def require_alike(runs: list[TrainRun]) -> list[TrainRun]:
