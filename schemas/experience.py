@@ -12,11 +12,7 @@ import numpy as np
 from msgspec import Meta as Bounds
 from msgspec import structs
 
-from schemas.errors import BadFrame
-from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
-from schemas.parts import Edit, Join, Score, Span, Stretch, num_sampled
-from schemas.records import Message
-from schemas.wire.bulk import (
+from schemas.bulk.bulk import (
     MAX_MESSAGES,
     Bulk,
     Logprobs,
@@ -27,6 +23,10 @@ from schemas.wire.bulk import (
     logprobs_fault,
     token_array,
 )
+from schemas.errors import BadFrame
+from schemas.fields import Count, End, Finite, Id, Kind, Lane, Meta, Number, Weight
+from schemas.parts import Edit, Join, Score, Span, Stretch, num_sampled
+from schemas.records import Message
 
 MAX_TOKENS = 4 * 1024 * 1024
 MAX_SPANS = 16_384

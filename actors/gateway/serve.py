@@ -22,10 +22,10 @@ from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.keys import KeyBook
-from actors.gateway.answering.serving import Gateway, Minter
-from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayConfig, Webhook
+from actors.gateway.gateway import Gateway, Minter
 from actors.gateway.http.app import Site
+from actors.gateway.http.canary import Canary
 from actors.gateway.http.heads import bounded_heads
 from actors.gateway.http.listen import GatewayServer, bound, make_server, serve_on
 from actors.gateway.recording.feedback_intake import FeedbackIntake

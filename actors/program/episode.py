@@ -21,10 +21,10 @@ from actors.gateway.answering.earlier import Earlier
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsing import AnswerParser, WritingTokenizer, ready
 from actors.gateway.answering.pictures import decoded_pictures
+from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import SessionTokenizer, behind_answer
-from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
-from actors.gateway.http.requests import ParsedRequest
+from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart

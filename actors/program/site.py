@@ -24,9 +24,9 @@ from actors.gateway.apis.completions import CHAT
 from actors.gateway.apis.messages import MESSAGES, read_count
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
+from actors.gateway.errors import ApiError
 from actors.gateway.http.app import APIS
 from actors.gateway.http.body import presented, read_body, unless_gone
-from actors.gateway.http.errors import ApiError
 from actors.gateway.http.heads import bounded_heads
 from actors.gateway.http.listen import bound, make_server, serve_on
 from actors.gateway.http.openapi import COUNT_PATH

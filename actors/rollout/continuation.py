@@ -80,8 +80,8 @@ def following_tokens(
     where they cannot be found.
 
     render: a conversation as the template writes it, ready for the next answer. short: a question, and an answer that says
-    MARK. new: the messages behind the answer. stops: tokens that end an answer. It is looked for in a short conversation where
-    the answer ends: the tokens behind it are those that follow any answer.
+    MARK. new: the messages behind the answer. stops: tokens that end an answer. A short conversation is searched, from where
+    its answer ends: the tokens behind it are those that follow any answer.
     """
     opening, whole = render([*short[:-1]]), render([*short, *new])
     start = next((at for at, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(opening))

@@ -28,7 +28,7 @@ RUNTIME = (
     "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
 )  # fmt: skip
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp"}
-UNPRIVILEGED_USER = 65534  # the id of the user that is called nobody
+UNPRIVILEGED_USER = 65534  # the user that owns no files, by convention
 FIRST_USER = 0x4000_0000
 MEBIBYTE = 1024 * 1024
 

@@ -19,6 +19,18 @@ import msgspec
 from msgspec import Meta as Bounds
 from msgspec import structs
 
+from schemas.bulk.bulk import Bulk
+from schemas.bulk.sections import (
+    LOGPROBS,
+    MAX_SECTION_BYTES,
+    MAX_SECTIONS,
+    WIDTHS,
+    Column,
+    FindSeal,
+    Ranges,
+    Seal,
+    Sections,
+)
 from schemas.errors import BadFrame
 from schemas.experience import (
     MAX_MEMBERS,
@@ -30,19 +42,7 @@ from schemas.experience import (
     with_field,
 )
 from schemas.wire.build import build
-from schemas.wire.bulk import Bulk
 from schemas.wire.marks import with_fields_of_marks
-from schemas.wire.sections import (
-    LOGPROBS,
-    MAX_SECTION_BYTES,
-    MAX_SECTIONS,
-    WIDTHS,
-    Column,
-    FindSeal,
-    Ranges,
-    Seal,
-    Sections,
-)
 
 
 class Block(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from schemas.bulk.bulk import Bulk
+from schemas.bulk.sections import MAX_SECTION_BYTES, MAX_SECTIONS, TEXT, WIDTHS, Column, Ranges, compress
 from schemas.experience import Experience
 from schemas.records import Message
-from schemas.wire.bulk import Bulk
-from schemas.wire.sections import MAX_SECTION_BYTES, MAX_SECTIONS, TEXT, WIDTHS, Column, Ranges, compress
 
 _encoder = msgspec.msgpack.Encoder()
 _TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")

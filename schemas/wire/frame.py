@@ -18,12 +18,12 @@ import struct
 
 import msgspec
 
+from schemas.bulk.sections import FindSeal
 from schemas.errors import BadFrame, UnknownMajor
 from schemas.experience import encoder
 from schemas.ids import group_of
 from schemas.records import MAJOR, Control, Feedback
 from schemas.wire.block import Block, decode_block, encode_block
-from schemas.wire.sections import FindSeal
 
 MAGIC = b"HR"
 CONTROL = 0x80

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from schemas.bulk.bulk import Logprobs, logprobs_fault
 from schemas.errors import BadFrame
 from schemas.experience import Experience
-from schemas.wire.bulk import Logprobs, logprobs_fault
 
 SECTION = "teacher_logprobs"
 WIDTH = 4

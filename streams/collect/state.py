@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from infra.chain.processor import Memory
 from schemas import Block, FeedbackWait, decode, encode
+from schemas.bulk.sections import FindSeal
 from schemas.ids import session_of
-from schemas.wire.sections import FindSeal
 from streams.collect.group import BlockPlace, Group
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024

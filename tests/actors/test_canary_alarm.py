@@ -8,8 +8,8 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from actors.gateway.canary import SILENT_S, Canary
 from actors.gateway.config import CanaryShare
+from actors.gateway.http.canary import SILENT_S, Canary
 from infra.cli.look.status import read_status
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -12,9 +12,9 @@ from actors.rollout.routing import TOO_LARGE, with_recorded
 from actors.rollout.session import Session
 from infra.settings.config import decode
 from schemas import Message
+from schemas.bulk.sections import MAX_SECTION_BYTES
 from schemas.errors import ConfigError
 from schemas.wire.routing import ABSENT, routing
-from schemas.wire.sections import MAX_SECTION_BYTES
 from tests.actors.test_session import END, SAMPLING, Answers, Spelled, answer, spell, user
 
 

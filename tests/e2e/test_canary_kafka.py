@@ -15,7 +15,7 @@ import pytest
 
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
-from actors.gateway.canary import place_of
+from actors.gateway.http.canary import place_of
 from infra.cli.govern.channel import run_channel
 from infra.local.address import choose_address
 from infra.log.kafka import KafkaBus

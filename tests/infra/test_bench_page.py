@@ -5,9 +5,9 @@ from pathlib import Path
 from infra.cli.bench.all import USES
 from infra.cli.bench.ends import BenchEnd, write_ends
 from infra.cli.bench.limits import LIMITS
-from infra.cli.bench.page import page, verdict
 from infra.cli.bench.rows import BenchRow
 from infra.cli.commands import measure
+from infra.cli.docs.benchmarks import page, verdict
 
 
 def test_the_page_has_every_row_and_what_bounds_those_that_miss(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -128,6 +128,10 @@ def test_more_of_everything_never_needs_less(rates: Rates, there: Installed, tim
 
 
 @given(rates, installed)
+@example(
+    Rates(groups=614144.809203995, requests=1.0, size=31, prompt=1, answer=219, rated=0.0),
+    Installed(partitions=1, copies=1, keep_days=1.0, engine=1.0, learner=614144.809203995),
+)
 def test_what_has_as_many_as_are_needed_keeps_up(rates: Rates, there: Installed) -> None:
     needs = {one.part: one.needs or 0 for one in capacity(rates, COSTS, SIZES, there).parts}
     enough = msgspec.structs.replace(
@@ -166,7 +170,7 @@ def test_costs_are_read_from_what_benchmarks_print_ones_own_first(tmp_path: Path
 def test_the_shipped_costs_are_whole_finds_of_benchmarks() -> None:
     costs = {"feedback.json", "gateway.json", "hop.json", "stream.json"}
     assert {path.name for path in SHIPPED.iterdir()} == {*costs, "all.json"}, (
-        "the last one is of `infra.cli.bench.page`"
+        "the last one is of `infra.cli.docs.benchmarks`"
     )
 
 

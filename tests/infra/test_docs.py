@@ -22,11 +22,11 @@ import typer.main
 
 import headrace
 from actors.gateway.config import GatewayLimits, Webhook
+from infra.cli.demo.init import files_of
 from infra.cli.docs import pages as docs
 from infra.cli.docs import parts as docs_parts
 from infra.cli.docs.text import labelled
 from infra.cli.main import app
-from infra.cli.run.init import files_of
 from infra.cli.settings import Settings, load_settings
 from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.own_sources import name_of, sources, text_of

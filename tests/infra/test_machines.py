@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.run.init import EXAMPLES
+from infra.cli.demo.init import EXAMPLES
 
 MACHINES = EXAMPLES / "machines"
 # A stand-in for each of Slurm's commands: srun fails with the codes that lie in a file, one line each call.

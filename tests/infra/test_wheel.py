@@ -13,7 +13,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from headrace_wheel import PACKAGES, renamed
-from infra.cli.run.init import EXAMPLES
+from infra.cli.demo.init import EXAMPLES
 from trainer.journal.closure import Definition
 from trainer.journal.origin import ROOTS, code_hash
 

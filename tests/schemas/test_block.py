@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from record_samples import group_block
 
 from schemas import BadFrame, Block, Experience, Message, Score, Span, decode, encode, make_experience
+from schemas.bulk.bulk import Bulk
 from schemas.experience import encoder
-from schemas.wire.bulk import Bulk
 
 
 def decoded(data: bytes) -> Block:

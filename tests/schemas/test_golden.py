@@ -25,8 +25,8 @@ from schemas import (
     decode,
     encode,
 )
+from schemas.bulk.sections import Column
 from schemas.topics import Topic
-from schemas.wire.sections import Column
 
 GOLDEN = Path(__file__).parent / "golden"
 # Of format 1, which is never written any more; of 3, before and since spans say how old keys and values are.

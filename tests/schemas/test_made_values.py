@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import Block, Experience, Span, decode, encode, make_experience
-from schemas.wire.bulk import MANY, LogprobValues, TokenValues, logprob_array
+from schemas.bulk.bulk import MANY, LogprobValues, TokenValues, logprob_array
 
 SIZES = st.sampled_from([0, 1, MANY - 1, MANY, MANY + 1, 3 * MANY])
 LOGPROB = st.floats(max_value=0.0, min_value=-1e30, width=64)

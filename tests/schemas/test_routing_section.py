@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from record_samples import experiences, group_block
 
 from schemas import BadFrame, Block, Message, Span, decode, encode
+from schemas.bulk.sections import MAX_SECTION_BYTES
 from schemas.experience import MAX_MEMBERS
 from schemas.wire import routing as wire
 from schemas.wire.block import blocks_of
 from schemas.wire.routing import PROMPT_SECTION, SECTION, with_routing
-from schemas.wire.sections import MAX_SECTION_BYTES
 from tests.schemas.test_golden import golden_block
 
 

@@ -6,8 +6,8 @@ from record_samples import group_block
 from test_block import assembled, decoded, parts, raw_sections, tail_of
 
 from schemas import BadFrame, encode
-from schemas.wire.bulk import MAX_MESSAGES
-from schemas.wire.sections import MAX_READ_BYTES
+from schemas.bulk.bulk import MAX_MESSAGES
+from schemas.bulk.sections import MAX_READ_BYTES
 
 
 def test_a_run_of_messages_taken_again_and_again_costs_no_more_than_an_experience_may_hold() -> None:

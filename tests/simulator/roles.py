@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.gateway.answering.serving import Minter
+from actors.gateway.gateway import Minter
 from actors.gateway.serve import run_gateway
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer

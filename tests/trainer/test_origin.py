@@ -34,8 +34,8 @@ NO_BIT_CHANGES: dict[str, Edit] = {
 BITS_MAY_CHANGE: dict[str, Edit] = {
     "how pictures are prepared": ("infra/model/vision.py", "def prepare(self", "def prepare(self, more"),
     "how pictures are decoded": ("infra/store/images.py", "MAX_PIXELS = ", "MAX_PIXELS = 1 + "),
-    "how tokens are read": ("schemas/wire/bulk.py", "np.uint32", "np.uint64"),
-    "how sections are cut": ("schemas/wire/sections.py", "WIDTHS", "WIDE"),
+    "how tokens are read": ("schemas/bulk/bulk.py", "np.uint32", "np.uint64"),
+    "how sections are cut": ("schemas/bulk/sections.py", "WIDTHS", "WIDE"),
     "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
     "how items are packed": ("trainer/batch/rows.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from schemas import Block, Lane, decode
+from schemas.bulk.sections import FindSeal
 from schemas.errors import BadFrame
 from schemas.experience import MAX_TOKENS
 from schemas.pairs import pair_fault, pair_side
-from schemas.wire.sections import FindSeal
 from schemas.withdrawal import WITHDRAWN, is_withdrawal
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_joined import Awaited

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from actors.gateway.access.feedback_token import FeedbackToken, read
 from actors.gateway.access.keys import TRAINS, ApiKey, KeyBook, Refused, Scope, Train
 from actors.gateway.access.quota import Quotas
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from infra.observe.metrics import Metrics
 from schemas.ids import SESSION_LETTERS, group_of, session_of
 from schemas.names import consent_of, is_of

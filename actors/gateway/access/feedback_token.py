@@ -10,7 +10,7 @@ import hmac
 
 import msgspec
 
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 
 MAX_LIFE_S = 30 * 24 * 3600
 

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.gateway.http.errors import overloaded
-from actors.gateway.http.gone import gone_of
+from actors.gateway.errors import overloaded
+from actors.gateway.gone import gone_of
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from actors.gateway.answering.pictures import Picture, read_picture
 from actors.gateway.answering.text import THINK, THOUGHT
-from actors.gateway.http.errors import bad
+from actors.gateway.errors import bad
 from schemas import Message
 
 MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools

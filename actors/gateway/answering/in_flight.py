@@ -12,8 +12,8 @@ from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import TakenPlaces
 from actors.gateway.answering.conversation import spelled, written
 from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, SampledText
+from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import Decode, Growing, OnText, SampledAnswer, sample, sample_whole
-from actors.gateway.http.requests import ParsedRequest
 from infra.store.images import Pixels
 from schemas import Message
 

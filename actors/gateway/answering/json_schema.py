@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from actors.gateway.http.errors import bad
+from actors.gateway.errors import bad
 
 Schema = dict[str, Any]
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import msgspec
 
 from actors.gateway.answering.conversation import Called, is_deep, read_calls
+from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.text import THINK, StopStrings, ThoughtSplitter, split_thought
-from actors.gateway.http.errors import bad
-from actors.gateway.http.requests import ParsedRequest
+from actors.gateway.errors import bad
 from infra.model.writing import CALL_MARKS, FORCED, HERMES, NONE, Writing
 
 _TAIL = 16  # tokens of a prompt that are looked at

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.gateway.http.errors import bad
+from actors.gateway.errors import bad
 from infra.store.images import FORMATS, MAX_IMAGE_BYTES, Pixels, decode_image, image_named
 from schemas import Image
 from schemas.errors import BadImage

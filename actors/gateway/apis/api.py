@@ -8,10 +8,10 @@ import msgspec
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.in_flight import InFlight, Watch
 from actors.gateway.answering.parsing import Parsed
+from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import Decode
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import ParsedRequest
+from actors.gateway.errors import ApiError
 
 Recall = Callable[[str], Conversation | None]  # the conversation that ends with an answer, by the answer's id
 

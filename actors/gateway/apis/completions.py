@@ -7,10 +7,10 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.parsing import Parsed
+from actors.gateway.answering.requests import ParsedRequest, read_chat, read_text
 from actors.gateway.answering.sample import Decode
 from actors.gateway.apis.api import Api, Reply
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import ParsedRequest, read_chat, read_text
+from actors.gateway.errors import ApiError
 
 Object = dict[str, Any]
 DONE = b"data: [DONE]\n\n"

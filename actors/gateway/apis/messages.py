@@ -8,11 +8,11 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.parsing import Parsed
+from actors.gateway.answering.requests import ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Reply, named_event
 from actors.gateway.apis.messages_request import MessagesRequest, chat_request
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError, bad
-from actors.gateway.http.requests import ParsedRequest, decoded, parsed_chat
+from actors.gateway.errors import ApiError, bad
 
 Object = dict[str, Any]
 _KINDS: Mapping[int, str] = {

@@ -21,8 +21,8 @@ from actors.gateway.answering.conversation import (
     Short,
     ToolCall,
 )
-from actors.gateway.http.errors import bad
-from actors.gateway.http.requests import ChatRequest, Temperature, TopP
+from actors.gateway.answering.requests import ChatRequest, Temperature, TopP
+from actors.gateway.errors import bad
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,11 +8,11 @@ import msgspec
 from actors.gateway.answering.conversation import Called, ChatMessage, ToolCall
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.parsing import Parsed
+from actors.gateway.answering.requests import ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Recall, Reply, named_event
 from actors.gateway.apis.responses_request import ResponsesRequest, chat_request
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import ParsedRequest, decoded, parsed_chat
+from actors.gateway.errors import ApiError
 
 Object = dict[str, Any]
 

@@ -21,8 +21,7 @@ from actors.gateway.answering.conversation import (
     Short,
     ToolCall,
 )
-from actors.gateway.http.errors import bad
-from actors.gateway.http.requests import (
+from actors.gateway.answering.requests import (
     ChatRequest,
     JsonSchema,
     ResponseFormat,
@@ -31,6 +30,7 @@ from actors.gateway.http.requests import (
     Text,
     TopP,
 )
+from actors.gateway.errors import bad
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):

@@ -28,18 +28,18 @@ from actors.gateway.access.keys import ApiKey
 from actors.gateway.access.places import ReleasingStream, TakenPlaces
 from actors.gateway.answering.earlier import Conversation
 from actors.gateway.answering.in_flight import InFlight
-from actors.gateway.answering.serving import Gateway
+from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import MESSAGES, read_count
 from actors.gateway.apis.responses import RESPONSES, after
-from actors.gateway.canary import Canary
 from actors.gateway.config import GatewayLimits, Webhook
+from actors.gateway.errors import ApiError, bad
+from actors.gateway.gateway import Gateway
 from actors.gateway.http.body import presented, read_body, unless_gone
-from actors.gateway.http.errors import ApiError, bad
+from actors.gateway.http.canary import Canary
 from actors.gateway.http.openapi import COUNT_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
 from actors.gateway.http.replies import FeedbackReply, FeedbackTokenReply, Health, ServedModel, ServedModels, TokenCount
-from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
     PATH,

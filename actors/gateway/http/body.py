@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.gone import gone_of
+from actors.gateway.errors import ApiError
+from actors.gateway.gone import gone_of
 from infra.roles.unless import unless
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from actors.gateway.http.errors import ApiError, bad
-from actors.gateway.http.gone import GONE, Gone
+from actors.gateway.errors import ApiError, bad
+from actors.gateway.gone import GONE, Gone
 from infra.observe.metrics import Metrics
 
 MAX_HEAD_BYTES = 64 * 1024

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from actors.gateway.access.authenticator import SCOPE_OF
+from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ChatRequest, TextRequest
 from actors.gateway.apis.messages import MessagesError
 from actors.gateway.apis.messages_request import MessagesRequest
 from actors.gateway.apis.responses_request import ResponsesRequest
 from actors.gateway.config import Webhook
-from actors.gateway.http.errors import ErrorReply
+from actors.gateway.errors import ErrorReply
 from actors.gateway.http.replies import (
     Answer,
     FeedbackReply,
@@ -21,7 +22,6 @@ from actors.gateway.http.replies import (
     ServedModels,
     TokenCount,
 )
-from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER, ChatRequest, TextRequest
 from actors.gateway.recording.feedback_intake import PATH, FeedbackRequest, TokenRequest
 
 Object = dict[str, Any]

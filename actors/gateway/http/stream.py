@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.sample import OnText
 from actors.gateway.apis.api import Answerer, Api, Reply
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 
 GATHER_S = 0.02
 

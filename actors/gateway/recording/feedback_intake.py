@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from actors.gateway.access.keys import TRAINS, ApiKey, Train
 from actors.gateway.config import Webhook
-from actors.gateway.http.errors import ApiError, bad, unavailable
+from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder

@@ -48,7 +48,7 @@ class Gymnasium:
         self._write: Callable[[Any, Any], str] | None = load(write, {}, "write") if write else None
         self._read: Callable[[str], Any] | None = load(read, {}, "read") if read else None
         self._world: Any = None
-        if ":" not in id:  # with a module it is looked up once that is imported
+        if ":" not in id:  # an id with a module is known only once that is imported
             try:
                 gymnasium.spec(id)
             except gymnasium.error.Error as error:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.cli.bench.beside import OURS, Beside
+from infra.cli.bench.common.figures import number, words
 from infra.cli.bench.growth.growth import LINEAR
 from infra.cli.bench.targets import TARGETS
 
@@ -191,21 +192,3 @@ def gate_table(found: "Sequence[GateFigures]") -> Table:
         cells = (f"{one.passed:.0%}", f"{one.restless:.0%}", number(round(one.ratings)) if one.ratings else "")
         table.add_row(one.test, one.name, str(one.paths), share, wanted, *cells)
     return table
-
-
-def words(low: float, high: float) -> str:
-    """A range as a person says it.
-
-    >>> words(90.0, float("inf"))
-    'at least 90'
-    """
-    if low == high:
-        return number(low)
-    if high == float("inf"):
-        return f"at least {number(low)}"
-    return f"{number(low)} to {number(high)}" if low > 0 else f"at most {number(high)}"
-
-
-def number(value: float) -> str:
-    """Whole from 100 on, else three digits that count."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -12,10 +12,10 @@ from rich.table import Table
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
 from infra.cli.check.fit import check_fit
-from infra.cli.check.private import open_to_others
 from infra.cli.check.start import check_engine, check_model, check_secrets
 from infra.cli.check.state import check_state
 from infra.cli.connect import connected, create_topics
+from infra.cli.run.private import open_to_others
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.settings.config import duration_s

@@ -118,7 +118,7 @@ def init(
 
     Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """
-    from infra.cli.run.init import run_init
+    from infra.cli.demo.init import run_init
 
     exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 

@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from actors.gateway.access.keys import KeyBook, Refused, Scope
+from infra.cli.look.console_bounds import LIVES_S, MAX_ENDED
 from infra.store.store import Store
 from schemas.errors import StoreError
 
 RELOAD_S = 5.0
-LIVES_S = 12 * 3600.0
-MAX_ENDED = 10_000  # sessions that were signed out of while their cookies last
 LINK = "link"  # who looks through the link that the command prints
 LOOKS: frozenset[Scope] = frozenset({"look", "operate", "unseal"})
 
@@ -154,15 +153,6 @@ class ConsoleAccess:
 
     def _mac(self, body: bytes) -> str:
         return hmac.new(self._secret, body, hashlib.sha256).hexdigest()
-
-
-def ended_bound() -> str:
-    """How long and how many ended sessions are remembered, in words.
-
-    >>> ended_bound()
-    '12 h each, at most 10,000: one more ends every session'
-    """
-    return f"{LIVES_S / 3600:.0f} h each, at most {MAX_ENDED:,}: one more ends every session"
 
 
 def check_origin(headers: Mapping[str, str], own: str) -> None:

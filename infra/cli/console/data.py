@@ -4,8 +4,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.cli.console.bounds import NEWEST
 from infra.cli.console.index import key_of
+from infra.cli.look.console_bounds import NEWEST
 
 SHOWN = 100
 MAX_NAMED = 5000  # tasks of one beginning that are put in order

@@ -97,14 +97,6 @@ def lists(database: sqlite3.Connection, experience: str) -> bool:
     return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (key_of(experience),)).fetchone())
 
 
-def reader_of(path: Path) -> sqlite3.Connection:
-    """A connection that only reads. Raises sqlite3.Error where there is no index."""
-    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
-    database.row_factory = sqlite3.Row
-    database.execute("PRAGMA cache_size = -8000")
-    return database
-
-
 class ConsoleIndex:
     """The index as its one writer has it. Not safe for concurrent use; `is_writer` is False where another process writes.
 

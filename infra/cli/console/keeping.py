@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.connect import connected, log_to_stderr
-from infra.cli.console.bounds import trim
 from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex
+from infra.cli.look.console_bounds import trim
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.following import Following
 from infra.ledger.index import LogIndex

@@ -10,8 +10,8 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from infra.cli.console import bounds, data, learning, versions
-from infra.cli.console.access import Viewer, ended_bound
+from infra.cli.console import data, learning, versions
+from infra.cli.console.access import Viewer
 from infra.cli.console.alarms import MAX_SHOWN, alarms_of
 from infra.cli.console.answers import ShownAnswer, beside, scores_of, shown
 from infra.cli.console.charts import interval, spark
@@ -23,6 +23,7 @@ from infra.cli.console.picture import ARROWS, HIGH, WIDE, boxes_of
 from infra.cli.console.rates import IN_PULSE, IN_TABLE, doings, together
 from infra.cli.console.reading import NotReadYet
 from infra.cli.console.search import Query, choices, query_of, search
+from infra.cli.look.console_bounds import bounds_of, ended_bound, sizes
 from infra.cli.look.status_screen import State
 from infra.ledger.trace import AnswerTrace
 from infra.observe.alarms import anchor
@@ -213,11 +214,11 @@ async def all_data(pages: Pages, request: Request, viewer: Viewer) -> Response:
     ask = pages.reading.ask
     letters, older = await ask(lambda one: data.letters(one, reason, before))
     tenths = await pages.reading.held("tenths", lambda: ask(data.task_shares), held_s=DRAWN_S)
-    rows = await pages.reading.held("sizes", lambda: ask(bounds.sizes), held_s=COUNTED_S)
+    rows = await pages.reading.held("sizes", lambda: ask(sizes), held_s=COUNTED_S)
     return pages.show(
         request, viewer, "data.html", reason=reason, order=order, named=named, letters=letters, older=older,
         counts=await ask(data.letter_counts), tasks=await ask(lambda one: data.tasks(one, order, named)),
-        tenths=tenths, rows=rows, bounds=bounds.bounds_of(pages.reading.settings.keep.replay), max_named=data.MAX_NAMED,
+        tenths=tenths, rows=rows, bounds=bounds_of(pages.reading.settings.keep.replay), max_named=data.MAX_NAMED,
         made=await ask(data.made), busy=pages.busy, has_rules=bool(pages.command),
         num_ended=pages.access.num_ended, ended_bound=ended_bound(),
     )  # fmt: skip

@@ -22,12 +22,13 @@ import msgspec
 
 from infra.cli.console.alarms import noted
 from infra.cli.console.fold import MARK
-from infra.cli.console.index import ConsoleIndex, inode, lists, reader_of
+from infra.cli.console.index import ConsoleIndex, inode, lists
 from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
 from infra.cli.console.rates import by_labels, together
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
 from infra.cli.look.clock import LogClock
+from infra.cli.look.console_bounds import read_only
 from infra.cli.look.expected import wanted_of
 from infra.cli.look.heard import LastHour
 from infra.cli.look.newest import HeldNewest
@@ -288,7 +289,7 @@ class Reading:
         if held is None or held[0] != inode(self._path):  # or the file was removed, and made anew
             if held is not None:
                 held[1].close()
-            self._threads.held = held = inode(self._path), reader_of(self._path)
+            self._threads.held = held = inode(self._path), read_only(self._path)
         return held[1]
 
 

@@ -21,13 +21,13 @@ from infra.cli.connect import log_to_stderr, reading, store_of
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
-from infra.cli.console.index import reader_of
 from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keeper_of
 from infra.cli.console.learning import Run
 from infra.cli.console.leaving import Leaving
 from infra.cli.console.page import Pages
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
+from infra.cli.look.console_bounds import read_only
 from infra.cli.repeat.source import opened
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.log.log import Log
@@ -72,7 +72,7 @@ async def _serve_source(
     access = ConsoleAccess(store, link)
     run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
     async with run as (app, known):
-        with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before somebody opens it
+        with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
             await known.status(wait_s=0)
         leaving.check()
         await serve(app, sock, leaving)
@@ -233,7 +233,7 @@ def beside_of(settings: Settings) -> list[Run]:
     for name in settings.console.beside:
         path = settings.folder / name / "state" / FILE
         try:
-            found.append((Path(name).name, reader_of(path)))
+            found.append((Path(name).name, read_only(path)))
         except sqlite3.Error as error:
             raise ConfigError(
                 f"console.beside: {name}: no index in {path}: run `headrace console` on that run once"

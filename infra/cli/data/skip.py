@@ -5,11 +5,11 @@ command. What is lost is printed, and written to dead-letters as one letter a pa
 """
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from infra.cli.connect import connected
+from infra.cli.look.groups import READS, Group
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.bus import CommitRefused, Partition
@@ -18,14 +18,6 @@ from infra.log.log import Log
 from schemas import topics
 from schemas.errors import ConfigError
 
-Group = Literal["tasks", "explore", "verify", "collect"]
-# Which group reads which topics; its lag is what waits to be done.
-READS: dict[Group, tuple[topics.Topic, ...]] = {
-    "tasks": (topics.TASKSET_RAW,),
-    "explore": (topics.TASKS,),
-    "verify": (topics.EXPERIENCES, topics.EXPERTS),
-    "collect": (topics.VERIFIED,),
-}
 REASON = "deleted unread"
 
 

@@ -107,8 +107,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text of every generated page, by its path below infra/docs."""
     from actors.gateway.http.openapi import document
-    from infra.cli.bench.page import page
     from infra.cli.commands.measure import commands as benches
+    from infra.cli.docs.benchmarks import page
     from infra.cli.settings import Settings
 
     return {

@@ -10,7 +10,7 @@ from infra.policies.history import LeaseFence
 from infra.policies.summary import Summary
 from schemas import Directive, PolicyEvent, topics
 
-RECENT = 8 * LOOK  # records that somebody who looks back is shown at least
+RECENT = 8 * LOOK  # records that a look back shows at least
 
 
 class PolicyWords:

@@ -10,24 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from infra.settings.config import NonNegative, Section
+from infra.cli.settings import Expect
 
 SEEN_S = 3600.0  # a process that reported within the last hour and did not end in order should still run
 OVER = ("stopped", "done", "failed")  # states of a role's last report
-
-
-class Expect(Section, frozen=True):
-    """[expect]: how many of each role `headrace status` expects to run; 0 is as many as ran within the last hour and were not
-    stopped in order, one at least.
-
-    explore: explorers. process: stream workers. serve: gateways, expected only where the file has a [gateway].
-
-    Example: Expect(explore=8, process=4, serve=2)
-    """
-
-    explore: NonNegative = 0
-    process: NonNegative = 0
-    serve: NonNegative = 0
 
 
 class Heard(msgspec.Struct, frozen=True):

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.console import bounds
-from infra.cli.console.access import ended_bound
-from infra.cli.console.index import reader_of
+from infra.cli.look.console_bounds import bounds_of as console_bounds_of
+from infra.cli.look.console_bounds import ended_bound, read_only, sizes
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.store.snapshots import KEPT
@@ -108,9 +107,9 @@ def _in_files(settings: Settings) -> Iterable[Kept]:
 def _in_console(path: Path, replay: str) -> Iterable[Kept]:
     """The tables of the console's index; where it cannot be read, what bounds them."""
     rows: dict[str, int] = {}
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(reader_of(path)) as database:
-        rows = bounds.sizes(database)
-    for table, bound in bounds.bounds_of(replay).items():
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(read_only(path)) as database:
+        rows = sizes(database)
+    for table, bound in console_bounds_of(replay).items():
         yield Kept(f"console {table}", bound, rows.get(table), "rows")
     yield Kept("console ended sessions", ended_bound(), unit="sessions")  # in its memory; its page Data counts them
 

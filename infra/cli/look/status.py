@@ -12,9 +12,9 @@ from types import MappingProxyType
 import msgspec
 
 from infra.cli.connect import reading
-from infra.cli.data.skip import READS
 from infra.cli.look.clock import LogClock
 from infra.cli.look.expected import OVER, missing, wanted_of
+from infra.cli.look.groups import READS
 from infra.cli.look.heard import LastHour
 from infra.cli.look.kept import kept_of
 from infra.cli.look.newest import Newest, newest, newest_reports

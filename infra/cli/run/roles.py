@@ -11,9 +11,9 @@ from pathlib import Path
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.check.private import open_to_others
 from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
 from infra.cli.run.early import until_begun
+from infra.cli.run.private import open_to_others
 from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
 from infra.cli.settings import Settings, load_settings
 from infra.local.ranks import adopt_slurm, rank_of

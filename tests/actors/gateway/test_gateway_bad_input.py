@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.gateway.answering.requests import REACHING, read_chat, read_text
 from actors.gateway.answering.text import Detokenizer, StopStrings
 from actors.gateway.config import GatewayConfig, GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import REACHING, read_chat, read_text
+from actors.gateway.errors import ApiError
 from infra.settings.config import decode
 from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import ByteTokenizer, RunningGateway, engine, says, serving

@@ -12,11 +12,11 @@ import pytest
 
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.conversation import MAX_DEPTH, Prompt, read_calls
-from actors.gateway.answering.serving import CHARS_PER_TOKEN
+from actors.gateway.answering.requests import read_chat, read_text
 from actors.gateway.answering.sessions import HeldSession, Sessions, held
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import read_chat, read_text
+from actors.gateway.errors import ApiError
+from actors.gateway.gateway import CHARS_PER_TOKEN
 from actors.gateway.recording.record import THREAD_TOKENS
 from actors.rollout.continuation import SampledTurn
 from schemas import Message

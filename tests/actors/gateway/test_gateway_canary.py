@@ -14,9 +14,9 @@ from starlette.responses import StreamingResponse
 from actors.config import CanaryConfig, GateConfig, PeopleConfig
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import error_event
-from actors.gateway.canary import Canary, place_of
 from actors.gateway.config import CanaryShare, GatewayConfig
-from actors.gateway.http.errors import bad
+from actors.gateway.errors import bad
+from actors.gateway.http.canary import Canary, place_of
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore

@@ -17,7 +17,7 @@ from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.feedback_token import FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey, KeyBook
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from actors.gateway.recording.spool import Spool, SpoolFull, SpoolLost
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError

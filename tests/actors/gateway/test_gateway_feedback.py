@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actors.gateway.access.feedback_token import read as read_token
 from actors.gateway.config import Webhook
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from actors.gateway.recording.feedback_intake import check_signature, nth_answer, read_feedback, read_token_request
 from infra.store.memory import MemoryStore
 from infra.store.seal import FOLDER, Keys, open_event, open_text

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
-from actors.gateway.http.gone import Gone
+from actors.gateway.gone import Gone
 
 
 class Work:

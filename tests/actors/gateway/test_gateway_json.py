@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from actors.engines.engine import Sampling, SchemaNotTried
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.answering.json_schema import ANY_OBJECT, MAX_BYTES, MAX_PARTS, rewritten
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 

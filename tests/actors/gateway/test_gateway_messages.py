@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actors.gateway.answering.text import THINK, THOUGHT, ThoughtSplitter
 from actors.gateway.apis.messages import read_count, read_messages
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from schemas.ids import answer_id
 from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.engines.scripted import ScriptedEngine
 from actors.gateway.access.places import Places, ReleasingStream, Rota, TakenPlaces, to_its_end
 from actors.gateway.config import CanaryShare, GatewayLimits
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from tests.actors.gateway.gateway_rig import VOCABULARY, RunningGateway, engine, says, serving

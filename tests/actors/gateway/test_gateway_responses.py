@@ -14,7 +14,7 @@ from actors.gateway.answering.conversation import ChatMessage
 from actors.gateway.answering.earlier import Conversation, Earlier
 from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
+from actors.gateway.errors import ApiError
 from schemas.ids import answer_id
 from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
 

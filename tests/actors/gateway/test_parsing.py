@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser, OwnParser, Parsed, SampledText, ready
+from actors.gateway.answering.requests import read_chat
 from actors.gateway.answering.text import Detokenizer
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import ApiError
-from actors.gateway.http.requests import read_chat
+from actors.gateway.errors import ApiError
 from infra.model.model import Tokenizer
 from infra.model.writing import Writing, as_template_takes, writing_of
 from schemas.errors import ConfigError

@@ -18,10 +18,9 @@ from starlette.routing import BaseRoute
 from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.app import Headed
-from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import ConsoleServer, bound, command_of, made, server_options
-from infra.cli.settings import Settings, load_settings
+from infra.cli.settings import ConsoleConfig, Settings, load_settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.store.memory import MemoryStore

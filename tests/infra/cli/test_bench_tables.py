@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
+from infra.cli.bench.common.figures import number, words
 from infra.cli.bench.found import Found, command, show
 from infra.cli.bench.records import codec
-from infra.cli.bench.tables import figures_table, number, shapes_table, words
+from infra.cli.bench.tables import figures_table, shapes_table
 from infra.cli.bench.targets import TARGETS
 
 

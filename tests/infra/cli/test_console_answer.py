@@ -8,8 +8,9 @@ from pathlib import Path
 
 from infra.cli.console.answers import beside
 from infra.cli.console.fold import Folder
-from infra.cli.console.index import ConsoleIndex, key_of, reader_of
+from infra.cli.console.index import ConsoleIndex, key_of
 from infra.cli.console.keeping import FILE
+from infra.cli.look.console_bounds import read_only
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -115,7 +116,7 @@ def test_beside_an_answer_of_a_long_session_are_the_turns_around_it(tmp_path: Pa
             await log.publish(topics.EXPERIENCES, Block((live(at, f"turn {at}", "so"),)))
         index = ConsoleIndex(tmp_path / "console.sqlite")
         await Folder(index, run="t", policy="main").refresh(log)
-        database = reader_of(index.path)
+        database = read_only(index.path)
         ids = [row[0] for row in database.execute("SELECT id FROM answers ORDER BY n")]
         assert [row["id"] for row in beside(database, ids[150])] == ids[119:183]
         assert [row["id"] for row in beside(database, ids[2])] == ids[:35]
@@ -137,7 +138,7 @@ def test_beside_an_answer_is_its_whole_group(tmp_path: Path) -> None:
         await log.publish(topics.EXPERIENCES, Block((live(5, "another", "group"),)))
         index = ConsoleIndex(tmp_path / "console.sqlite")
         await Folder(index, run="t", policy="main").refresh(log)
-        database = reader_of(index.path)
+        database = read_only(index.path)
         assert [row["answered"] for row in beside(database, "sum-7.0-2-0")] == [f"it is {at}" for at in range(4)]
         database.close()
         index.close()

@@ -4,8 +4,8 @@ import asyncio
 import threading
 from pathlib import Path
 
-from infra.cli.console.bounds import MAX_TASKS, NEWEST, bounds_of, sizes, trim
-from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.index import ConsoleIndex
+from infra.cli.look.console_bounds import MAX_TASKS, NEWEST, bounds_of, read_only, sizes, trim
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -83,7 +83,7 @@ def test_who_keeps_the_index_up_keeps_it_bounded(tmp_path: Path) -> None:
             pass
 
     asyncio.run(main())
-    database = reader_of(tmp_path / "state" / "console.sqlite")
+    database = read_only(tmp_path / "state" / "console.sqlite")
     assert tuple(database.execute("SELECT min(version), max(version) FROM curves").fetchone()) == (10, at_most + 9)
     database.close()
 

@@ -12,7 +12,8 @@ import pytest
 from infra.cli.console import data
 from infra.cli.console.data import SHOWN
 from infra.cli.console.fold import MARK, Folder
-from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.index import ConsoleIndex
+from infra.cli.look.console_bounds import read_only
 from infra.log.bus import Record
 from infra.store.seal import seal_event, seal_text
 from schemas import DeadLetter, decode, encode, topics
@@ -98,7 +99,7 @@ def test_a_letter_was_delivered_again_though_its_mark_is_read_before_it(tmp_path
     ]
     for one in records[::-1] if is_first else records:
         folder.fold(topics.DEAD_LETTERS, [(one, decode(one.value))], {})
-    database = reader_of(index.path)
+    database = read_only(index.path)
     (row,) = data.letters(database, "", None)[0]
     assert (row["done"], row["done_by"]) == (1, "ann: mended")
     assert [(one["count"], one["done"]) for one in data.letter_counts(database)] == [(1, 1)]
@@ -117,7 +118,7 @@ QUESTIONS: dict[str, Callable[[sqlite3.Connection], object]] = {
 @pytest.mark.parametrize("question", list(QUESTIONS))
 def test_a_page_of_letters_or_tasks_looks_at_no_more_rows_in_a_long_index(tmp_path: Path, question: str) -> None:
     index = ConsoleIndex(tmp_path / "console.sqlite")
-    database = reader_of(index.path)
+    database = read_only(index.path)
     found = []
     for start, stop in ((0, 10_000), (10_000, 60_000)):
         numbers = range(start, stop)

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.cli.console.fold import FOLDED, Folder
-from infra.cli.console.index import ConsoleIndex, inode, reader_of
+from infra.cli.console.index import ConsoleIndex, inode
 from infra.cli.console.learning import CURVES
 from infra.cli.console.search import PAGE, Query, choices, query_of, search
 from infra.cli.console.serve import source_of
+from infra.cli.look.console_bounds import read_only
 from infra.ledger.archive import ABOUT, ArchiveHead, writing
 from infra.ledger.audit import audit
 from infra.log.bus import Record
@@ -116,7 +117,7 @@ def test_pages_of_a_search_hold_every_answer_once(tmp_path: Path) -> None:
         await folder.refresh(log)
 
     asyncio.run(main())
-    database = reader_of(index.path)
+    database = read_only(index.path)
     for query in (
         Query(tenant="acme"),
         Query(tenant="acme", text="where"),
@@ -161,7 +162,7 @@ def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it(tm
 
 def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index(tmp_path: Path) -> None:
     index = ConsoleIndex(tmp_path / "console.sqlite")
-    database = reader_of(index.path)
+    database = read_only(index.path)
     found = []
     for many in (2_000, 18_000):
         (last,) = database.execute("SELECT coalesce(max(n), 0) FROM answers").fetchone()
@@ -312,7 +313,7 @@ def test_an_index_of_another_layout_is_made_anew(tmp_path: Path) -> None:
         old.execute("CREATE TABLE answers (x)")
         old.execute("PRAGMA user_version = 999")
     old.close()
-    reader, before = reader_of(path), inode(path)  # who reads it keeps it there
+    reader, before = read_only(path), inode(path)  # who reads it keeps it there
     index = ConsoleIndex(path)
     assert index.database.execute("SELECT count(*) FROM fates").fetchone() == (0,)
     assert inode(path) != before, "as another file: to empty a long one takes as long as to read it"

@@ -12,14 +12,15 @@ import httpx
 import pytest
 
 from infra.cli.console.alarms import alarms_of
-from infra.cli.console.config import ConsoleConfig
 from infra.cli.console.fold import Folder
-from infra.cli.console.index import ConsoleIndex, reader_of
+from infra.cli.console.index import ConsoleIndex
 from infra.cli.console.keeping import FILE, IndexState
 from infra.cli.console.learning import charts_of
 from infra.cli.console.pages_look import HELP, HOWTO
 from infra.cli.console.search import Query, search
 from infra.cli.console.serve import command_of
+from infra.cli.look.console_bounds import read_only
+from infra.cli.settings import ConsoleConfig
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -55,7 +56,7 @@ def test_a_version_names_every_answer_it_learned_from_though_later_ones_did_too(
     answers = [live(number, f"question {number}", "said") for number in range(4)]
 
     def learned(version: int) -> list[str]:
-        database = reader_of(index.path)
+        database = read_only(index.path)
         rows = search(database, Query(learned=version)).rows
         database.close()
         return sorted(row["asked"] for row in rows)
@@ -189,7 +190,7 @@ def test_a_page_asked_while_the_index_is_made_anew_finds_all_of_it_or_none(tmp_p
         index = ConsoleIndex(tmp_path / "console.sqlite")
         log = await filled()
         await Folder(index, run="t", policy="main").refresh(log)
-        database = reader_of(index.path)
+        database = read_only(index.path)
         counts: set[int] = set()
 
         def ask() -> None:

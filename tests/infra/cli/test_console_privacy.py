@@ -5,8 +5,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from infra.cli.console.bounds import NEWEST, trim
 from infra.cli.console.keeping import FILE
+from infra.cli.look.console_bounds import NEWEST, trim
 from tests.infra.cli.console_rig import looking
 from tests.infra.cli.test_console_pages import filled, text_of
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import httpx
 import pytest
 
-from infra.cli.console.config import ConsoleConfig
+from infra.cli.settings import ConsoleConfig
 from tests.infra.cli.console_rig import LINK, TOML, Console, console
 from tests.infra.cli.test_console_access import token_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.console.index import reader_of
 from infra.cli.console.search import PAGE, Query, query_of, search, terms_of
+from infra.cli.look.console_bounds import read_only
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -44,7 +44,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Conne
 
     asyncio.run(main())
     index.close()
-    database = reader_of(index.path)
+    database = read_only(index.path)
     yield database
     database.close()
 
@@ -99,7 +99,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connecti
 
     asyncio.run(main())
     index.close()
-    database = reader_of(index.path)
+    database = read_only(index.path)
     yield database
     database.close()
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from actors.gateway.access.keys import Refused
-from infra.cli.console.access import LIVES_S, MAX_ENDED, ConsoleAccess, ended_bound
+from infra.cli.console.access import ConsoleAccess
+from infra.cli.look.console_bounds import LIVES_S, MAX_ENDED, ended_bound
 from infra.store.memory import MemoryStore
 from tests.infra.cli.console_rig import LINK, Console, console
 from tests.infra.cli.test_console_access import browser, minted

@@ -14,8 +14,8 @@ from actors.engines.scripted import ScriptedEngine
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
 from infra.chain.processor import Memory
+from infra.cli.demo.init import EXAMPLES, files_of
 from infra.cli.main import app
-from infra.cli.run.init import EXAMPLES, files_of
 from infra.cli.settings import load_settings
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Feedback, Message, Task

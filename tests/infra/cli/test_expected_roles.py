@@ -3,7 +3,8 @@
 import os
 import socket
 
-from infra.cli.look.expected import Expect, Heard, missing, process_of, wanted_of
+from infra.cli.look.expected import Heard, missing, process_of, wanted_of
+from infra.cli.settings import Expect
 from infra.roles.role import instance_of
 
 NOW_S = 1_763_715_600.0

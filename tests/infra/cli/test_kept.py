@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.console.access import ended_bound
 from infra.cli.console.index import ConsoleIndex
+from infra.cli.look.console_bounds import ended_bound
 from infra.cli.look.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
 from infra.cli.look.status import read_status
 from infra.cli.settings import load_settings

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from actors.gateway.access.keys import create_key, list_keys
-from infra.cli.check.private import open_to_others
 from infra.cli.connect import store_of
 from infra.cli.options import umask_of
+from infra.cli.run.private import open_to_others
 from infra.cli.settings import load_settings
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, app_secret

@@ -125,7 +125,7 @@ def _query(drawn: random.Random) -> dict[str, str]:
     """What a person may look for: one to three conditions, some of which nothing fits."""
     every = {
         "text": " ".join(drawn.sample(WORDS, drawn.randint(1, 3))), "version": str(drawn.randrange(VERSIONS)),
-        "tenant": drawn.choice(("acme", "globex", "nobody")), "said": drawn.choice(("yes", "no")), "lane": "live",
+        "tenant": drawn.choice(("acme", "globex", "absent")), "said": drawn.choice(("yes", "no")), "lane": "live",
         "low": "0.5", "fate": drawn.choice(("pending", "too short")),
         "session": session_name("bench", str(drawn.randrange(10**5))),
     }  # fmt: skip

@@ -284,10 +284,10 @@ async def _behind(settings: "Settings") -> int:
     """Records of the log that the console's index does not hold yet."""
     from infra.cli.connect import connected
     from infra.cli.console.fold import FOLDED
-    from infra.cli.console.index import reader_of
     from infra.cli.console.keeping import FILE
+    from infra.cli.look.console_bounds import read_only
 
-    database = reader_of(settings.folder / "state" / FILE)
+    database = read_only(settings.folder / "state" / FILE)
     try:
         reads = {(topic, part): at for topic, part, at in database.execute("SELECT topic, part, next FROM reads")}
     finally:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BUSY = 0.6  # of its core that a process is planned with: the rest catches up after an outage
 DAY_S = 86_400.0
 DAY_TOPIC_DAYS = 25 / 24  # a broker removes whole segments, see `schemas.topics`
+ROUNDING = 1e-9  # of work that is no work: 3 / (1 / 3 * 9) may be 1.0000000000000002, and one learner does it
 REPORT_S = 2.0  # of every role
 BLOBS = "blobs"
 
@@ -224,7 +225,7 @@ def _trainer(rates: Rates, there: Installed) -> PartNeed:
 
 def _part(part: str, setting: str, has: int, work: float, most: int = 0) -> PartNeed:
     """work: how many it keeps as busy as is planned. most: that can work at once, 0 for any number."""
-    needs = math.ceil(work)
+    needs = math.ceil(work * (1 - ROUNDING))
     working = max(1, has or needs)
     return PartNeed(part, setting, has, needs, work / (min(working, most) if most else working))
 

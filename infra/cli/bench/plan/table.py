@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from infra.cli.bench.common.figures import number
 from infra.cli.bench.plan.plan import BLOBS, BUSY, CapacityPlan
-from infra.cli.bench.tables import number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

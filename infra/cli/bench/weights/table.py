@@ -77,7 +77,7 @@ def targets_table(found: Mapping[str, Mapping[str, float]]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from infra.cli.bench.tables import number, words
+    from infra.cli.bench.common.figures import number, words
 
     table = Table("target of the way of weights", title="bench weights: the targets")
     for name in ("target", "seen", ""):
@@ -98,7 +98,7 @@ def sweep_table(found: Mapping[float, Mapping[str, float]], curves: Mapping[str,
     """CPU seconds a GB of each curve, and what came of them, by GB of weights."""
     from rich.table import Table
 
-    from infra.cli.bench.tables import number
+    from infra.cli.bench.common.figures import number
 
     table = Table("CPU seconds a GB", title="bench weights: by GB of weights")
     for gb in found:

@@ -21,11 +21,11 @@ from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import ready
 from actors.gateway.answering.pictures import decoded_pictures
+from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
-from actors.gateway.http.errors import ApiError, bad, no_room, unavailable
-from actors.gateway.http.requests import ParsedRequest
+from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder, Served, render

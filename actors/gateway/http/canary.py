@@ -23,10 +23,10 @@ import msgspec
 from starlette.responses import Response
 
 from actors.gateway.access.places import ReleasingStream
+from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER
 from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare
-from actors.gateway.http.errors import unavailable
-from actors.gateway.http.requests import SESSION_END_HEADER, SESSION_HEADER
+from actors.gateway.errors import unavailable
 from infra.observe.metrics import Metrics
 from infra.roles.absence import Absence
 from infra.roles.unless import unless

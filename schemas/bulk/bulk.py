@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from schemas.bulk.sections import LOGPROBS, MAX_READ_BYTES, TEXT, TOKENS, WIDTHS, Ranges, Sections
 from schemas.errors import BadFrame
 from schemas.records import Message
-from schemas.wire.sections import LOGPROBS, MAX_READ_BYTES, TEXT, TOKENS, WIDTHS, Ranges, Sections
 
 MAX_MESSAGES = 16_384
 MANY = 1024  # logprobs in a list; fewer are packed one by one

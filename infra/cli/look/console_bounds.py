@@ -1,4 +1,4 @@
-"""What bounds each table of the console's index, and how many rows there are.
+"""What bounds what a console holds: each table of its index, with how many rows there are, and sessions that ended.
 
 Rows of records that the log keeps for a time are removed with these records. Of what it keeps for ever (`policies`, `evals`),
 and of what may come faster than a page can list, only a number of the newest rows stay.
@@ -6,6 +6,7 @@ and of what may come faster than a page can list, only a number of the newest ro
 
 import sqlite3
 from collections.abc import Mapping
+from pathlib import Path
 
 # What goes with the log, by the time of its record.
 TIMED = ("answers", "scores", "uses", "texts", "words", "fates", "letters", "marks", "tasks")
@@ -21,6 +22,8 @@ NEWEST: Mapping[str, tuple[str, int]] = {
 }
 MAX_TASKS = 200_000
 FIXED = {"fence": "one row", "reads": "a row for each partition"}
+LIVES_S = 12 * 3600.0  # of a session's cookie
+MAX_ENDED = 10_000  # sessions that were signed out of while their cookies last
 
 
 def trim(database: sqlite3.Connection, before_ms: int) -> None:
@@ -52,6 +55,23 @@ def bounds_of(replay: str) -> dict[str, str]:
         kept[table] = f"{kept[table]}, at most {what}" if table in kept else what
     kept["tasks"] += f", at most the newest {MAX_TASKS:,}"
     return kept | FIXED
+
+
+def ended_bound() -> str:
+    """How long and how many ended sessions are remembered, in words.
+
+    >>> ended_bound()
+    '12 h each, at most 10,000: one more ends every session'
+    """
+    return f"{LIVES_S / 3600:.0f} h each, at most {MAX_ENDED:,}: one more ends every session"
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection to an index that only reads. Raises sqlite3.Error where there is none."""
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    database.execute("PRAGMA cache_size = -8000")
+    return database
 
 
 def sizes(database: sqlite3.Connection) -> dict[str, int]:

@@ -16,7 +16,7 @@ from msgspec import Meta
 from actors.gateway.answering.conversation import ChatMessage, Prompt, RequestTool, chat_prompt, text_prompt
 from actors.gateway.answering.json_schema import ANY_OBJECT, rewritten
 from actors.gateway.config import GatewayLimits
-from actors.gateway.http.errors import bad
+from actors.gateway.errors import bad
 
 SESSION_HEADER = "x-session-id"  # ties the turns of a conversation together
 SESSION_END_HEADER = "x-session-end"  # "true": no turn follows this one
