@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench-deps demo test test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench-deps demo test test-fast long-tests missing-tools test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -64,8 +64,12 @@ test: missing-tools check agents ## everything: linters, types, unit and end-to-
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --reruns 1 $(ARGS)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
 
-test-fast: missing-tools install ## the first case of every grid; no broker, no engine process, no long search
+test-fast: missing-tools install ## the first case of every grid, of what takes less than 0.15 s
 	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu and not long" $(ARGS)
+
+# The tests that `make test-fast` leaves out are named in tests/long.txt.
+long-tests: install ## measure anew which tests take 0.15 s or more (ten minutes)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --durations=0 --durations-min=0.05 | $(BIN)/python -m tests.long_tests
 
 missing-tools:
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || command -v bwrap >/dev/null || echo "make: no bwrap on PATH: some 250 tests of what confines untrusted code will be left out; to have them: apt-get install bubblewrap"

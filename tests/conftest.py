@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from infra.cli.bench.common import minio
 from infra.cli.bench.common.minio import MinioServer
 from infra.local.broker import EmbeddedKafka
+from tests.long_tests import known
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,8 +42,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that processes which share the files end at nearly the same time."""
+    """What takes longest comes first, so that processes which share the files end at nearly the same time. What is known to
+    take long is marked, before pytest chooses by marks.
+    """
+    long = known()
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.long)
 
     def place(item: pytest.Item) -> int:
         folders = [at for at, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder)]

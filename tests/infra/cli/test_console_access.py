@@ -247,7 +247,7 @@ def test_a_move_is_the_record_of_the_command_with_the_key_as_its_owner(here: Con
     ("action", "version", "expected"),
     [
         ("try", "7", ("promoted", 7, "canary")), ("pin", "6", ("pinned", 6, "stable")),
-        ("unpin", "", ("pinned", -1, "stable")), ("rollback", "v2", ("rolled_back", 2, "stable")),
+        ("unpin", "", ("pinned", -1, "stable")), ("rollback", "v1", ("rolled_back", 1, "stable")),
     ],
 )  # fmt: skip
 def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
