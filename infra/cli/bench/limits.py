@@ -7,7 +7,7 @@ LIMITS: dict[str, str] = {
         " log-probabilities do, which the rival does not make."
     ),
     "console-load": (
-        "the mean of six pairs of minutes on two cores; its error falls with the root of their number, so 0.03 takes about twenty."
+        "the mean of six pairs of minutes on two cores; its error falls with the root of their number: 0.03 takes about twenty."
     ),
     "feedback": (
         "a join runs the whole chain of collect on its group and publishes two records: about 1,100 calls of Python, of which"
@@ -30,12 +30,12 @@ LIMITS: dict[str, str] = {
         " busy until vLLM's own process imports what its front has imported before it, one after the other."
     ),
     "train": (
-        "with a model of 0.9 million parameters a step costs what moves its answers: both cores are busy, of which the engine takes"
-        " a third and the trainer a quarter; see [training beside TRL](../explanation/measured.md#training-beside-trl)."
+        "with a model of 0.9 million parameters a step costs what moves its answers: both cores are busy, of which the engine"
+        " takes a third and the trainer a quarter; see [training beside TRL](../explanation/measured.md#training-beside-trl)."
     ),
     "transport": (
-        "the peers pickle arrays and keep them in memory. Here each answer is checked, compressed, written to a broker's disk, read"
-        " and checked again: what a log is for."
+        "the peers pickle arrays and keep them in memory. Here each answer is checked, compressed, written to a broker's disk,"
+        " read and checked again: what a log is for."
     ),
     "weights": (
         "folding many versions reads and writes what moved at scattered places, 0.06 to 0.09 s a GB and version; a slice of one"
