@@ -110,9 +110,9 @@ def check_reward(settings: Settings) -> list[str]:
     """Names in [reward] that no score or feedback source of the file gives; a workflow may still give them."""
     given = {one.name for one in settings.score} | {one.name for one in settings.feedback}
     named = {"blend": settings.reward.blend, "require": settings.reward.require}
+    known = f"{', '.join(sorted(given))}, or one" if given else "a name"
     return [
-        f'reward.{key}: no [[score]] or [[feedback]] is called "{name}"; expected one of {", ".join(sorted(given))}, or one '
-        "that a workflow returns"
+        f'reward.{key}: no [[score]] or [[feedback]] is called "{name}"; expected {known} that a workflow returns'
         for key, names in named.items()
         for name in names
         if name not in given

@@ -110,6 +110,13 @@ def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
     assert notes[1] == "note: policy.model: missing: explore, serve and train do not start without"
 
 
+def test_where_the_file_names_no_score_the_note_names_none(config: Path) -> None:
+    config.write_text(
+        'app = "bot"\n[engine]\nuse = "actors.engines.scripted:ScriptedEngine"\n[reward]\nblend = {judge = 1}\n'
+    )
+    assert 'is called "judge"; expected a name that a workflow returns' in " ".join(check(config).stdout.split())
+
+
 def test_a_plugin_folder_that_is_not_there(config: Path) -> None:
     assert 'plugins: got "plugins", expected a folder' in refused(moved(config))
 
