@@ -71,11 +71,12 @@ FOR_PEOPLE = (
     "infra/cli/console/", "trainer/loop/report.py",
 )  # fmt: skip
 PICKLES_ITS_OWN = "infra/cli/bench/peers/pickled.py"  # a peer of the benchmarks, which opens what it packed
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
+    "CONTRIBUTING.md", "CHANGELOG.md",
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def unsafe_call(call: ast.Call) -> list[str]:
     return faults
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     lengths = {name_of(path): len(text_of(path).splitlines()) for path in sources(*PACKAGES, "tests")}
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
 
