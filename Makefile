@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench-deps demo test test-fast long-tests missing-tools test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench-deps demo test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -57,19 +57,18 @@ bench-deps: install ## create .venv/bench with the peers that `headrace bench` m
 demo: install    ## train a small model through Kafka, Faust and vLLM (three to six minutes)
 	@$(BIN)/headrace demo $(ARGS)
 
-# Many tests run real processes, brokers and kills: one that fails is tried once more, and the summary names it (R), as in
-# Kafka's own build. `make test-fast` gives no second try. Slow tests go file by file, so that those of a file share a broker,
-# an engine or a run of the demo; most of them wait for processes, and two files at once fill the two cores.
-test: missing-tools check agents ## everything: linters, types, unit and end-to-end tests
-	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --reruns 1 $(ARGS)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --reruns 1 --durations=20 $(ARGS)
+# Unit tests first, then those with a broker, vLLM, a browser or ranks: these go file by file, so that the tests of a file share
+# what they started, and two files at once fill the two cores.
+test: missing-tools check agents ## what every change passes: linters, types, unit tests, contracts, one run of each promise (15 minutes)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full" --durations=20 $(ARGS)
 
-test-fast: missing-tools install ## the first case of every grid, of what takes less than 0.15 s
-	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu and not long" $(ARGS)
+test-all: missing-tools check agents ## the same with kills, soaks, a thousand seeds, containers and other projects' clients (an hour)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow or full" --durations=20 $(ARGS)
 
-# The tests that `make test-fast` leaves out are named in tests/long.txt.
-long-tests: install ## measure anew which tests take 0.15 s or more (ten minutes)
-	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not gpu" --durations=0 --durations-min=0.05 | $(BIN)/python -m tests.long_tests
+test-fast: missing-tools install ## the unit tests alone (five minutes)
+	@$(BIN)/python -m pytest -q $(FAST) -m "not slow and not full and not gpu" $(ARGS)
 
 missing-tools:
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || command -v bwrap >/dev/null || echo "make: no bwrap on PATH: some 250 tests of what confines untrusted code will be left out; to have them: apt-get install bubblewrap"

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from infra.cli.bench.common import minio
 from infra.cli.bench.common.minio import MinioServer
 from infra.local.broker import EmbeddedKafka
-from tests.long_tests import known
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,26 +43,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that processes which share the files end at nearly the same time. What is known to
-    take long is marked, before pytest chooses by marks.
-    """
-    long = known()
-    for item in items:
-        if item.nodeid in long:
-            item.add_marker(pytest.mark.long)
+    """Run the longest files first, so that processes which share the files end at nearly the same time."""
 
     def place(item: pytest.Item) -> int:
         folders = [at for at, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder)]
         return folders[0] if folders else len(LONGEST_FIRST)
 
     items.sort(key=place)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What failed and passed, or failed otherwise, when it was run again: the first failure tells why."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.write_sep("_", f"first run of {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
 
 
 @pytest.fixture(scope="session")

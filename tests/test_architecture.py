@@ -247,7 +247,6 @@ def test_the_map_of_the_readme_names_every_top_folder_and_no_folder_that_is_not_
     assert sorted({name.partition("/")[0] for name in named}) == tops
 
 
-@pytest.mark.long
 def test_roles_load_only_what_they_need() -> None:
     """What a role must not load is not in sys.modules, though others were imported before it in the same process."""
     streams = [("streams.app", "torch vllm transformers")]

@@ -20,7 +20,7 @@ def outcome(pacing: Pacing, *, steps: int = 60) -> WorldOutcome:
     return World(Case(pacing=pacing, master=MasterConfig(num_episodes=16), steps=steps)).run()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_with_settings_for_them_3_percent_of_tokens_are_lost_at_most_and_the_trainer_waits_for_20_percent_at_most() -> (
     None
 ):
@@ -33,7 +33,7 @@ def test_with_settings_for_them_3_percent_of_tokens_are_lost_at_most_and_the_tra
     assert found.idle <= 0.20
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_version_every_step_drops_no_group_and_more_in_flight_keep_the_trainer_at_work() -> None:
     within = outcome(Pacing(groups_per_step=GROUPS, max_staleness=8), steps=40)
     assert within.dropped == 0, "27 percent, when a group was as old as its oldest token"

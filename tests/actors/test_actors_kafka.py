@@ -26,7 +26,7 @@ from tests.actors.rig import (
     until,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_rollouts_evals_and_reissues_on_the_real_broker(kafka: str, app_name: str, tmp_path: Path) -> None:

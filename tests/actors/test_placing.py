@@ -102,7 +102,7 @@ class Fleet:
         self.draws += 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_of_64_explorers_with_96_groups_none_is_idle_for_more_than_3_percent_of_the_time() -> None:
     assert Fleet(by_load=True).run(3 * 3600) <= 0.03
     assert Fleet(by_load=False).run(3 * 3600) == pytest.approx(0.22, abs=0.03), "by the hash of the key"

@@ -295,7 +295,6 @@ def test_mistakes_are_found_when_the_role_starts(options: dict[str, Any], messag
         load("actors.workflows.program:Program", options, "explore.workflow")
 
 
-@pytest.mark.long
 def test_a_hundred_episodes_share_one_server_and_each_is_its_own() -> None:
     async def run() -> list[int]:
         program = function("messages")

@@ -86,7 +86,7 @@ def test_a_picture_that_a_program_shows_lies_where_the_trainer_looks() -> None:
     assert store.get(BLOBS + OTHER.image.sha256) == OTHER.picture
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_model_that_sees_sampled_for_a_program_is_what_the_trainer_computes_of_it(tmp_path: Path) -> None:
     folder = build_eye_model(tmp_path / "model")
     tokenizer, store = load_tokenizer(folder), MemoryStore()

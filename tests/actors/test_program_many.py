@@ -9,7 +9,7 @@ from infra.cli.bench.serving.episodes import run
 EPISODES = 200
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_episodes_at_once_are_each_recorded_as_their_own_also_where_few_descriptors_are_allowed_at_first() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))

@@ -117,7 +117,6 @@ def test_the_order_of_records_about_different_answers_changes_nothing() -> None:
     assert len(counted) == 1
 
 
-@pytest.mark.long
 def test_people_beyond_the_bound_are_chosen_by_a_hash_the_same_in_any_order() -> None:
     told = [rated(f"s{number}", 5, 1.0, trial=7) for number in range(MAX_VOICES + 500)]
     one, other = after(*told), after(*told[::-1])

@@ -35,9 +35,8 @@ ENGINES = {
     "vllm": vllm_case,
     "vllm-keep": partial(vllm_case, kv="keep"),
 }
-PARAMS = [
-    pytest.param(make, id=name, marks=[pytest.mark.slow] if "vllm" in name else []) for name, make in ENGINES.items()
-]
+MARKS = {"vllm": pytest.mark.slow, "vllm-keep": pytest.mark.full}
+PARAMS = [pytest.param(make, id=name, marks=MARKS.get(name, ())) for name, make in ENGINES.items()]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

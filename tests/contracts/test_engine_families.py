@@ -15,7 +15,7 @@ from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
 
 

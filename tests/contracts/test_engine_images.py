@@ -22,7 +22,6 @@ from schemas import Message
 from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.engine_case import Started
 from tests.eye_model import build_eye_model, drawings
-from tests.grids import rest_long
 from trainer.learners.forward import PackedModel
 
 TOWER = "model.vision_tower."
@@ -112,8 +111,8 @@ NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="In
     params=[
         pytest.param((torch_case, "llava"), id="torch"),
         pytest.param((torch_case, "internvl"), id="torch-internvl"),
-        pytest.param((vllm_case, "llava"), id="vllm", marks=pytest.mark.slow),
-        pytest.param((vllm_case, "internvl"), id="vllm-internvl", marks=[pytest.mark.slow, NO_TORCHVISION]),
+        pytest.param((vllm_case, "llava"), id="vllm", marks=pytest.mark.full),
+        pytest.param((vllm_case, "internvl"), id="vllm-internvl", marks=[pytest.mark.full, NO_TORCHVISION]),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
@@ -141,7 +140,7 @@ def test_what_is_sampled_about_a_picture_has_the_logprobs_of_a_plain_forward(cas
     case.run(check)
 
 
-@pytest.mark.parametrize("part", rest_long([TOWER, PROJECTION]))
+@pytest.mark.parametrize("part", [TOWER, PROJECTION])
 def test_a_reload_of_what_sees_loses_nothing_and_each_span_is_its_own_versions(case: Case, part: str) -> None:
     async def check(case: Case) -> None:
         version, came = case.engine.version, asyncio.Event()

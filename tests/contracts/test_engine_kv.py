@@ -22,7 +22,7 @@ LONG = (1, *(20 + at % 70 for at in range(300)))  # of blocks enough for vLLM to
 CHECKED = 40  # of the answers, token by token
 MOST_GROWTH_MB = 40.0
 ENGINES = (("scripted", scripted, 400), ("torch", torch_case, 40), ("vllm", vllm_case, 400))
-MARKS = {"torch": [pytest.mark.long], "vllm": [pytest.mark.slow]}
+MARKS = {"vllm": [pytest.mark.full]}
 
 
 class EachVersion(dict[int, Tensors]):

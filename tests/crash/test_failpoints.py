@@ -89,7 +89,6 @@ def test_unarmed_nothing_happens() -> None:
     assert written == [b"1234"]
 
 
-@pytest.mark.long
 def test_a_role_with_an_unknown_failpoint_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "headrace.toml").write_text('app = "t"\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\n')
     found = subprocess.run(
@@ -101,7 +100,7 @@ def test_a_role_with_an_unknown_failpoint_does_not_start(tmp_path: Path) -> None
     assert "no failpoint 'journal.before_sent'; the nearest is" in " ".join(found.stderr.split())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("actions", [("kill",), ("raise",), ("tear", "full", "stop", "delay")], ids=" ".join)
 def test_a_cluster_ended_at_every_failpoint_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, actions: tuple[str, ...]

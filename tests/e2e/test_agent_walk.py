@@ -69,7 +69,7 @@ class Walk:
         return "".join(f"\n{one.name}: {one.read_text()[-600:]}" for one in self.folder.glob("mine/logs/*.log"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_walk_of_the_readme_ends_with_a_served_version_that_learned_from_the_agent(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
     init, up, load, trace, status = commands()

@@ -19,7 +19,7 @@ from schemas import Batch, decode, topics
 from tests.trainer.memory_run import CONFIG, STEPS, block, journal, train
 from trainer.learners.scripted import ScriptedLearner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 STEPS_MORE = 6
 PER_GROUP_S = 0.2  # so that the newest checkpoint is kept for as long as a copy takes

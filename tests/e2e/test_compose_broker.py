@@ -7,7 +7,7 @@ import pytest
 from infra.cli.bench.common import minio
 from tests.e2e.compose_stack import ComposeStack, keytool, programs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 VARIABLES = {"KAFKA_PASSWORD": "one2three4", "MINIO_PASSWORD": "five6seven", "MINIO_ADMIN_PASSWORD": "eight9ten",
              "GRAFANA_PASSWORD": "eleven12", "MODEL": "/"}  # fmt: skip

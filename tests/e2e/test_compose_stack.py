@@ -28,7 +28,7 @@ from tests.e2e.prometheus import Prometheus, program
 from tests.e2e.test_compose_broker import VARIABLES
 from tests.e2e.users import UserCrowd
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 PAGE = (REPOSITORY / "infra" / "docs" / "howto" / "deploy.md").read_text(encoding="utf-8")
 ROLES = ("master", "train", "process", "explore", "serve")

@@ -64,6 +64,7 @@ def headrace(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.full
 def test_episodes_of_several_turns_go_round_the_loop_and_are_accounted_for(tmp_path: Path) -> None:
     """No promise of how well it plays: a few steps, every experience accounted for, every turn in one experience."""
     report = run_demo(tmp_path / "run", "--task", "guess", "--engine", "torch", "--minutes", "0.3", "--seed", "2")
@@ -78,6 +79,7 @@ def test_episodes_of_several_turns_go_round_the_loop_and_are_accounted_for(tmp_p
     assert max(ledger.num_spans.values()) >= 3, "no episode went through its three turns in one experience"
 
 
+@pytest.mark.full
 def test_every_role_and_the_broker_may_be_killed_at_any_moment(tmp_path: Path, unkilled: dict) -> None:
     """Ten shots at moments of chance, two at each role and at the broker; the whole loop is `tests/e2e/crash_loop.py`."""
     report = asyncio.run(crash_loop(tmp_path / "run", kills=10, seed=7, minutes=5.0, pause_s=(0.5, 4.0)))

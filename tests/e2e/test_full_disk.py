@@ -14,7 +14,7 @@ from infra.local.broker import EmbeddedKafka
 from schemas.topics import EXPERIENCES
 from tests.e2e.test_gateway_kafka import TOML, ask, headrace, read, running, table_in, wait_until_served
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def processes_of(group: int) -> list[int]:

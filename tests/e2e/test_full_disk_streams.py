@@ -25,7 +25,7 @@ from tests.e2e.test_streams_kill import (
     traffic,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 SOME = 20  # groups closed before the disk is full
 
 

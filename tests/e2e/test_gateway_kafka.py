@@ -176,6 +176,7 @@ def test_answers_are_served_recorded_and_rated_through_kafka_and_a_kill(
         assert first == Feedback(ref=f"hr-{before[0]}", id=told["id"], value=0.75, source="user", rater=rater)
 
 
+@pytest.mark.full
 def test_a_killed_gateway_that_never_saw_a_broker_keeps_every_answer_on_disk(tmp_path: Path) -> None:
     table_in(tmp_path)
     port = choose_address().port

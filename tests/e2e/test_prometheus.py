@@ -17,7 +17,7 @@ from tests.e2e.light_system import REPOSITORY, Fleet, LightSystem, opened, prepa
 from tests.e2e.prometheus import Prometheus, program, scraping
 from tests.e2e.users import BODY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 ROLES = ("master", "train", "process", "explore", "serve")
 RULES = REPOSITORY / "infra" / "deploy" / "alerts.yml"

@@ -31,7 +31,7 @@ from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=3, max_steps=6)
 READ, EVERY = ("GetObject", "ListBucket"), ("GetObject", "PutObject", "ListBucket", "DeleteObject")

@@ -18,7 +18,7 @@ from streams.reprocess.run import ReprocessOrder, plan, reprocess
 from tests.e2e.stream_worker import worker_config
 from tests.e2e.test_streams_kill import all_closed, crew, feed, opened, traffic
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SETTINGS = """
 app = "{app}"

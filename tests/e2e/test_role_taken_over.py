@@ -9,7 +9,7 @@ from infra.cli.exit_codes import FENCED_OUT
 from tests.actors.rig import until
 from tests.e2e.light_system import REPOSITORY, STARTS_S, Fleet, opened, prepare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("role", ["master", "train"])

@@ -39,7 +39,7 @@ from tests.e2e.secured_clients import (
 )
 from tests.streams.collect.collecting import answer, block
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

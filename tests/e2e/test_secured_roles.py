@@ -24,7 +24,7 @@ from tests.trainer.memory_run import block, train
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 Feed = Callable[[Log, int], Awaitable[object]]
 Start = Callable[[Log], asyncio.Task[None]]

@@ -129,7 +129,7 @@ from = {{ webhook = "/v1/feedback" }}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_session_of_20_turns_ended_by_its_client_is_trained_once_over_a_real_broker(
     kafka: str, app_name: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from schemas.wire.frame import SEALED_FORMAT
 from streams.stages.stage import EXIT_BROKER, EXIT_OPERATOR, EXIT_UNKNOWN_MAJOR
 from tests.streams.collect.collecting import answer, block
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from streams.stages.driver import WindowDriver
 from streams.stages.hosted import BrokerLogin, HostedStage
 from streams.stages.verify import Verifier
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 async def log_at(bootstrap: str, app: str) -> Log:

@@ -25,7 +25,7 @@ from schemas import Block, Closure, DeadLetter, Experience, Message, Span, make_
 from schemas.ids import experience_id
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, PROGRESS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_GROUPS = 400

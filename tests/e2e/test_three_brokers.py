@@ -15,7 +15,7 @@ from schemas.errors import ConfigError
 from tests.e2e.broker_loop import attacked, held
 from tests.e2e.three_brokers import ThreeBrokers, Watcher
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from infra.cli.bench.learner.life import LifePlan, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_a_killed_rank_ends_the_group_and_its_checkpoint_and_the_journal_bring_it_back(

@@ -22,7 +22,7 @@ from infra.log.log import Log
 from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Skip, Span, make_experience, topics
 from schemas.journal import effective
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 STEPS = 8
 SETTINGS = """

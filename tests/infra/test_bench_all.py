@@ -192,7 +192,7 @@ def test_the_codecs_shapes_have_a_row_for_every_target() -> None:
     assert set(codec.SHORT) < set(codec.SHAPES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_console_has_a_row_for_every_target() -> None:
     figures = bench_console.run(experiences=1024, looks=1)
     assert all(one.value is not None for one in rows_of("console", figures))

@@ -28,7 +28,7 @@ def test_a_piece_without_steps_is_no_figure() -> None:
         rate_of([100, 5000], RunInterval(False, 0, 1000))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_people_walk_every_page_and_find_it() -> None:
     with console() as here:
         seen = look(here.url, LINK, 3, 4.0, hurry=40.0)

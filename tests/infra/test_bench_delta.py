@@ -5,7 +5,7 @@ import pytest
 from infra.cli.bench.weights.delta import run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_benchmarked_delta_is_bit_exact() -> None:
     report = run(training_steps=3, settling_steps=1, measured_steps=2)
     assert report["bit_exact"] == 1.0

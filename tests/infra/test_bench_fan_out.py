@@ -15,7 +15,7 @@ from infra.store.s3 import PART_BYTES
 SMALL = FanOutPlan(mb=4, mb_per_s=8.0, hosts=2, followers=3, object_bytes=4 * PART_BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_engines_of_a_host_read_a_version_from_s3_once_and_over_many_connections() -> None:
     if minio.find_or_build(minio.default_cache()) is None:
         pytest.skip("no minio on PATH, and no Go to build it with")

@@ -74,7 +74,7 @@ def test_a_simulated_guard_counts_as_the_master_does_record_by_record() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(place, id=", ".join(place), marks=[] if place[1] in QUICK else pytest.mark.long)
+        pytest.param(place, id=", ".join(place), marks=[] if place[1] in QUICK else pytest.mark.full)
         for place, row in EVERY.items()
         if row.promised
     ],

@@ -159,7 +159,7 @@ def test_vllms_own_server_has_the_engine_arguments_of_the_gateway_and_is_named_w
     assert known is None or named - known <= {"port", "host", "disable_uvicorn_access_log"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_gateway_is_measured_beside_bare_servers() -> None:
     said: list[str] = []
     plan = PeersPlan(clients=(1, 16), rounds=1, echoed=32, idle_s=0.2, model=False)

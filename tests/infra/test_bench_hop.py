@@ -104,7 +104,7 @@ def test_other_content_is_another_verdict() -> None:
     assert verdicts_of_record("lists", FORMS["lists"].encode(other)) != same
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_contestant_sends_the_same_through_a_real_broker() -> None:
     said: list[str] = []
     plan = HopPlan(shapes={"4 x (20 + 80)": SHAPE}, groups=5, rounds=1, idle_s=0.2)

@@ -27,7 +27,6 @@ SHARED = BatchShape("4 to one prompt", answers=4, prompt=20, sampled=10, shared=
 ALONE = BatchShape("3 alone", answers=3, prompt=20, sampled=10, shared=False)
 
 
-@pytest.mark.long
 def test_the_learner_and_the_plain_step_agree_and_are_timed_on_every_shape() -> None:
     machine, found = run(SMALL, say=lambda text: None, shapes=(SHARED, ALONE))
     assert machine.dtype == "float32" and machine.peak_tflops == 2.0 and machine.parameters_m > 4
@@ -39,7 +38,6 @@ def test_the_learner_and_the_plain_step_agree_and_are_timed_on_every_shape() -> 
             assert timed.mfu == pytest.approx(timed.tflops / 2.0)
 
 
-@pytest.mark.long
 def test_steps_in_bfloat16_agree_with_autocast() -> None:
     _, found = run(msgspec.structs.replace(SMALL, dtype="bfloat16", repeat=1), lambda text: None, (SHARED,))
     assert found[0].gradient_apart <= NEAR["bfloat16"][1]
@@ -74,7 +72,6 @@ def test_the_peak_of_some_work_is_what_it_held_at_once() -> None:
     assert peak.most_bytes() >= held
 
 
-@pytest.mark.long
 def test_what_a_learner_holds_is_measured_beside_what_is_said_of_it() -> None:
     found = memory.run(MemoryPlan(hidden=256, layers=1))
     assert found["with_versions_mb"] > found["step_mb"] > 18 * found["parameters_m"], (
@@ -84,7 +81,7 @@ def test_what_a_learner_holds_is_measured_beside_what_is_said_of_it() -> None:
     assert found["step_said_over_held"] == pytest.approx(found["step_said_mb"] / found["step_mb"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_rank_of_zero_3_holds_is_said_within_a_seventh() -> None:
     pytest.importorskip("deepspeed")
     found = memory.run(MemoryPlan(layers=3, ranks=2, stage=3))

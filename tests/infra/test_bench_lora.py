@@ -5,7 +5,7 @@ import pytest
 from infra.cli.bench.learner.lora import run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_is_published_after_real_steps() -> None:
     found = run(vocabulary=2000, hidden=64, layers=2, steps=2)
     rank, hidden = 16, 64

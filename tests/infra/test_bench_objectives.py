@@ -11,7 +11,7 @@ from infra.cli.bench.learning import mix, offpolicy
 from infra.cli.bench.learning.adding import Problem, deck, demonstration, item_of, problems
 from infra.cli.demo.char_model import build_char_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_every_batch_is_as_old_as_forced(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from infra.cli.bench.serving.outage import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_an_outage_fails_no_request_and_loses_no_answer() -> None:

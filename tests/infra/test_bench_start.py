@@ -62,7 +62,7 @@ def test_what_does_not_start_is_said_in_one_line_and_has_no_figure(tmp_path: Pat
     assert said == ["start: explore, cold", "start: explore is left out: headrace: no engine"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_role_is_measured_until_it_works() -> None:
     said: list[str] = []
     figures = run(StartPlan(roles=("master", "nobody"), demo=False), said.append)

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_a_state_saved_by_two_killed_ranks_is_read_by_one_two_and_three_with_an_equal_hash() -> None:

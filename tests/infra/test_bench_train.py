@@ -143,7 +143,6 @@ def test_the_peer_is_asked_what_the_demos_settings_say(tmp_path: Path) -> None:
     assert {asked["split"], asked["suite"]} < splits
 
 
-@pytest.mark.long
 def test_a_warmed_up_model_is_a_folder_of_the_same_form(tmp_path: Path) -> None:
     small = settings_in(tmp_path, "trainer.warmup.max_steps=3")
     model = build_char_model(tmp_path / "model", 0, size=Size(hidden=32, layers=1))

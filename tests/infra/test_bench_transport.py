@@ -96,7 +96,7 @@ def test_a_peer_that_is_missing_is_named_in_one_line(tmp_path: Path) -> None:
     assert all("make bench-deps" in line for line in said)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ours_is_measured_through_a_real_broker() -> None:
     said: list[str] = []
     plan = TransportPlan(answers=32, groups=1, rounds=1, idle_s=0.1)

@@ -4,7 +4,6 @@ from pathlib import Path
 from re import fullmatch
 
 import msgspec
-import pytest
 
 from infra.cli.bench.targets import TARGETS
 from infra.cli.bench.weights.sweep import sweep
@@ -12,7 +11,6 @@ from infra.cli.bench.weights.table import ROWS, rows
 from infra.cli.bench.weights.weights import WeightsPlan, run
 
 
-@pytest.mark.long
 def test_the_way_of_weights_is_measured_from_the_copy_to_the_engines_file() -> None:
     said: list[str] = []
     found = run(WeightsPlan(gb=0.002), said.append)
@@ -39,7 +37,6 @@ def test_every_target_of_the_way_of_weights_is_in_a_row() -> None:
     assert named == TARGETS["weights"].keys()
 
 
-@pytest.mark.long
 def test_a_sweep_writes_its_figures_and_a_picture(tmp_path: Path) -> None:
     found = sweep([0.002, 0.001], 0.014, tmp_path, lambda line: None)
     assert list(found) == [0.001, 0.002]

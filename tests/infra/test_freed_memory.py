@@ -36,7 +36,6 @@ def held_mib(*, giving: bool) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts pages as Linux does")
 def test_large_blocks_that_were_freed_are_given_back_though_later_ones_stay() -> None:
     assert held_mib(giving=False) > 200, "this allocator gives back by itself: the call is not needed"

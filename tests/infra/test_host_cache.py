@@ -93,7 +93,6 @@ def fails() -> Hashed:
     raise StoreError("nothing may be asked of the store")
 
 
-@pytest.mark.long
 def test_eight_followers_on_one_host_read_each_object_from_the_store_once(tmp_path: Path) -> None:
     events, _ = published(DirectoryStore(tmp_path / "store"))
     processes = [
@@ -204,7 +203,6 @@ def test_any_order_of_objects_stays_within_the_bound(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
 
 
-@pytest.mark.long
 def test_the_number_of_objects_is_bounded_too(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     for number in range(MAX_OBJECTS + 20):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from infra.chain.redact import KINDS, MAX_LOOK, MAX_ROW, PIECE, REACH, Redactor, masked, matches, shapes, signs_of
 from schemas import ids
-from tests.grids import rest_long
 
 BASE64 = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
 PEM = f"-----BEGIN PRIVATE KEY-----\n{BASE64}\n{BASE64}\nAb3+/x==\n-----END PRIVATE KEY-----"
@@ -144,7 +143,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_long(HOSTILE, 8))
+@pytest.mark.parametrize("name", HOSTILE)
 def test_the_time_is_linear_in_the_text_whatever_it_says(name: str) -> None:
     """Four times the text takes some four times the processor; what was quadratic took sixteen."""
     redactor = Redactor()

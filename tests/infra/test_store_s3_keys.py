@@ -131,7 +131,7 @@ def limited(server: MinioServer, allowed: tuple[str, ...]) -> S3Credentials:
     return S3Credentials(access_key=keys.access_key, secret_key=keys.secret_key, session_token=keys.session_token)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_bucket_is_used_with_a_role_whose_keys_change_under_way(minio_server: MinioServer, tmp_path: Path) -> None:
     minio_server.store("roles")
     every = ("GetObject", "PutObject", "ListBucket", "DeleteObject")

@@ -14,7 +14,6 @@ def test_the_map_names_cores_and_tests_that_exist() -> None:
     assert not missing
 
 
-@pytest.mark.long
 def test_the_list_of_explained_survivors_names_only_mutants_that_still_exist_each_with_its_reason() -> None:
     listed = explained()
     assert {one.core for one in listed} <= set(cores())
@@ -32,7 +31,7 @@ def test_the_list_of_explained_survivors_names_only_mutants_that_still_exist_eac
     assert all(one.why for one in listed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cores_own_code_is_killed_by_no_test_also_where_another_core_was_tried_before() -> None:
     """Both are imported by the tests of the first. Without mutants the tool only runs them on their own code."""
     given = ["streams/collect/decision.py", "streams/collect/needs.py", "--sample", "0"]

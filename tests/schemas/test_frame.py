@@ -75,7 +75,7 @@ def test_an_unknown_flag_of_a_known_format_is_damage_and_stops_nobody(bit: int) 
             decode(frame[:3] + bytes([frame[3] ^ 1 << bit]) + frame[4:])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hundred_thousand_altered_frames_raise_only_the_two_errors_in_bounded_memory() -> None:
     """In a process of its own, so that its memory is the decoder's."""
     command = [sys.executable, "-m", "tests.schemas.fuzz_frames", "--count", "200000", "--seed", "4"]

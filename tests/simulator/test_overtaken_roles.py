@@ -13,7 +13,7 @@ CYCLES = 100
 STOPS = 14  # of a run that never loses a request: what goes wrong here, zombies do
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["train", "master", "process"])
 def test_a_role_that_was_stopped_and_overtaken_adds_nothing_that_is_loaded_trained_or_counted(role: str) -> None:
     seen: Counter[str] = Counter()
@@ -27,7 +27,7 @@ def test_a_role_that_was_stopped_and_overtaken_adds_nothing_that_is_loaded_train
     assert role == "process" or seen["FencedOut"] >= CYCLES / 2, f"zombies that noticed nothing: {seen}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["train", "master", "serve", "canary"])
 def test_customers_get_what_was_decided_as_far_as_it_was_heard_whoever_was_overtaken(role: str) -> None:
     seen: Counter[str] = Counter()

@@ -47,7 +47,7 @@ def test_a_bug_survives_a_move_of_the_code_it_is_planted_in(tmp_path: Path) -> N
         place_of({"search": "what nobody wrote"}, tmp_path, "it")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_planted_bug_is_found_and_the_source_without_it_is_clean() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.simulator.hunt"]

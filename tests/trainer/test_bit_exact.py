@@ -104,7 +104,7 @@ async def feed(log: Log, seed: int) -> None:
             await asyncio.sleep(chance.random() * 0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_equal_hashes_everywhere(model: Path) -> None:
     config = settings(max_steps=ASYNC_STEPS, checkpoint_every=4)
     chance = random.Random(11)

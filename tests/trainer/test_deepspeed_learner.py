@@ -72,25 +72,27 @@ def agree(ranks, model, tmp_path) -> Callable[..., None]:
     return check
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_each_rank_publishes_its_own_weights_and_the_version_is_that_of_one_process(agree, tmp_path, stage):
     agree(stage, "weights", str(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(3, marks=pytest.mark.slow), *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))],
+)
 def test_two_ranks_of_zero_take_the_steps_of_one_process(agree, stage):
     agree(stage, "steps")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_publish_experts_under_the_names_that_one_process_gives_them(agree, tmp_path, stage):
     agree(stage, "steps", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("gemma2", "float32"), ("llava", "float32"), ("tied", "bfloat16"), ("gpt-oss", "bfloat16")],
@@ -100,17 +102,17 @@ def test_a_model_that_begins_in_shards_is_the_one_that_one_process_opens(agree, 
     agree(3, "opens", dtype, folder=tiny_model(tmp_path, kind, **settings))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_rank_holds_a_whole_model_while_it_is_loaded(agree, tmp_path):
     agree(3, "memory", folder=str(build_char_model(tmp_path / "large", seed=1, size=Size(hidden=1024, layers=9))))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_rank_keeps_what_a_probe_gathered(agree, tmp_path):
     agree(3, "probed", folder=str(build_char_model(tmp_path / "wide", seed=1, size=Size(hidden=512, layers=2))))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["cohere", "qwen3.5", "damaged"])
 def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path, family):
     folder = tiny_model(tmp_path, "qwen3" if family == "damaged" else family)
@@ -119,7 +121,7 @@ def test_a_model_that_cannot_be_opened_is_refused_by_every_rank(agree, tmp_path,
     agree(3, "refusal", folder=folder)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "what"),
     [(0, "lora"), (2, "lora bfloat16"), (2, "lora reference"), (3, "lora reference")],
@@ -128,19 +130,19 @@ def test_ranks_train_an_adapter_alone_as_one_process_does(agree, stage, what):
     agree(stage, what)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_send_tokens_to_the_recorded_experts_as_one_process_does(agree, tmp_path, stage):
     agree(stage, "replay", folder=str(build_family(tmp_path / "experts", "qwen3_moe")))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_and_gradients_of_very_unequal_lengths_are_those_of_one_rank(agree, stage):
     agree(stage, "unequal")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "stage", "num_ranks", "size"),
     [("", 0, 2, 2), ("qwen3_moe", 3, 4, 2), ("gpt_oss", 1, 2, 2), ("gemma2", 2, 4, 4)],
@@ -153,12 +155,12 @@ def test_rows_that_ranks_share_have_the_losses_and_gradients_of_one_rank(
     agree(stage, "split", str(size), *replayed, num_ranks=num_ranks, folder=folder)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_row_that_two_ranks_share_keeps_half_on_each(agree):
     agree(0, "split memory", "2304")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_that_torchrun_starts_agree_as_well_and_compile_nothing(model, tmp_path):
     pytest.importorskip("deepspeed")
     own = environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}
@@ -169,7 +171,7 @@ def test_ranks_that_torchrun_starts_agree_as_well_and_compile_nothing(model, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "stage"), [("proximal", 2), ("bound", 3), ("reference", 3), ("penalty", 3), ("bfloat16", 2)]
 )
@@ -177,7 +179,7 @@ def test_what_losses_want_comes_out_as_in_one_process(agree, what, stage):
     agree(stage, what)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "offload", "num_ranks"), [(2, "", 1), (2, "offload", 2), (3, "", 2), (3, "offload", 2)]
 )
@@ -185,7 +187,7 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(agree,
     agree(stage, "sums", offload, num_ranks=num_ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 2), (2, 1), (2, 2), (3, 2)])
 def test_a_critic_of_ranks_is_that_of_one_process(agree, stage, num_ranks):
     agree(stage, "critic", num_ranks=num_ranks)
@@ -206,7 +208,7 @@ def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree,
 GROUPS = ((3, 3), (2, 2), (1, 2), (0, 3), (2, 3), (3, 2), (1, 1))  # stage, ranks
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "groups"), [("reference", GROUPS), ("critic", ((3, 2), (2, 1), (0, 3), (3, 1)))])
 def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, model, tmp_path, what, groups):
     """Each group reads the state of the one before with an equal hash, steps, and writes its own pieces for the next."""
@@ -230,7 +232,7 @@ def test_any_number_of_ranks_and_any_stage_restores_what_any_other_wrote(agree, 
     assert max(np.abs(to_numpy(mine[name]) - to_numpy(theirs[name])).max() for name in mine) < 2e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "stage"),
     [
@@ -243,12 +245,12 @@ def test_a_gradient_above_the_limit_changes_nothing_on_any_rank(agree, what, sta
     agree(stage, what)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_idle_ranks_outlive_a_silence_longer_than_their_timeout(agree):
     agree(2, "silence")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, model, tmp_path):
     ranks.stdin.write(json.dumps([str(tmp_path / "said"), 2, model, 2, "hang"]) + "\n")
     ranks.stdin.flush()
@@ -258,7 +260,7 @@ def test_a_rank_that_hangs_while_all_wait_is_named_and_ends_the_group(ranks, mod
     assert "the answer of all ranks to a heartbeat did not end within 4 s" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_group_whose_rank_hangs_is_started_again(model, tmp_path):
     pytest.importorskip("deepspeed")
     argv = (sys.executable, str(HERE / "deepspeed_ranks.py"), model, "2", "hang", str(tmp_path))

@@ -139,7 +139,6 @@ def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
     assert Counter(member.tenant for member in first.taken)["a"] == 10
 
 
-@pytest.mark.long
 def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
     """Of a tenant held to half of the batch the weighted mean is still that of all it has, and so it is for the others."""
     random = np.random.default_rng(0)

@@ -8,7 +8,6 @@ from trainer_samples import random_items, tiny_model
 from infra.cli.bench.learner.tiny_models import FAMILIES
 from infra.model.model import load_model
 from schemas.errors import ConfigError
-from tests.grids import rest_long
 from trainer.batch.batch import pack
 from trainer.learners.forward import PackedModel
 
@@ -49,7 +48,7 @@ def test_a_plain_sequence_of_every_family_has_the_logprobs_of_the_model_itself(t
     assert (torch.tensor(found) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", rest_long(READ))
+@pytest.mark.parametrize("family", READ)
 def test_rounding_in_bfloat16_changes_no_familys_reading(tmp_path, family):
     """Twelve layers of wide weights: the rounding of a packed reading is far above any fixed bound."""
     folder = tiny_model(tmp_path, family, num_hidden_layers=12, **deeper(family))

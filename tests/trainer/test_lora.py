@@ -17,7 +17,6 @@ from infra.store.memory import MemoryStore
 from schemas import Lane, Saved
 from schemas.errors import ConfigError
 from tests.contracts.test_learner import batch, items
-from tests.grids import rest_long
 from tests.infra.tiny_families import build_family
 from tests.trainer.memory_run import (
     CONFIG,
@@ -172,7 +171,6 @@ def in_loop(model: str, lora: LoraConfig | None = LORA) -> tuple[TrainerConfig, 
     return config, TorchLearner(model, config, device="cpu")
 
 
-@pytest.mark.long
 def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(model: str) -> None:
     config, learner = in_loop(model)
 
@@ -239,24 +237,21 @@ def test_a_lane_that_wants_a_reference_later_gets_the_adapter_that_training_bega
 
 @pytest.mark.parametrize(
     ("before", "after", "words"),
-    rest_long(
-        [
-            (
-                None,
-                LORA,
-                r"is of full weights, the settings ask for an adapter of rank 4, alpha 8, targets down_proj, q_proj",
-            ),
-            (LORA, None, r"is of an adapter of rank 4.*, the settings ask for full weights"),
-            (LORA, msgspec.structs.replace(LORA, rank=8), r"is of an adapter of rank 4.*ask for an adapter of rank 8"),
-            (LORA, msgspec.structs.replace(LORA, alpha=16), r"is of .*alpha 8.*alpha 16"),
-            (
-                LORA,
-                msgspec.structs.replace(LORA, targets=("q_proj",)),
-                r"is of .*targets down_proj, q_proj, v_proj.*targets q_proj",
-            ),
-        ],
-        2,
-    ),
+    [
+        (
+            None,
+            LORA,
+            r"is of full weights, the settings ask for an adapter of rank 4, alpha 8, targets down_proj, q_proj",
+        ),
+        (LORA, None, r"is of an adapter of rank 4.*, the settings ask for full weights"),
+        (LORA, msgspec.structs.replace(LORA, rank=8), r"is of an adapter of rank 4.*ask for an adapter of rank 8"),
+        (LORA, msgspec.structs.replace(LORA, alpha=16), r"is of .*alpha 8.*alpha 16"),
+        (
+            LORA,
+            msgspec.structs.replace(LORA, targets=("q_proj",)),
+            r"is of .*targets down_proj, q_proj, v_proj.*targets q_proj",
+        ),
+    ],
     ids=["on", "off", "rank", "alpha", "targets"],
 )
 def test_a_run_keeps_its_adapter_and_a_new_run_begins_anew(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from schemas.fields import Lane
-from tests.grids import rest_long
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.closure import Definition
 from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
@@ -87,12 +86,12 @@ def edited(sources: Path, edit: Edit) -> str:
         path.write_text(text)
 
 
-@pytest.mark.parametrize("what", rest_long(NO_BIT_CHANGES, 2))
+@pytest.mark.parametrize("what", NO_BIT_CHANGES)
 def test_what_changes_no_bit_leaves_the_code_equal(sources: Path, before: str, what: str) -> None:
     assert edited(sources, NO_BIT_CHANGES[what]) == before
 
 
-@pytest.mark.parametrize("what", rest_long(BITS_MAY_CHANGE, 2))
+@pytest.mark.parametrize("what", BITS_MAY_CHANGE)
 def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str, what: str) -> None:
     assert edited(sources, BITS_MAY_CHANGE[what]) != before
 
@@ -103,7 +102,6 @@ def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path,
     assert edited(sources, moved) == before
 
 
-@pytest.mark.long
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
     other = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.other import")
@@ -142,7 +140,6 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     assert code_hash(named) != before
 
 
-@pytest.mark.long
 def test_a_loss_of_a_library_that_is_not_read_counts_by_its_name() -> None:
     assert (
         code_hash((*RUN, Definition("numpy", "mean")))

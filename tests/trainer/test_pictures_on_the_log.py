@@ -63,7 +63,6 @@ async def filled(log: Log, store: MemoryStore, model: Path) -> None:
         await log.publish(topics.BUFFER, Block(members))
 
 
-@pytest.mark.long
 def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(model: Path) -> None:
     async def main() -> None:
         store = MemoryStore()

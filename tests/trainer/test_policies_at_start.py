@@ -134,7 +134,7 @@ def test_after_a_restart_it_is_known_what_was_replaced_before_the_horizon_as_wit
     asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_over_a_broker_a_start_begins_with_the_summary_that_a_version_carries(kafka: str, app_name: str) -> None:
     async def main() -> None:
         log, store = Log(KafkaBus(kafka), app_name), MemoryStore()

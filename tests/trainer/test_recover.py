@@ -115,7 +115,7 @@ class MortalStore(MemoryStore):
         super().delete(key)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_recovery_that_is_killed_before_any_of_its_writes_is_made_again() -> None:
     async def is_killed_at(writes: int) -> bool:
         life = WritesLeft()
@@ -174,7 +174,7 @@ def store_bytes(store: Store) -> list[tuple[str, bytes]]:
     return [(key, store.get(key)) for key in store.keys("")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
     kafka: str, app_name: str, tmp_path: Path
 ) -> None:

@@ -83,7 +83,6 @@ async def run(model: Path, *, max_routing_bytes: int = 10_000) -> tuple[Log, Mem
     return log, store, learner, metrics
 
 
-@pytest.mark.long
 def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_same_bits(model: Path) -> None:
     async def main() -> None:
         log, store, learner, metrics = await run(model)

@@ -12,7 +12,6 @@ from infra.model.model import load_model
 from infra.model.routers import Routers
 from schemas import Span
 from schemas.errors import ConfigError
-from tests.grids import rest_long
 from tests.infra.tiny_families import build_family
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.routing import recorded
@@ -97,7 +96,7 @@ def packed(items: list[TrainItem], **settings) -> PackedBatch:
     return pack(items, **{"max_tokens": 100, "version": 5, "replay": True, **settings})
 
 
-@pytest.mark.parametrize("settings", rest_long([{}, {"activation_checkpointing": True}]), ids=["", "checkpointing"])
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["", "checkpointing"])
 def test_replaying_the_learners_own_routing_changes_no_bit(model, settings):
     items = random_items(1, groups=2, size=4)
     routed = with_experts(items, own_routing(model, items))

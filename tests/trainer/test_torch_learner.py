@@ -13,7 +13,6 @@ from infra.model.model import load_model
 from infra.policies.tensors import from_torch, to_numpy, to_torch
 from schemas import Span
 from schemas.errors import ConfigError
-from tests.grids import rest_long
 from trainer.batch.batch import TrainItem, pack
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
@@ -44,7 +43,7 @@ def plain_logprobs(module: torch.nn.Module, one: TrainItem) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("max_tokens", "max_logits"), rest_long([(64, 2**26), (10_000, 2**26), (10_000, 2000)]))
+@pytest.mark.parametrize(("max_tokens", "max_logits"), [(64, 2**26), (10_000, 2**26), (10_000, 2000)])
 def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model, max_tokens, max_logits):
     items = random_items(seed=max_tokens)
     packed = PackedModel(model, dtype="float32", device="cpu", max_logits=max_logits)
@@ -102,7 +101,6 @@ def test_a_model_whose_head_the_packing_would_change_is_refused(model, tmp_path)
         PackedModel(str(tmp_path), dtype="float32", device="cpu")
 
 
-@pytest.mark.long
 def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(model):
     items = [one for seed in range(8) for one in near_uniform(seed)][:64]
     batch = pack([TrainItem(one.experience, one.item) for one in items], max_tokens=1)
@@ -231,7 +229,7 @@ def test_bfloat16_publishes_what_it_computes_with_and_keeps_what_rounding_would_
     assert all(other.tensors()[name].data == tensor.data for name, tensor in learner.tensors().items())
 
 
-@pytest.mark.parametrize("loss", rest_long(["grpo", "dppo", "decoupled", "tis"]))
+@pytest.mark.parametrize("loss", ["grpo", "dppo", "decoupled", "tis"])
 def test_reinforcement_makes_the_rewarded_token_likely(model, loss):
     learner = opened(model, loss)
     random = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas.topics import ALL, REPORTS, topic_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_a_finished_run_without_the_topic_of_reports_can_be_looked_at(tmp_path: Path) -> None:

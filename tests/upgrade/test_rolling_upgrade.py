@@ -10,7 +10,7 @@ import pytest
 from tests.actors.rig import until
 from tests.e2e.light_system import REPOSITORY, STARTS_S, Fleet, LightSystem, Running, opened, prepare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 # Where no release is tagged: the last commit whose policy manifests are of formats 1 and 2 only.
 BEFORE = "6c50b93aaf19340e476526fddfa771c7f8d650f0"

@@ -20,7 +20,7 @@ from tests.infra.tiny_families import build_family
 from trainer.config import LoraConfig
 from trainer.learners.torch import TorchLearner
 
-pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
+pytestmark = pytest.mark.full  # importing transformers alone takes seconds
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
 LORA = LoraConfig(rank=4, alpha=8)
 

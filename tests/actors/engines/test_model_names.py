@@ -52,7 +52,7 @@ def answers_and_follows(begun: Callable[[], Engine], cache: Path) -> None:
         case.run(check)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("begun", [torch_engine, vllm_engine])
 def test_a_model_named_as_in_the_cache_is_served_followed_and_adopted_as_one_in_a_folder(
     begun: Callable[[], Engine], tmp_path: Path

@@ -17,7 +17,7 @@ from tests.infra.tiny_families import build_family
 from tests.variables import variables
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 TEXT = (1, *range(20, 60))
 MATRIX = "model.layers.1.self_attn.o_proj"
 

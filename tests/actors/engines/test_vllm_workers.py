@@ -21,7 +21,7 @@ from tests.infra.tiny_families import build_family
 from tests.variables import variables
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 WORKERS = 2
 MATRIX = "model.layers.1.self_attn.o_proj"  # cut by its inputs, packed on a CPU
 PROMPTS = ((1, 22, 33), (1, 20), (1, 44, 5, 9))

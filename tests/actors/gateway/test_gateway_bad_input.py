@@ -63,7 +63,6 @@ def test_a_bad_request_is_a_400_that_names_the_field(body: dict[str, Any], param
     assert (caught.value.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
 
 
-@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=8),

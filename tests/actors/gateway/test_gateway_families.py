@@ -76,7 +76,7 @@ async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: b
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen 3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama 3", "magistral", "gemma 4"))]
+    "name", ["qwen 3", *(pytest.param(one, marks=pytest.mark.full) for one in ("llama 3", "magistral", "gemma 4"))]
 )
 def test_clients_are_told_thoughts_words_and_calls_apart_in_every_api(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]

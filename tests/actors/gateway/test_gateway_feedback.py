@@ -103,7 +103,6 @@ def test_signatures_in_hexadecimal_and_base64_open_and_forged_or_old_ones_do_not
             check_signature(STAMPED, odd, body, now)
 
 
-@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.dictionaries(
     st.sampled_from(["answer_id", "value", "label", "text", "correction", "retract", "kind", "choice", "rater", "expires_in"]),

@@ -77,7 +77,6 @@ def test_whatever_the_policy_would_say_the_answer_is_json_unless_it_ran_out_of_t
     asyncio.run(check())
 
 
-@pytest.mark.long
 def test_the_clients_typed_answers_are_parsed_and_a_policy_that_fits_is_left_alone(tmp_path: Path) -> None:
     said = '{"sky": "bewölkt", "windy": true, "degrees": -7, "later": null}'
 

@@ -103,7 +103,7 @@ async def reload_under_load(
     assert served.count("refused") == 0 and served.count("policies_refused") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
     async def check() -> None:
         sampler = engine(seed=0)
@@ -115,7 +115,7 @@ def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_torch_engine_too(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
     from infra.model.model import load_tokenizer

@@ -28,7 +28,7 @@ def test_an_unreachable_broker_is_named_within_the_deadline() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_broker_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     broker = EmbeddedKafka(tmp_path / "kafka")
     bootstrap = broker.start()
@@ -65,7 +65,7 @@ async def consume(reader: Reader, seen: dict[tuple[int, int], int], commit: bool
             await reader.commit(positions)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_broker_killed_and_restarted_under_load_loses_nothing(tmp_path: Path) -> None:
     broker = EmbeddedKafka(tmp_path / "kafka")
     bootstrap = broker.start()
@@ -118,7 +118,7 @@ def test_a_broker_killed_and_restarted_under_load_loses_nothing(tmp_path: Path) 
             assert offsets == list(range(len(offsets)))  # nothing skipped
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_reading_and_sending_name_the_address_when_the_broker_stays_away(tmp_path: Path) -> None:
     broker = EmbeddedKafka(tmp_path / "kafka")
     bootstrap = broker.start()

@@ -27,7 +27,7 @@ asyncio.run(join(*sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_joining_a_group_with_a_killed_member_is_no_broker_that_is_away(kafka: str, app_name: str) -> None:
     async def run() -> None:
         bus = KafkaBus(kafka, deadline_s=2.0)

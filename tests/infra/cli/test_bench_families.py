@@ -16,7 +16,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED.keys()))
 def test_every_family_is_trained_published_and_served_with_one_set_of_logprobs(tmp_path: Path, name: str) -> None:
     found = examined(name, build_tiny_model(tmp_path / name, name))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SEALED = f"{SESSION}.1-22.0-0-0"
 LOADED = "Failed to load resource: the server responded with a status of"  # Chromium says it of every page but a 200
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, topics
 from tests.infra.cli.console_rig import BROKER_TOML, LINK, live
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def keepers() -> dict[int, int]:

@@ -91,7 +91,7 @@ def started(file: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_console_ends_whenever_in_its_start_a_signal_comes(tmp_path: Path) -> None:
     file = archive_in(tmp_path)
     began_s = time.monotonic()

@@ -19,7 +19,7 @@ from tests.infra.cli.console_rig import BROKER_TOML, Console, console, live
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -269,7 +269,7 @@ asyncio.run(keep(state, Settings(app=APP), Log(MadeBus(num), APP, store=MemorySt
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_both_come_right_however_often_their_keeper_is_killed(tmp_path: Path) -> None:
     num, drawn = 2048, random.Random(7)
     kills = 0

@@ -67,7 +67,7 @@ def test_a_stop_ends_the_wait_and_what_cannot_be_loaded_is_left_to_the_role(
     asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_role_that_waits_asks_for_nothing_and_ends_with_a_stop(tmp_path: Path) -> None:
     config = tmp_path / "headrace.toml"
     config.write_text('app = "a"\n[policy]\nmodel = "not there yet"\n[store]\nurl = "store"\n')

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +73,6 @@ def heard_of(processes: list[tuple[int, int, str]], looks: int = 1) -> tuple[dic
     return asyncio.run(main())
 
 
-@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(st.lists(lives, max_size=5))
 @example([(0, 7000, "stopped"), (0, 7001, "failed"), (3700, 7199, "running")])
@@ -89,7 +87,6 @@ def test_what_each_process_of_the_hour_said_last_is_found(processes: list[tuple[
             assert one.first_s <= found[name].first_s <= since_s + mark_s + CELL_MS / 1000
 
 
-@pytest.mark.long
 def test_a_tenth_of_an_hour_is_read_and_a_second_look_reads_nothing() -> None:
     living = [(0, 7200, "running")] * 20
     found, _, num_read = heard_of(living)

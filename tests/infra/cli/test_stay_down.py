@@ -19,7 +19,7 @@ def started(folder: Path, *arguments: str, stays: str) -> "subprocess.Popen[str]
     return subprocess.Popen(command, env={**os.environ, VARIABLE: stays}, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_role_with_a_mistake_in_its_settings_says_so_once_waits_and_ends_as_soon_as_it_is_stopped(
     tmp_path: Path,
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_stop_that_comes_while_it_says_that_it_waits_is_not_lost_and_the_code_
     assert subprocess.run(command, timeout=LIMIT_S, check=False).returncode == CONFIG_ERROR
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("command", "stays"), [("master", ""), ("check", "1")], ids=["not asked for", "no role"])
 def test_a_role_that_is_not_asked_to_wait_and_any_other_command_end(command: str, stays: str, tmp_path: Path) -> None:
     with started(tmp_path, command, stays=stays) as process:

@@ -16,7 +16,7 @@ from streams.sources.event import EventSource
 from streams.sources.received import rating
 from streams.sources.source import run_sources
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def call(config: Path, *arguments: str) -> Result:

@@ -122,7 +122,6 @@ def test_the_guessing_game_is_one_game_in_its_settings_its_tasks_and_its_demonst
     assert (world["higher"], world["lower"], world["invalid"]) == (HIGHER, LOWER, INVALID)
 
 
-@pytest.mark.long
 def test_the_model_with_an_eye_reads_the_pictures_of_its_task_and_waits_for_no_more_than_there_are(
     tmp_path: Path,
 ) -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from infra.cli.demo.demo import children, write_settings
 from infra.cli.demo.screen import traffic_rows
@@ -69,7 +68,6 @@ def test_users_notes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     assert [at_s for at_s, _ in points] == [WINDOW - 1.0, 2 * WINDOW - 1.0]
 
 
-@pytest.mark.long
 def test_the_picture_can_be_drawn_of_any_run(tmp_path: Path) -> None:
     for number, watch in enumerate((watched(), watch_of())):
         if number == 0:

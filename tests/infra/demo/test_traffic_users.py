@@ -60,7 +60,6 @@ async def crowd_at(folder: Path, wanted: str, number: int, *, known: bool = True
         return seen, await served.received()
 
 
-@pytest.mark.long
 def test_every_answer_is_noted_and_everything_said_reaches_the_log(tmp_path: Path) -> None:
     seen, received = asyncio.run(crowd_at(tmp_path, "answered", 100))
     assert all(one.right and not one.failed and one.version == 0 for one in seen)

@@ -96,7 +96,6 @@ def held_by(ledger: Ledger, num_groups: int) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.long
 def test_what_an_account_holds_does_not_grow_with_the_log() -> None:
     few, many = (Ledger(RUN, spool=ScratchSpool(parts=512, at_once=8)) for _ in range(2))
     with closing(few), closing(many):

@@ -105,7 +105,7 @@ def test_a_later_lease_ends_a_master_and_an_earlier_one_does_not() -> None:
         made.directive(Directive(order="lease", owner="after"), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_master_that_does_not_notice_its_successor_does_no_harm(tmp_path: Path) -> None:
     async def main() -> None:
         async with whole_loop(tmp_path, with_master=False) as log:

@@ -40,7 +40,7 @@ def test_where_none_can_be_made_programs_start_without_and_nobody_tries_again(tm
     assert cache_options(tmp_path / "of nobody", train) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_damaged_cache_is_left_out(kafka: str, tmp_path: Path) -> None:
     if os.environ.get(JARS_VARIABLE):
         pytest.skip(f"jars are given by {JARS_VARIABLE}: the broker starts without a cache")

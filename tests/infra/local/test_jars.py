@@ -64,7 +64,7 @@ def test_a_damaged_jar_in_the_cache_is_never_run(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_cache_holds_exactly_what_the_lock_says(kafka: str) -> None:
     if os.environ.get("HEADRACE_KAFKA_JARS"):
         pytest.skip("jars are given by HEADRACE_KAFKA_JARS")

@@ -36,7 +36,6 @@ def floors(random: np.random.Generator, count: int) -> list[Agreement]:
     return [agreement(*reading(random, NOISE, rows=FLOOR_TOKENS // 63 + 1)) for _ in range(count)]
 
 
-@pytest.mark.long
 def test_where_the_assumptions_hold_no_honest_version_is_refused_also_after_the_drift_that_is_allowed() -> None:
     random = np.random.default_rng(0)
     for scale in (1 / DRIFT, 1.0, DRIFT):

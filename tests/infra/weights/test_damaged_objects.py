@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
@@ -110,7 +109,6 @@ def test_a_thousand_damages_load_nothing_and_fail_no_request() -> None:
     assert min(outcomes.values()) >= 20, outcomes
 
 
-@pytest.mark.long
 def test_a_thousand_damages_load_nothing_and_fail_no_request_with_the_cache_damaged_too(tmp_path: Path) -> None:
     metrics = Metrics("follower")
     outcomes = asyncio.run(

@@ -206,7 +206,6 @@ class Other:
         self.process.join()
 
 
-@pytest.mark.long
 def test_what_a_killed_engine_held_stays_for_the_others_and_goes_with_the_next_version(tmp_path: Path) -> None:
     other = Other(tmp_path, "holds")
     mine = files_in(tmp_path).place(SHA256, ENTRIES, never, check)
@@ -221,7 +220,6 @@ def test_what_a_killed_engine_held_stays_for_the_others_and_goes_with_the_next_v
     assert following is not None and left(tmp_path) == [following.path]
 
 
-@pytest.mark.long
 def test_what_a_killed_engine_left_half_filled_is_never_read(tmp_path: Path) -> None:
     other = Other(tmp_path, "fills")
     assert [path.suffix for path in left(tmp_path)] == [".part"]
@@ -230,7 +228,6 @@ def test_what_a_killed_engine_left_half_filled_is_never_read(tmp_path: Path) -> 
     assert placed is not None and dict(placed) == WEIGHTS and left(tmp_path) == [placed.path]
 
 
-@pytest.mark.long
 def test_a_version_that_another_fills_is_waited_for_and_not_filled_twice(tmp_path: Path) -> None:
     other = Other(tmp_path, "fills")
     assert files_in(tmp_path, wait_s=0.1).place(SHA256, ENTRIES, never, check) is None, "it has waited long enough"
@@ -360,7 +357,6 @@ def test_a_version_that_is_filled_wrongly_over_a_spare_file_leaves_nothing(tmp_p
     assert names_in(tmp_path) == {"users"}
 
 
-@pytest.mark.long
 def test_the_spare_file_of_killed_processes_goes_when_the_next_one_begins(tmp_path: Path) -> None:
     other = Other(tmp_path, "spares")
     assert names_in(tmp_path) == {"spare", "users"}
@@ -371,7 +367,6 @@ def test_the_spare_file_of_killed_processes_goes_when_the_next_one_begins(tmp_pa
     assert names_in(tmp_path) == {"users"}
 
 
-@pytest.mark.long
 def test_what_a_killed_engine_left_half_written_over_is_never_read(tmp_path: Path) -> None:
     other = Other(tmp_path, "spares")
     other.told.send("go on")

@@ -143,7 +143,6 @@ def lines_run(inbox: FakePartition, given: Rules, state: State) -> int:
     return count
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("raters", [("ann",), tuple(f"r{number}" for number in range(2000))], ids=["one", "many"])
 def test_a_flood_of_feedback_about_one_answer_costs_the_same_for_each_word(raters: tuple[str, ...]) -> None:
     def flood(number: int) -> tuple[int, int]:

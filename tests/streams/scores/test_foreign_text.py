@@ -114,7 +114,6 @@ def test_a_model_reads_the_end_of_a_long_conversation(texts: list[str], most: in
     assert kept == (whole[-most:] if most else "") and len(ending(messages, most)) == len(messages)
 
 
-@pytest.mark.long
 def test_a_chain_of_equations_asks_for_no_more_comparisons_than_it_may() -> None:
     score = math.Math()
     try:
@@ -148,7 +147,6 @@ print("done")
 """
 
 
-@pytest.mark.long
 def test_no_text_holds_a_score_longer_than_its_length_says() -> None:
     """All of them at once in far less processor time than one of them took."""
 
