@@ -22,6 +22,7 @@ import msgspec
 
 from actors.program.aside import Aside
 from actors.rollout.failure import EpisodeFailed
+from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
 
 MAX_OUTPUT_BYTES = 1024 * 1024
@@ -186,13 +187,13 @@ async def ask_service(url: str, access: ProgramInput, tls: ssl.SSLContext | None
         async with httpx.AsyncClient(
             timeout=None, trust_env=False, verify=tls or not url.startswith("http://")
         ) as client:  # an episode has a time of its own
-            response = await client.post(url, json=body)
+            response, content = await bounded_answer(client, "POST", url, MAX_OUTPUT_BYTES, json=body)
         response.raise_for_status()
+    except AnswerRefused as error:
+        raise EpisodeFailed("reward", f"{url}: {error}") from error
     except httpx.HTTPError as error:
         raise EpisodeFailed("agent", f"{url}: {describe(error)}") from error
-    if len(response.content) > MAX_OUTPUT_BYTES:
-        raise EpisodeFailed("reward", f"{url} answered more than {MAX_OUTPUT_BYTES} bytes")
     try:
-        return msgspec.json.decode(response.content) if response.content else None
+        return msgspec.json.decode(content) if content else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise EpisodeFailed("reward", f"{url} answered no JSON: {error}") from error

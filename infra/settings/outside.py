@@ -1,19 +1,30 @@
-"""Addresses of services that settings name: a canary, a judge, a model that rewrites tasks.
+"""Services that settings name (a canary, a judge, an environment): checks of their addresses, bounds on their answers.
 
-Guarantee: http or https, no user name or password in it (they would end in logs; endpoints have `api_key_env`), and no
-link-local address: there clouds hand out a machine's credentials. A name is not looked up: what it leads to is its owner's.
+Guarantees: an address is http or https, has no user name or password (these would end in logs; endpoints have
+`api_key_env`) and is not link-local, where clouds hand out a machine's credentials. Host names are not resolved. An answer
+takes no more memory than its limit: services are asked for uncompressed answers, and compressed answers are refused.
 """
 
 import ipaddress
 import socket
 import ssl
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import suppress
 from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import SplitResult, urlsplit
+
+if TYPE_CHECKING:
+    import httpx
 
 # What clouds call their metadata service, beside 169.254.0.0/16 and fe80::/10.
 METADATA = ("metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal")
 METADATA_ADDRESSES = (ipaddress.ip_address("100.100.100.200"), ipaddress.ip_address("fd00:ec2::254"))
+IDENTITY = {"Accept-Encoding": "identity"}  # request header: the answer is not compressed
+
+
+class AnswerRefused(ValueError):
+    """An HTTP answer is longer than its limit, or compressed although the request asked for an uncompressed answer."""
 
 
 def checked_url(url: str) -> str:
@@ -38,6 +49,36 @@ def shared_tls() -> ssl.SSLContext:
     import httpx
 
     return httpx.create_ssl_context()
+
+
+async def bounded_answer(
+    client: "httpx.AsyncClient", method: str, url: str, max_bytes: int, **request: Any
+) -> "tuple[httpx.Response, bytes]":
+    """Send a request; return the response and its body of at most `max_bytes`. request: keyword arguments of
+    `httpx.AsyncClient.stream`. Raises AnswerRefused, httpx.HTTPError.
+    """
+    headers = {**request.pop("headers", {}), **IDENTITY}
+    async with client.stream(method, url, headers=headers, **request) as response:
+        body = bytearray()
+        stream = cast("AsyncIterable[bytes]", response.stream)
+        async for piece in bounded_pieces(response.headers, stream, max_bytes):
+            body += piece
+    return response, bytes(body)
+
+
+async def bounded_pieces(headers: Mapping[str, str], raw: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """Pass on the pieces of a body as they came over the wire, at most `max_bytes` of them. headers: of the answer to a
+    request with `IDENTITY`. Raises AnswerRefused.
+    """
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise AnswerRefused(f"got Content-Encoding {encoding!r}, expected an uncompressed answer, as requested")
+    num_bytes = 0
+    async for piece in raw:
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            raise AnswerRefused(f"got an answer of more than {max_bytes} bytes")
+        yield piece
 
 
 def is_metadata(host: str) -> bool:

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from infra.chain.processor import processor
-from infra.settings.outside import checked_url, shared_tls
+from infra.settings.outside import bounded_answer, checked_url, shared_tls
 from schemas import Message, Task
 from schemas.errors import ConfigError
 from streams.scores.endpoint import ChatCompletion
@@ -85,9 +85,11 @@ class Vary(msgspec.Struct, frozen=True, kw_only=True):
         }
         try:
             async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers, verify=shared_tls()) as client:
-                response = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
+                url = f"{self.url.rstrip('/')}/chat/completions"
+                response, content = await bounded_answer(client, "POST", url, MAX_ANSWER_BYTES, json=body)
             response.raise_for_status()
-            return _choices(response.content)
+            choices = msgspec.json.decode(content, type=ChatCompletion).choices
+            return [choice.message.content or "" for choice in choices]
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
             logger.warning("vary_failed task=%s error=%s: %s", id, type(error).__name__, error)
             return []
@@ -101,12 +103,6 @@ def variation(task: Task, text: str, index: int) -> Task:
         for place, message in enumerate(task.messages)
     )
     return msgspec.structs.replace(task, id=f"{task.id}-v{index}", messages=messages, parent=task.id)
-
-
-def _choices(content: bytes) -> list[str]:
-    if len(content) > MAX_ANSWER_BYTES:
-        raise ValueError(f"answered {len(content)} bytes, expected at most {MAX_ANSWER_BYTES}")
-    return [one.message.content or "" for one in msgspec.json.decode(content, type=ChatCompletion).choices]
 
 
 def _question(task: Task) -> str:

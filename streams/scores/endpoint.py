@@ -22,7 +22,7 @@ import msgspec
 
 from infra.log.retry import doubling, retry
 from infra.settings.config import Section
-from infra.settings.outside import checked_url, shared_tls
+from infra.settings.outside import AnswerRefused, bounded_answer, checked_url, shared_tls
 from schemas.errors import ConfigError
 from streams.scores.ledger import JudgeLedger
 
@@ -154,9 +154,16 @@ class Endpoint:
         """Reply, cost and reason."""
 
         async def once() -> tuple[str | None, float, str]:
-            response = await self._session().post("/chat/completions", json=body)
+            session = self._session()
+            try:
+                response, content = await bounded_answer(
+                    session, "POST", "/chat/completions", MAX_REPLY_BYTES, json=body
+                )
+            except AnswerRefused as error:
+                logger.warning("judge_reply_refused model=%s error=%s", self.config.model, error)
+                return None, reserved, UNREADABLE
             if response.status_code == 200:
-                return self._read(response, reserved)
+                return self._read(content, reserved)
             logger.warning("judge_status model=%s status=%d", self.config.model, response.status_code)
             if response.status_code not in (408, 409, 429) and response.status_code < 500:
                 return None, 0.0, REFUSED
@@ -176,11 +183,9 @@ class Endpoint:
         except (httpx.HTTPError, _Busy):
             return None, 0.0, UNAVAILABLE
 
-    def _read(self, response: httpx.Response, reserved: float) -> tuple[str | None, float, str]:
+    def _read(self, body: bytes, reserved: float) -> tuple[str | None, float, str]:
         try:
-            if len(response.content) > MAX_REPLY_BYTES:
-                raise ValueError(f"{len(response.content)} bytes")
-            found = msgspec.json.decode(response.content, type=ChatCompletion)
+            found = msgspec.json.decode(body, type=ChatCompletion)
             content = found.choices[0].message.content
         except (msgspec.MsgspecError, ValueError, IndexError, RecursionError):
             return None, reserved, UNREADABLE

@@ -22,6 +22,7 @@ from infra.chain.processor import feedback
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
+from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
 from infra.settings.secret import secret_of
 from schemas import Feedback
@@ -31,8 +32,10 @@ from streams.sources.event import Event, EventSource, publish_events
 from streams.sources.file import replace_file, take_lock
 
 PAGE = 100  # the most that Langfuse gives
-MAX_PAGES = 100  # in one round: of more, an older part of the time is read first
+MAX_PAGES = 100  # of one request: of more, an older part of the interval is read first
+LAST_PAGES = 1000  # of the shortest interval, which cannot be cut
 MAX_PAGE_BYTES = 16 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024  # of all pages of an interval
 MAX_SEEN = 100_000
 SHORTEST_MS = 1000
 LONGEST_WAIT_S = 300.0
@@ -171,32 +174,35 @@ def load_state(path: Path) -> LangfuseState:
 async def _scores(
     client: httpx.AsyncClient, config: LangfuseConfig, from_ms: int, to_ms: int
 ) -> list[dict[str, Any]] | None:
-    """All scores of a time; None for more than MAX_PAGES where the time can still be cut. Raises LangfuseAway."""
+    """Return all scores of an interval; None for more than MAX_PAGES of an interval that can be cut. Raises LangfuseAway."""
     asked = {
         "name": config.score, "fields": "details,subject,annotation", "limit": str(PAGE),
         "fromTimestamp": _iso(from_ms), "toTimestamp": _iso(to_ms),
     }  # fmt: skip
     scores: list[dict[str, Any]] = []
-    pages = 0
-    while pages < MAX_PAGES or to_ms - from_ms <= SHORTEST_MS:
-        page, cursor = await _page(client, f"{config.url.rstrip('/')}/api/public/v3/scores", asked)
+    is_shortest = to_ms - from_ms <= SHORTEST_MS
+    num_bytes = 0
+    for _ in range(LAST_PAGES if is_shortest else MAX_PAGES):
+        page, cursor, page_bytes = await _page(client, f"{config.url.rstrip('/')}/api/public/v3/scores", asked)
+        num_bytes += page_bytes
+        if num_bytes > MAX_BYTES:
+            break
         scores += page
-        pages += 1
         if not cursor:
             return scores
         asked = {**asked, "cursor": cursor}
+    if is_shortest:
+        limits = f"{LAST_PAGES} pages or {MAX_BYTES} bytes"
+        raise LangfuseAway(f"{config.url}: {asked['fromTimestamp']} has more scores than {limits}", "no last page")
     return None
 
 
-async def _page(client: httpx.AsyncClient, url: str, asked: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """One page, and the cursor of the next one, "" for none. Raises LangfuseAway."""
-    content = bytearray()
+async def _page(client: httpx.AsyncClient, url: str, asked: Mapping[str, str]) -> tuple[list[dict[str, Any]], str, int]:
+    """Return a page, the cursor of the next page ("" for none) and the size of the page in bytes. Raises LangfuseAway."""
     try:
-        async with client.stream("GET", url, params=dict(asked)) as response:
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > MAX_PAGE_BYTES:
-                    raise LangfuseAway(f"{url}: a page of over {MAX_PAGE_BYTES} bytes", "too long")
+        response, content = await bounded_answer(client, "GET", url, MAX_PAGE_BYTES, params=dict(asked))
+    except AnswerRefused as error:
+        raise LangfuseAway(f"{url}: {error}", "page refused") from error
     except httpx.HTTPError as error:
         raise LangfuseAway(f"{url}: {describe(error)}", "unreachable") from error
     if response.status_code != 200:
@@ -208,7 +214,7 @@ async def _page(client: httpx.AsyncClient, url: str, asked: Mapping[str, str]) -
         body = msgspec.json.decode(content, type=_Page)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LangfuseAway(f"{url}: {error}; expected scores of version 3 as JSON", "no scores") from error
-    return body.data, body.meta.cursor or ""
+    return body.data, body.meta.cursor or "", len(content)
 
 
 class _Meta(msgspec.Struct):

@@ -181,7 +181,7 @@ def test_a_step_that_was_never_sent_is_sent_again() -> None:
         (httpx.Response(200, text="[]"), "expected observation"),
         (httpx.Response(200, json={"end": "failed"}), "expected observation"),
         (httpx.Response(200, json={"reward": "much"}), "expected observation"),
-        (httpx.Response(200, content=b"x" * 2_000_000), "over 1048576 bytes"),
+        (httpx.Response(200, content=b"x" * 2_000_000), "more than 1048576 bytes"),
     ],
 )
 def test_an_answer_that_is_none_is_named(response: httpx.Response, says: str) -> None:

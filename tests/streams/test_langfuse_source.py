@@ -159,6 +159,19 @@ def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, 
     asyncio.run(scene())
 
 
+def test_a_cursor_that_never_ends_stops_at_a_last_page_and_loses_nothing(fake: FakeLangfuse, tmp_path: Path) -> None:
+    async def scene() -> None:
+        reader = SourceRounds(source(fake, since="1s"), await opened(), tmp_path)
+        fake.score("s1", 1.0, **NAMED)
+        fake.broken = [(200, b'{"data": [], "meta": {"cursor": "again"}}')] * 2000
+        with pytest.raises(LangfuseAway, match="has more scores than 1000 pages") as caught:
+            await reader.round()
+        assert caught.value.reason == "no last page" and len(fake.asked) == langfuse.LAST_PAGES
+        assert reader.known == LangfuseState()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
@@ -170,7 +183,7 @@ def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, 
         (200, b"<html>", "no scores"),
         (200, b'{"data": {}}', "no scores"),
         (200, b"[" * 100_000, "no scores"),
-        (200, b" " * (langfuse.MAX_PAGE_BYTES + 1), "too long"),
+        (200, b" " * (langfuse.MAX_PAGE_BYTES + 1), "page refused"),
     ],
 )
 def test_while_langfuse_is_away_nothing_is_passed_over(

@@ -18,7 +18,7 @@ import msgspec
 
 from actors.rollout.environment import EnvironmentEnd, Outcome
 from infra.log.retry import doubling, retry
-from infra.settings.outside import shared_tls
+from infra.settings.outside import AnswerRefused, bounded_answer, shared_tls
 from infra.settings.secret import bearer
 from schemas import Task
 from schemas.errors import ConfigError
@@ -107,12 +107,9 @@ class HttpEnvironment:
         assert self._client is not None, "reset comes first"
         where = f"{self._url}/{what}"
         try:
-            async with self._client.stream("POST", where, json=body) as response:
-                content = b""
-                async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise RuntimeError(f"{where}: answered over {MAX_ANSWER_BYTES} bytes")
+            response, content = await bounded_answer(self._client, "POST", where, MAX_ANSWER_BYTES, json=body)
+        except AnswerRefused as error:
+            raise RuntimeError(f"{where}: {error}") from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _Refused(f"{where}: cannot be reached: {error}", unsent=True) from error
         except httpx.TransportError as error:
