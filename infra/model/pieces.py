@@ -8,10 +8,11 @@ is asked of the tokenizer itself, the whole text is tokenized, as without this.
 import hashlib
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any
+
+from infra.newest import Newest
 
 MAX_TOKENS = 8 * 1024 * 1024  # remembered: 4 bytes each
 MAX_PIECES = 65_536
@@ -28,9 +29,8 @@ class Pieces:
         self._ids = ids
         self._split = re.compile(f"({names.pattern})")
         self._encode = encode
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._known = Newest[bytes, "array[int]"](MAX_PIECES, max_size=MAX_TOKENS, size=len)
         self._lock = Lock()
-        self._num_tokens = 0
         self.num_tokenized = 0  # characters, so far
 
     def ids_of(self, text: str) -> list[int]:
@@ -51,20 +51,14 @@ class Pieces:
 
     def _recalled(self, keys: Sequence[bytes]) -> "dict[bytes, array[int]]":
         with self._lock:
-            found = {key: self._known[key] for key in keys if key in self._known}
-            for key in found:
-                self._known.move_to_end(key)
-        return found
+            return {key: ids for key in keys if (ids := self._known.get(key)) is not None}
 
     def _remembered(self, made: Mapping[bytes, Sequence[int]], num_chars: int) -> "dict[bytes, array[int]]":
         packed = {key: array("I", ids) for key, ids in made.items()}
         with self._lock:
             self.num_tokenized += num_chars
             for key, ids in packed.items():
-                self._num_tokens += len(ids) - len(self._known.pop(key, ()))
-                self._known[key] = ids
-            while self._num_tokens > MAX_TOKENS or len(self._known) > MAX_PIECES:
-                self._num_tokens -= len(self._known.popitem(last=False)[1])
+                self._known.put(key, ids)
         return packed
 
 

@@ -8,13 +8,13 @@ decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a
 import hashlib
 import io
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from infra.newest import Newest
 from infra.store.store import BLOBS, Store
 from schemas import Image, Message
 from schemas.errors import BadImage, NotInStore
@@ -96,20 +96,18 @@ class ImageReader:
     ) -> None:
         self._store = store
         self._prepare = prepare
-        self._max_kept_bytes = max_kept_bytes
-        self._kept_bytes = 0
-        self._kept: OrderedDict[Image, Array] = OrderedDict()
+        self._kept = Newest[Image, Array](max_size=max_kept_bytes, size=lambda array: array.nbytes)
         self._lock = threading.Lock()
 
     def read(self, image: Image) -> Array:
         """A read-only array. Raises BadImage where trying again cannot help, StoreError where the store failed."""
         with self._lock:
-            if image in self._kept:
-                self._kept.move_to_end(image)
-                return self._kept[image]
-        array = self._prepare(decode_image(image, self.data(image)))
-        array.flags.writeable = False
-        self._keep(image, array)
+            array = self._kept.get(image)
+        if array is None:
+            array = self._prepare(decode_image(image, self.data(image)))
+            array.flags.writeable = False
+            with self._lock:
+                self._kept.put(image, array)
         return array
 
     def data(self, image: Image) -> bytes:
@@ -132,16 +130,6 @@ class ImageReader:
     def read_all(self, images: Sequence[Image]) -> tuple[Array, ...]:
         """Arrays of several."""
         return tuple(self.read(image) for image in images)
-
-    def _keep(self, image: Image, array: Array) -> None:
-        with self._lock:
-            if image in self._kept:
-                return
-            self._kept[image] = array
-            self._kept_bytes += array.nbytes
-            while self._kept_bytes > self._max_kept_bytes and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= oldest.nbytes
 
 
 def _too_many(image: Image, got: str, most: int) -> BadImage:

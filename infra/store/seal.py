@@ -25,13 +25,13 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from infra.newest import Newest
 from infra.store.store import Store
 from schemas import Block, decode, encode
 from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
@@ -180,8 +180,8 @@ class Keys:
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._known: OrderedDict[str, tuple[SealKey, float]] = OrderedDict()  # by key id, with when it was looked up
-        self._current: OrderedDict[str, str] = OrderedDict()  # subject → key id
+        self._known = Newest[str, tuple[SealKey, float]](MAX_KNOWN)  # key id → key, time of the look-up
+        self._current = Newest[str, str](MAX_KNOWN)  # subject → key id
         self._lock = threading.Lock()
         self._secret = b""
 
@@ -204,15 +204,13 @@ class Keys:
             self._store.put(place_of(key_id), secret)
             key = self._remember(SealKey(key_id, secret))
         with self._lock:
-            self._current[subject] = key.key_id
-            if len(self._current) > MAX_KNOWN:
-                self._current.popitem(last=False)
+            self._current.put(subject, key.key_id)
         return key
 
     def find(self, key_id: str) -> SealKey:
         """The key called so, with a fault where it is destroyed or not here. Raises StoreError."""
         with self._lock:
-            known, seen_s = self._known.get(key_id, (None, 0.0))
+            known, seen_s = self._known.get(key_id) or (None, 0.0)
         # A key that is gone stays gone: nothing ever puts one back.
         if known is not None and (known.fault == FORGOTTEN or self._clock() - seen_s < FRESH_S):
             return known
@@ -245,8 +243,5 @@ class Keys:
 
     def _remember(self, key: SealKey) -> SealKey:
         with self._lock:
-            self._known[key.key_id] = (key, self._clock())
-            self._known.move_to_end(key.key_id)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._known.put(key.key_id, (key, self._clock()))
         return key

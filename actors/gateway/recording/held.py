@@ -72,7 +72,7 @@ class HeldKeys(Keys):
     def _known_of(self, subject: str) -> SealKey | None:
         """The key that the subject had when the store was last there."""
         with self._lock:
-            key, _ = self._known.get(self._current.get(subject, ""), (None, 0.0))
+            key, _ = self._known.get(self._current.get(subject) or "") or (None, 0.0)
         return None if key is None or key.fault else key
 
     def _made(self, subject: str) -> SealKey:
