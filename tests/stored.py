@@ -1,8 +1,7 @@
 """What tests look up in a store, or name there as its writers do."""
 
-from infra.store.digests import digest_of, name_of
 from infra.store.snapshots import Refused, SnapshotManifest, candidates
-from infra.store.store import Store
+from infra.store.store import Store, digest_of, name_of
 
 
 def content_name(data: bytes) -> str:

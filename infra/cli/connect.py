@@ -15,12 +15,10 @@ from infra.log.access import EMBEDDED_FOLDER
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
-from infra.store.cached import CachedStore
-from infra.store.divided import DividedStore
-from infra.store.host_cache import HostCache
-from infra.store.measured import MeasuredStore
+from infra.store.host_cache import CachedStore, HostCache
 from infra.store.open import open_store
 from infra.store.store import Store
+from infra.store.wrapped import DividedStore, MeasuredStore
 from schemas.errors import ConfigError
 
 RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
@@ -62,7 +60,11 @@ def main_store_of(settings: Settings) -> Store:
     from infra.settings.plugin import add_plugin_folders, load
 
     add_plugin_folders(settings.folder, settings.plugins)
-    store: Store = load(config.use, config.options, "store")
+    store = load(config.use, config.options, "store")
+    if not isinstance(store, Store):
+        raise ConfigError(
+            f"[store] use: got {config.use!r}, a {type(store).__name__}, expected a subclass of headrace.Store"
+        )
     return store
 
 

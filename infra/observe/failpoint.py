@@ -73,9 +73,8 @@ def _send_points() -> dict[str, Point]:
 POINTS: dict[str, Point] = {
     **_send_points(),
     "store.write": Point("the bytes of an object in a folder, under a temporary name", WRITES),
-    "store.before_fsync": Point("after these bytes, before they are durable", WITH_ERROR),
-    "store.before_rename": Point("after they are durable, before the object has its name", WITH_ERROR),
-    "store.after_rename": Point("after the object has its name, before that is durable"),
+    "store.before_rename": Point("after these bytes, before they are durable and the object has its name", WITH_ERROR),
+    "store.after_rename": Point("after the object has its name"),
     "store.before_delete": Point("before an object is removed", WITH_ERROR),
     "blobs.before_upload": Point("before a frame too large for the log goes to the store", WITH_ERROR),
     "blobs.after_upload": Point("after it, before the record that claims it is sent", WITH_ERROR),

@@ -25,7 +25,7 @@ import zstandard
 
 from infra.policies.moves import Moves, in_order, moved
 from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Seen, Tensor, are_finite, bits, chunks, is_finite, unseen
-from infra.store.pieces import joined
+from infra.store.store import joined
 
 LEVEL = 1
 ESCAPE = 255

@@ -31,9 +31,7 @@ from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, load_tensors
 from infra.policies.threads import in_threads
 from infra.policies.version_files import Put, VersionFiles, as_it_is
-from infra.store.digests import algorithm_of
 from infra.store.store import Store
-from infra.store.whole import get_hashed
 from schemas.errors import NotInStore, PolicyRefused
 from schemas.records import PolicyEvent
 
@@ -252,10 +250,9 @@ def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:
 
 def _read_shard(store: Store, manifest: PolicyManifest, shard: Shard) -> bytes | memoryview:
     check_within(manifest, shard.key)
-    algorithm = algorithm_of(shard.expected)
-    data, digest = get_hashed(store, shard.key, algorithm)
-    if len(data) != shard.num_bytes or digest != shard.expected:
-        raise PolicyRefused(f"{shard.key}: {len(data)} bytes with another {algorithm} than its manifest says")
+    data, digest = store.get_hashed(shard.key)
+    if len(data) != shard.num_bytes or digest != shard.digest:
+        raise PolicyRefused(f"{shard.key}: got {len(data)} bytes with digest {digest}, expected {shard.digest}")
     return data
 
 

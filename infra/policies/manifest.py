@@ -6,8 +6,7 @@
     policies/<policy>/<token>/slices/<version>/<digest>.safetensors
 
 A manifest names its objects by their digests and the manifest of each base by sha256, so that the event vouches for everything
-below it. A digest says its algorithm: see `infra.store.digests`.
-Shards are named by content and never change.
+below it. Objects are named by content and never change.
 """
 
 import hashlib
@@ -22,28 +21,16 @@ from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
 from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, chunks, num_bytes_of
 from infra.policies.threads import in_threads
-from infra.store.digests import algorithm_of
 
-FORMAT = 1
-ADAPTER_FORMAT = 2  # releases that would take an adapter for the whole model refuse it in one line
-SLICED_FORMAT = 3  # releases that look for an anchor, which may be gone, refuse it in one line
-DIGEST_FORMAT = 4  # releases that know objects by sha256 alone refuse it in one line
+FORMAT = 5
 
 
-class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stored object. key: in the store. num_bytes: of the object. sha256: of its bytes, below DIGEST_FORMAT. digest: of its
-    bytes, with the name of its algorithm; "" below DIGEST_FORMAT.
-    """
+class Shard(msgspec.Struct, frozen=True):
+    """One stored object. key: in the store. num_bytes: its size. digest: of its bytes, see `infra.store.store.digest_of`."""
 
     key: str
     num_bytes: int
-    sha256: str = ""
-    digest: str = ""
-
-    @property
-    def expected(self) -> str:
-        """The digest that its bytes must have."""
-        return self.digest or f"sha256:{self.sha256}"
+    digest: str
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
@@ -107,9 +94,8 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: its name. token: of the trainer's lease. version: from 1. parent: the version it was trained from, -1 for
     none. step: the last one it contains. anchor: the newest version with one. chain_bytes: of the deltas since then,
-    one by one. tensors: all of them. sources: ways to obtain them. probe: what an engine checks itself by. format: see
-    `format_of`. adapter: what the tensors are an adapter of; None, and not written, where they are the whole model.
-    slice: None, and not written, with an anchor.
+    one by one. tensors: all of them. sources: ways to obtain them. probe: what an engine checks itself by. format: of the
+    file. adapter: what the tensors are an adapter of; None where they are the whole model. slice: None with an anchor.
 
     Example: PolicyManifest(policy="main", token=17, version=1, parent=0, step=1, anchor=0, chain_bytes=210,
                       tensors=(TensorEntry("w", "BF16", (2,), "99aa…"),), sources=(WeightSource(kind="delta", …),))
@@ -136,37 +122,18 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_manifest(manifest: PolicyManifest) -> bytes:
     """As JSON, the same bytes for the same manifest."""
-    fields = msgspec.structs.asdict(manifest)
-    for name in ("adapter", "slice"):
-        if fields[name] is None:
-            del fields[name]
-    return msgspec.json.encode(fields)
+    return msgspec.json.encode(manifest)
 
 
 def decode_manifest(data: bytes) -> PolicyManifest:
     """ValueError says what does not hold."""
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        if not FORMAT <= version <= DIGEST_FORMAT:
-            raise ValueError(
-                f"manifest: got format {version}, expected {FORMAT} to {DIGEST_FORMAT}: upgrade headrace here first"
-            )
-        manifest = msgspec.json.decode(data, type=PolicyManifest)
+        if version != FORMAT:
+            raise ValueError(f"manifest: got format {version}, expected {FORMAT}: another release wrote it")
+        return msgspec.json.decode(data, type=PolicyManifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest: not valid: {error}") from error
-    _check_digests(manifest)
-    if manifest.format < DIGEST_FORMAT and format_of(manifest.adapter, manifest.slice) != manifest.format:
-        raise ValueError(f"manifest: not valid: format {manifest.format} with {described(manifest.adapter)}")
-    return manifest
-
-
-def _check_digests(manifest: PolicyManifest) -> None:
-    """ValueError where an object has a digest that is not known here, or none that its format has."""
-    sliced = () if manifest.slice is None else manifest.slice.shards
-    for shard in (*sliced, *(shard for source in manifest.sources for shard in source.shards)):
-        if bool(shard.digest) != (manifest.format >= DIGEST_FORMAT) or bool(shard.digest) == bool(shard.sha256):
-            raise ValueError(f"manifest: not valid: format {manifest.format}, and {shard.key} has no digest of it")
-        algorithm_of(shard.expected)
 
 
 def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
@@ -174,15 +141,8 @@ def other_adapter(got: Adapter | None, manifest: PolicyManifest) -> str:
     return "" if got == manifest.adapter else f"it is {described(got)}, expected {described(manifest.adapter)}"
 
 
-def format_of(adapter: Adapter | None, slice_: Slice | None) -> int:
-    """The lowest format below DIGEST_FORMAT that says all of a manifest, which is what earlier releases wrote."""
-    if slice_ is not None:
-        return SLICED_FORMAT
-    return FORMAT if adapter is None else ADAPTER_FORMAT
-
-
 class _Format(msgspec.Struct):
-    format: int = FORMAT
+    format: int
 
 
 def folder_of(policy: str, token: int) -> str:

@@ -20,7 +20,6 @@ from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, next_index, read_manifest
 from infra.policies.manifest import (
-    DIGEST_FORMAT,
     DeltaPart,
     PolicyManifest,
     Shard,
@@ -250,7 +249,6 @@ def _manifest(
         tensors=entries,
         sources=sources,
         probe=probe,
-        format=DIGEST_FORMAT,
         adapter=new.adapter,
         slice=sliced,
     )

@@ -20,9 +20,7 @@ from infra.policies.delta import Encoded, encode_tensor, sampled_share
 from infra.policies.manifest import DeltaPart, Look, Shard, TensorEntry, differing, looked_at
 from infra.policies.tensors import ITEM_BYTES, CopiedTensors, Tensor, bits, pieces_of
 from infra.policies.threads import in_threads
-from infra.store.digests import digest_of, name_of
-from infra.store.pieces import Pieces, put_pieces, total_bytes
-from infra.store.store import Store
+from infra.store.store import Pieces, Store, digest_of, name_of, total_bytes
 
 SHARD_BYTES = 128 * 1024 * 1024  # as much as one connection should be asked to begin again
 PUT_AT_ONCE = 4  # each over several connections
@@ -272,7 +270,7 @@ class Share:
         digest = digest_of(new.pieces)
         key = f"{new.folder}/{name_of(digest)}.{new.suffix}"
         reach("weights.before_shard")
-        put_pieces(self._store, key, new.pieces)
+        self._store.put_pieces(key, new.pieces)
         reach("weights.after_shard")
         return Shard(key=key, num_bytes=total_bytes(new.pieces), digest=digest)
 

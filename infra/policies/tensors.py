@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import Meta
 
 from infra.policies.threads import in_threads
-from infra.store.pieces import joined
 from infra.store.rooms import Rooms
+from infra.store.store import joined
 
 if TYPE_CHECKING:
     import torch

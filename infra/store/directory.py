@@ -1,8 +1,8 @@
 """A folder as object store, for one machine or a shared file system.
 
 Atomic: bytes go to a temporary name and are renamed into place. Durable: the file and every folder that names it are
-synced before `put` returns. A process killed in `put` leaves only a temporary file, removed when the folder is opened
-an hour later.
+synced before `put` returns. A process killed in `put` leaves only a temporary file, which is removed when the folder is
+opened an hour later.
 """
 
 import os
@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from blake3 import blake3
+
+from infra.files import PRIVATE_MODE, PUBLIC_MODE, replacing, sync_folder
 from infra.observe.failpoint import reach
 from infra.observe.failpoint import write as write_all
-from infra.store.pieces import Pieces
-from infra.store.store import PRIVATE, check_key, check_prefix
-from infra.store.whole import Hashed, read_hashed
+from infra.store.store import PRIVATE, READ_BYTES, Hashed, Pieces, Store, check_key, check_prefix, finished
 from schemas.errors import NotInStore, StoreError
 
 INCOMING = ".incoming"
@@ -24,7 +26,7 @@ STALE_AFTER_S = 3600.0
 T = TypeVar("T")
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """Objects as files below one folder, made where it is absent. Any number of processes may share it."""
 
     def __init__(self, folder: Path) -> None:
@@ -40,44 +42,32 @@ class DirectoryStore:
         return f"DirectoryStore({str(self._root)!r})"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Store an object, replacing any other. Raises StoreError."""
         self.put_pieces(key, (data,))
 
     def put_pieces(self, key: str, pieces: Pieces) -> None:
-        """See PiecewiseStore."""
         target = self._path(key)
         temporary = self._incoming / uuid.uuid4().hex
+        is_private = key.startswith(PRIVATE)
 
         def write() -> None:
-            with open(temporary, "wb", opener=_owners_alone if key.startswith(PRIVATE) else None) as file:
+            self._make_folders(target.parent, 0o700 if is_private else 0o777)
+            with replacing(target, mode=PRIVATE_MODE if is_private else PUBLIC_MODE, temporary=temporary) as file:
                 for piece in pieces:
                     write_all("store.write", piece, file.write)
                 file.flush()
-                reach("store.before_fsync")
-                os.fsync(file.fileno())
-            self._make_folders(target.parent, 0o700 if key.startswith(PRIVATE) else 0o777)
-            reach("store.before_rename")
-            os.replace(temporary, target)
+                reach("store.before_rename")
             reach("store.after_rename")
-            _sync_folder(target.parent)
 
-        try:
-            self._guard("put", key, write)
-        except StoreError:
-            temporary.unlink(missing_ok=True)
-            raise
+        self._guard("put", key, write)
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises NotInStore, StoreError."""
         return self._guard("get", key, self._path(key).read_bytes)
 
-    def get_hashed(self, key: str, algorithm: str) -> Hashed:
-        """See HashingStore."""
+    def get_hashed(self, key: str) -> Hashed:
         path = self._path(key)
-        return self._guard("get", key, lambda: read_hashed(path, algorithm))
+        return self._guard("get", key, lambda: read_hashed(path))
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
         path = self._path(key)
 
         def part() -> bytes:
@@ -88,7 +78,6 @@ class DirectoryStore:
         return self._guard("read", key, part)
 
     def size(self, key: str) -> int:
-        """Bytes of the object. Raises NotInStore, StoreError."""
         path = self._path(key)
 
         def measure() -> int:
@@ -99,18 +88,16 @@ class DirectoryStore:
         return self._guard("size", key, measure)
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with `prefix`, sorted. Raises StoreError."""
         top = self._root / check_prefix(prefix).rpartition("/")[0]
         yield from sorted(key for key in self._walk(top) if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Remove an object; absent is fine. Raises StoreError."""
         path = self._path(key)
 
         def remove() -> None:
             reach("store.before_delete")
             path.unlink()
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
         try:
             self._guard("delete", key, remove)
@@ -133,7 +120,7 @@ class DirectoryStore:
             return
         self._make_folders(folder.parent, mode)
         folder.mkdir(exist_ok=True, mode=mode)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
 
     def _walk(self, top: Path) -> Iterator[str]:
         def stop(error: OSError) -> None:
@@ -146,12 +133,16 @@ class DirectoryStore:
             yield from ((relative / name).as_posix() for name in files if not name.startswith("."))
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def read_hashed(path: Path) -> Hashed:
+    """The bytes of a file and their digest, in one pass. A copy, not a mapping: a file may be written to after it was read."""
+    hasher = blake3()
+    with open(path, "rb", buffering=0) as file:
+        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)  # numpy asks for large pages, which bytes do not
+        view, start = memoryview(data.data), 0
+        while num_read := file.readinto(view[start : start + READ_BYTES]):
+            hasher.update(view[start : start + num_read])
+            start += num_read
+    return view[:start].toreadonly(), finished(hasher)
 
 
 def _remove_stale(incoming: Path) -> None:
@@ -162,7 +153,3 @@ def _remove_stale(incoming: Path) -> None:
                 path.unlink()
         except FileNotFoundError:  # its writer finished, or another process swept it
             continue
-
-
-def _owners_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -1,6 +1,6 @@
 """Objects that are named by their content, kept in a folder of one machine for all processes there.
 
-    <folder>/objects/<name>          an object; its name says how its digest begins: see `infra.store.digests`
+    <folder>/objects/<name>          an object; its name says how its digest begins: see `infra.store.store.name_of`
     <folder>/objects/<name>.part     one that is being written, or that a killed process left
     <folder>/locks/<00 to ff>        who fetches the objects whose digest's letters begin so
     <folder>/locks/room              who makes room
@@ -17,6 +17,7 @@ another digest then.
 import fcntl
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -25,11 +26,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from infra.observe.metrics import Metrics
-from infra.store.digests import algorithm_of, begins_with
-from infra.store.whole import Hashed, read_hashed
+from infra.store.directory import read_hashed
+from infra.store.store import DIGEST_LETTERS, Hashed, Store, WrappedStore, check_key, name_of
 
 log = logging.getLogger(__name__)
 
+_NAMED_BY_CONTENT = re.compile(
+    rf"policies/.+/(?:anchors|deltas|slices)/[^/]+/(blake3-[0-9a-f]{{{DIGEST_LETTERS}}})\.[a-z]+"
+)
 MAX_OBJECTS = 10_000  # each is looked at when one is added
 LEFT_FREE = 0.05  # of the disk, for others who write there
 WAIT_S = 120.0
@@ -68,7 +72,7 @@ class HostCache:
                 return found
             data, digest = fetch()
             self._metrics.counter("host_cache_misses").inc()
-            if mine and digest.startswith(begins_with(name)):
+            if mine and name_of(digest) == name:
                 self._keep(name, data)
             return data, digest
 
@@ -79,12 +83,12 @@ class HostCache:
 
     def _read(self, name: str) -> Hashed | None:
         """The object where it is here and sound, and its digest."""
-        path, expected = self._objects / name, begins_with(name)
+        path = self._objects / name
         try:
-            data, digest = read_hashed(path, algorithm_of(expected))
+            data, digest = read_hashed(path)
         except OSError:
             return None
-        if not digest.startswith(expected):
+        if name_of(digest) != name:
             self._metrics.counter("host_cache_damaged").inc()
             log.warning("host_cache_damaged object=%s bytes=%d: it is fetched again", path, len(data))
             self.drop(name)
@@ -192,3 +196,33 @@ class HostCache:
 def _lock_of(name: str) -> str:
     """Of an object, one of 256."""
     return name.rpartition("-")[2][:2]
+
+
+class CachedStore(WrappedStore):
+    """A store whose weights are also kept on this machine, so that each object crosses the network once for all engines here.
+
+    Only objects that are named by their content are kept: the anchors, slices and deltas of policies. Such a name means the
+    same bytes in every store and for every version. Everything else is read from the store each time, manifests too, and
+    so are parts of objects, since a part has no digest.
+    """
+
+    def __init__(self, inner: Store, cache: HostCache) -> None:
+        super().__init__(inner)
+        self._cache = cache
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r} with {self._cache!r}"
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.get_hashed(key)[0]) if _NAMED_BY_CONTENT.fullmatch(check_key(key)) else self.inner.get(key)
+
+    def get_hashed(self, key: str) -> Hashed:
+        named = _NAMED_BY_CONTENT.fullmatch(check_key(key))
+        if named is None:
+            return self.inner.get_hashed(key)
+        return self._cache.get(named[1], lambda: self.inner.get_hashed(key))
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+        if named := _NAMED_BY_CONTENT.fullmatch(key):
+            self._cache.drop(named[1])

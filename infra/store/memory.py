@@ -3,24 +3,22 @@
 import threading
 from collections.abc import Iterator
 
-from infra.store.store import check_key, check_prefix
+from infra.store.store import Store, check_key, check_prefix
 from schemas.errors import NotInStore
 
 
-class MemoryStore:
-    """Objects in a dictionary; threads may share it."""
+class MemoryStore(Store):
+    """Objects in a dictionary."""
 
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Store an object, replacing any other."""
         with self._lock:
             self._objects[check_key(key)] = bytes(data)
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises NotInStore."""
         with self._lock:
             found = self._objects.get(check_key(key))
         if found is None:
@@ -28,21 +26,17 @@ class MemoryStore:
         return found
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore."""
         return self.get(key)[start : start + length]
 
     def size(self, key: str) -> int:
-        """Bytes of the object. Raises NotInStore."""
         return len(self.get(key))
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with `prefix`, sorted."""
         check_prefix(prefix)
         with self._lock:
             found = sorted(key for key in self._objects if key.startswith(prefix))
         yield from found
 
     def delete(self, key: str) -> None:
-        """Remove an object; absent is fine."""
         with self._lock:
             self._objects.pop(check_key(key), None)

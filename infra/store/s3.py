@@ -12,32 +12,36 @@ Settings come from the environment, so that no file of a run holds a secret:
 Secrets appear in no error and no repr.
 """
 
-import functools
+import io
 import itertools
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
 import numpy as np
+from blake3 import blake3
 
-from infra.store.digests import finished, hasher
-from infra.store.pieces import Pieces, total_bytes
-from infra.store.s3_bodies import READ_TIMEOUT_S, PiecesReader, body_of, join, place
 from infra.store.s3_keys import S3Credentials, S3Keys, fixed_keys, keys_of
-from infra.store.store import check_key, check_prefix
-from infra.store.whole import Hashed
+from infra.store.store import Hashed, Pieces, Store, check_key, check_prefix, finished, total_bytes
 from schemas.errors import ConfigError, NotInStore, StoreError
+
+if TYPE_CHECKING:
+    from urllib3 import PoolManager
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+SLOWEST = 16 * 1024  # bytes a second; a slower connection is opened again
+CHUNK_BYTES = 256 * 1024
 NUM_RETRIES = 3
 RANGE_BYTES = 8 * 1024 * 1024  # of a download, so that an object of weights takes all connections
 PART_BYTES = 8 * 1024 * 1024  # of an upload
@@ -52,9 +56,13 @@ _FINAL_CODES = frozenset({
 })  # fmt: skip
 
 T = TypeVar("T")
-Taken = TypeVar("Taken", bytes, memoryview)
-Take = Callable[[int, Iterator[bytes]], Taken]
-"""What becomes of the bytes of a range that begins there, as they come."""
+
+
+class _Object(NamedTuple):
+    """The object as an answer describes it. num_bytes: -1 where the answer does not tell."""
+
+    num_bytes: int
+    tag: str
 
 
 def open_s3(bucket: str, prefix: str, environment: Mapping[str, str] = os.environ) -> "S3Store":
@@ -88,7 +96,7 @@ def closing_response(response: Any) -> Iterator[Any]:
         response.release_conn()
 
 
-class S3Store:
+class S3Store(Store):
     """Objects of one bucket below one prefix. The bucket must exist."""
 
     def __init__(
@@ -105,8 +113,6 @@ class S3Store:
         import certifi
         import minio
 
-        from infra.store.connections import connections
-
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or "@" in parts.netloc:
             raise ConfigError("S3 endpoint: expected http(s)://host[:port], set in HEADRACE_S3_ENDPOINT")
@@ -117,13 +123,7 @@ class S3Store:
         self._tidied = False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._keys = fixed_keys(credentials) if isinstance(credentials, S3Credentials) else credentials
-        pool = connections(
-            most=CONNECTIONS,
-            connect_s=CONNECT_TIMEOUT_S,
-            answer_s=READ_TIMEOUT_S,
-            num_retries=num_retries,
-            ca_file=ca_file or certifi.where(),
-        )
+        pool = connections(ca_file or certifi.where(), num_retries)
         try:
             self._client: Any = minio.Minio(
                 parts.netloc,
@@ -139,14 +139,10 @@ class S3Store:
         return f"S3Store(s3://{self._bucket}/{self._prefix} at {self._endpoint})"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Store an object, replacing any other; a large one in parts over several connections. Raises StoreError.
-
-        A part that fails is sent again, not the whole.
-        """
         self.put_pieces(key, (data,))
 
     def put_pieces(self, key: str, pieces: Pieces) -> None:
-        """See PiecewiseStore."""
+        """Upload a large object in parts over several connections; a part that fails is sent again alone."""
         name, num_bytes = self._name(key), total_bytes(pieces)
         part_bytes = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
 
@@ -167,30 +163,26 @@ class S3Store:
         self._call("put", key, upload)
 
     def get(self, key: str) -> bytes:
-        """The whole object, a large one by ranges over several connections. Raises NotInStore, StoreError.
-
-        A range that fails is read again, not the whole.
-        """
         name = self._name(key)
-        return self._call("get", key, lambda: b"".join(self._ranges(name, lambda num_bytes: join)))
+        return bytes(self._call("get", key, lambda: self._whole(name, lambda part: None)))
 
-    def get_hashed(self, key: str, algorithm: str) -> Hashed:
-        """See HashingStore. Ranges go where they belong as they come, and are hashed in order meanwhile."""
-        name = self._name(key)
-        return self._call("get", key, lambda: self._read_hashed(name, algorithm))
+    def get_hashed(self, key: str) -> Hashed:
+        name, hasher = self._name(key), blake3()
+        return self._call("get", key, lambda: self._whole(name, hasher.update)), finished(hasher)
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
         name = self._name(key)
-        return self._call("read", key, lambda: self._read_part(name, start, length))
+        if not length:
+            return b""
+        return self._call(
+            "read", key, lambda: self._range(name, start, lambda at, pieces: b"".join(pieces), length=length)
+        )
 
     def size(self, key: str) -> int:
-        """Bytes of the object. Raises NotInStore, StoreError."""
         name = self._name(key)
         return int(self._call("size", key, lambda: self._client.stat_object(self._bucket, name).size))
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with `prefix`, sorted. Raises StoreError."""
         name = self._prefix + check_prefix(prefix)
 
         def names() -> list[str]:
@@ -199,21 +191,20 @@ class S3Store:
         yield from sorted(name.removeprefix(self._prefix) for name in self._call("keys", prefix, names))
 
     def delete(self, key: str) -> None:
-        """Remove an object; absent is fine. Raises StoreError."""
         name = self._name(key)
         self._call("delete", key, lambda: self._client.remove_object(self._bucket, name))
 
     def remove_unfinished(self, older_than_s: float = UNFINISHED_S) -> int:
-        """Remove parts of uploads that were never completed; of how many. None where that is not allowed, or not known there:
-        MinIO does it by itself.
+        """Remove parts of uploads that were never completed; return the number of uploads. 0 where the bucket's policy
+        forbids it, or the server does it by itself, as MinIO.
         """
         begun_before = datetime.now(UTC) - timedelta(seconds=older_than_s)
 
         def remove() -> int:
             uploads = self._client._list_multipart_uploads(self._bucket, prefix=self._prefix).uploads
-            old = [one for one in uploads if one.initiated_time < begun_before]
-            for one in old:
-                self._client._abort_multipart_upload(self._bucket, one.object_name, one.upload_id)
+            old = [upload for upload in uploads if upload.initiated_time < begun_before]
+            for upload in old:
+                self._client._abort_multipart_upload(self._bucket, upload.object_name, upload.upload_id)
             return len(old)
 
         try:
@@ -223,7 +214,7 @@ class S3Store:
             return 0
 
     def make_bucket(self) -> None:
-        """Create the bucket; one that is there is fine. Raises StoreError."""
+        """Create the bucket; an existing bucket is no error. Raises StoreError."""
 
         def make() -> None:
             if not self._client.bucket_exists(self._bucket):
@@ -234,61 +225,56 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _read_part(self, name: str, start: int, length: int) -> bytes:
-        return self._range(name, start, join, length=length) if length else b""
-
-    def _read_hashed(self, name: str, algorithm: str) -> Hashed:
-        made, rooms, num_bytes = hasher(algorithm), list[memoryview](), 0
-
-        def begin(size: int) -> Take[memoryview]:
-            rooms.append(memoryview(np.empty(size, np.uint8).data))
-            return functools.partial(place, rooms[0])
-
-        for part in self._ranges(name, begin):
-            made.update(part)
-            num_bytes += len(part)
-        return rooms[0][:num_bytes].toreadonly(), finished(algorithm, made)
-
-    def _ranges(self, name: str, begin: Callable[[int], Take[Taken]]) -> Iterator[Taken]:
-        """What becomes of the ranges of an object, in order. The first says how large the object is before its bytes come; the
-        others, of the same object, come beside. begin: called once, with the most bytes that may come.
+    def _whole(self, name: str, seen: Callable[[memoryview], object]) -> memoryview:
+        """All bytes of an object in one buffer, a large object by ranges over several connections. `seen` gets the ranges
+        in order while later ones arrive.
         """
-        found: list[_Whole] = []
-        takes: list[Take[Taken]] = []
-        rest: list[Future[Taken]] = []
+        found: list[_Object] = []
+        rooms: list[memoryview] = []
+        rest: list[Future[memoryview]] = []
         pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
 
-        def ask_for_the_rest(whole: _Whole) -> None:
-            if not found:  # not again where the first range is read again
-                found.append(whole)
-                takes.append(begin(whole.num_bytes if whole.num_bytes >= 0 else RANGE_BYTES))
-                starts = range(RANGE_BYTES, whole.num_bytes, RANGE_BYTES)
-                rest.extend(pool.submit(self._range, name, start, takes[0], whole.tag) for start in starts)
-            elif found != [whole]:
+        def place(start: int, pieces: Iterator[bytes]) -> memoryview:
+            at = start
+            for piece in pieces:
+                rooms[0][at : at + len(piece)] = piece
+                at += len(piece)
+            return rooms[0][start:at]
+
+        def begun(answered: _Object) -> None:
+            if not found:  # else the first range is read again
+                found.append(answered)
+                size = answered.num_bytes if answered.num_bytes >= 0 else RANGE_BYTES
+                rooms.append(memoryview(np.empty(size, np.uint8).data))
+                starts = range(RANGE_BYTES, answered.num_bytes, RANGE_BYTES)
+                rest.extend(pool.submit(self._range, name, start, place, tag=answered.tag) for start in starts)
+            elif found != [answered]:
                 raise ValueError("the object was replaced while it was read")
 
         num_bytes = 0
         try:
-            first = self._range(name, 0, lambda start, pieces: takes[0](start, pieces), begun=ask_for_the_rest)
-            for part in itertools.chain([first], (one.result() for one in rest)):
+            first = self._range(name, 0, place, begun=begun)
+            for part in itertools.chain([first], (later.result() for later in rest)):
                 num_bytes += len(part)
-                yield part
+                seen(part)
         finally:
             pool.shutdown(cancel_futures=True)
         if found[0].num_bytes not in (-1, num_bytes):
             raise ValueError(f"got {num_bytes} bytes, expected {found[0].num_bytes}")
+        return rooms[0][:num_bytes].toreadonly()
 
     def _range(
         self,
         name: str,
         start: int,
-        take: Take[Taken],
+        take: Callable[[int, Iterator[bytes]], T],
+        *,
         tag: str = "",
-        begun: Callable[["_Whole"], None] = lambda whole: None,
+        begun: Callable[[_Object], None] = lambda answered: None,
         length: int = RANGE_BYTES,
-    ) -> Taken:
-        """What becomes of some bytes of an object, which are read again where the connection breaks. tag: of the object they
-        must be of. begun: called with the size and the tag of the object before its bytes are read.
+    ) -> T:
+        """What `take` makes of a range and its start; the range is read again where the connection breaks. tag: of the object
+        that the range must belong to. begun: called before the bytes of each answer.
         """
         from minio.error import S3Error
         from urllib3.exceptions import ProtocolError, ReadTimeoutError
@@ -300,11 +286,12 @@ class S3Store:
                     self._slots,
                     closing_response(self._client.get_object(self._bucket, name, start, length, headers)) as answer,
                 ):
-                    begun(_whole_of(answer.headers))
+                    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                    begun(_Object(int(total) if total.isdigit() else -1, answer.headers.get("ETag", "")))
                     return take(start, body_of(answer, length))
             except S3Error as error:
                 if error.code == "InvalidRange":  # it begins at or after the end
-                    begun(_Whole(0, ""))
+                    begun(_Object(0, ""))
                     return take(start, iter(()))
                 raise
             except (ProtocolError, ReadTimeoutError, TimeoutError):
@@ -341,13 +328,70 @@ class S3Store:
         return text
 
 
-class _Whole(msgspec.Struct, frozen=True):
-    """What the answer to a range says of its object. num_bytes: -1 where it does not say."""
+class PiecesReader(io.RawIOBase):
+    """Pieces as one file. BytesIO would first copy all of a memoryview."""
 
-    num_bytes: int
-    tag: str
+    def __init__(self, pieces: Pieces) -> None:
+        self._left = deque(memoryview(piece) for piece in pieces)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        found, wanted = list[memoryview](), size if size >= 0 else total_bytes(self._left)
+        while self._left and wanted:
+            piece = self._left.popleft()
+            found.append(piece[:wanted])
+            if len(piece) > wanted:
+                self._left.appendleft(piece[wanted:])
+            wanted -= len(found[-1])
+        return bytes(found[0]) if len(found) == 1 else b"".join(found)
 
 
-def _whole_of(headers: Mapping[str, str]) -> _Whole:
-    said = headers.get("Content-Range", "").rpartition("/")[2]
-    return _Whole(int(said) if said.isdigit() else -1, headers.get("ETag", ""))
+def body_of(answer: Any, length: int, clock: Callable[[], float] = time.monotonic) -> Iterator[bytes]:
+    """The bytes of an answer, at most `length`, as they come. Raises TimeoutError where they come more slowly than SLOWEST."""
+    allowed_s, got = READ_TIMEOUT_S + length / SLOWEST, 0
+    deadline = clock() + allowed_s
+    while piece := answer.read1(CHUNK_BYTES):
+        got += len(piece)
+        if clock() > deadline:
+            raise TimeoutError(f"got {got:,} of {length:,} bytes in {allowed_s:.0f} s")
+        yield piece
+
+
+def connections(
+    ca_file: str, num_retries: int, connect_s: float = CONNECT_TIMEOUT_S, answer_s: float = READ_TIMEOUT_S
+) -> "PoolManager":
+    """A pool whose connections may take `answer_s` to send a body.
+
+    urllib3 allows a new connection only `connect_s` to send its first request, and Python counts the whole body: a part of
+    an upload over a slow network would never arrive.
+    """
+    import urllib3
+    from urllib3.connection import HTTPConnection, HTTPSConnection
+
+    class SlowSend(HTTPConnection):
+        def connect(self) -> None:
+            super().connect()
+            self.sock.settimeout(answer_s)
+
+    class SlowSendTls(HTTPSConnection):
+        def connect(self) -> None:
+            super().connect()
+            self.sock.settimeout(answer_s)
+
+    class Pool(urllib3.HTTPConnectionPool):
+        ConnectionCls = SlowSend
+
+    class TlsPool(urllib3.HTTPSConnectionPool):
+        ConnectionCls = SlowSendTls
+
+    manager = urllib3.PoolManager(
+        maxsize=CONNECTIONS,
+        timeout=urllib3.Timeout(connect=connect_s, read=answer_s),
+        retries=urllib3.Retry(total=num_retries, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
+        cert_reqs="CERT_REQUIRED",
+        ca_certs=ca_file,
+    )
+    manager.pool_classes_by_scheme = {"http": Pool, "https": TlsPool}
+    return manager

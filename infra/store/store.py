@@ -1,44 +1,107 @@
-"""The object store: immutable objects under keys. A folder, or S3 through minio.
+"""The object store: immutable objects under keys, in a folder or in S3.
 
 Atomic: an object is visible whole or not at all. Durable: `put` returns after the bytes are synced or acknowledged.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from blake3 import blake3
 
 MAX_KEY_BYTES = 900  # S3 takes 1024, some of it for the store's own prefix
 MAX_SEGMENT_BYTES = 255  # of file systems, and of MinIO
-# What users' data is sealed and tokens are signed with: for the owner of the store alone.
-PRIVATE = ("keys/", "gateway/")
+PRIVATE = ("keys/", "gateway/")  # encryption keys, API keys and signing secrets: for the owner of the store alone
 BLOBS = "blobs/"  # images, and frames too large for the log
+READ_BYTES = 256 * 1024  # hashed while they are in the processor's cache
+DIGEST_LETTERS = 32  # of a digest in an object's name: 128 bits
+
+Pieces = Sequence[bytes | memoryview]
+Hashed = tuple[bytes | memoryview, str]
+"""The bytes of an object, perhaps as a read-only view, and their digest."""
 
 
-class Store(Protocol):
-    """Objects by key (`policies/main/17/manifests/12.json`). Blocking calls: run them in a thread."""
+class Store(ABC):
+    """Objects by key (`policies/main/17/manifests/12.json`). Calls block: run them in a thread. Threads may share a store."""
 
+    @abstractmethod
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object, replacing any other. data: must not change meanwhile. Raises StoreError."""
 
+    @abstractmethod
     def get(self, key: str) -> bytes:
         """The whole object. Raises NotInStore, StoreError."""
 
+    @abstractmethod
     def read(self, key: str, start: int, length: int) -> bytes:
-        """So many bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
+        """`length` bytes of the object from `start` on, fewer where it ends before. Raises NotInStore, StoreError."""
 
+    @abstractmethod
     def size(self, key: str) -> int:
         """Bytes of the object. Raises NotInStore, StoreError."""
 
+    @abstractmethod
     def keys(self, prefix: str) -> Iterator[str]:
         """All keys that begin with `prefix`, sorted. Raises StoreError."""
 
+    @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; absent is fine. Raises StoreError."""
+        """Remove an object; an absent object is no error. Raises StoreError."""
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        """Store an object of these bytes, one piece after the other. Raises StoreError.
+
+        Override it where a store can write pieces without joining them, such as the tensors of a large model.
+        """
+        self.put(key, joined(pieces))
+
+    def get_hashed(self, key: str) -> Hashed:
+        """The whole object and its digest. Raises NotInStore, StoreError.
+
+        Override it where a store can hash the bytes while it reads them.
+        """
+        data = self.get(key)
+        return data, digest_of((data,))
+
+
+class WrappedStore(Store):
+    """Passes every call to `inner`; a subclass overrides what it changes."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.inner.put(key, data)
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        self.inner.put_pieces(key, pieces)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def get_hashed(self, key: str) -> Hashed:
+        return self.inner.get_hashed(key)
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self.inner.read(key, start, length)
+
+    def size(self, key: str) -> int:
+        return self.inner.size(key)
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        return self.inner.keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
 
 
 def check_key(key: str) -> str:
-    """The key, if every store can hold it; ValueError says what is wrong with it.
+    """Return the key if every store can hold it. Raises ValueError.
 
-    Segments are parted by "/", are not empty, and do not start with "." (kept for temporary files).
+    "/" separates segments. A segment is not empty and does not start with "." (names of temporary files).
     """
     if not key or len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
         raise ValueError(f"key: got {len(key)} characters, expected 1 to {MAX_KEY_BYTES} bytes")
@@ -54,7 +117,50 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix, if it can begin a key; "" and "folder/" can."""
+    """Return the prefix if it can begin a key; "" and "folder/" can. Raises ValueError."""
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
+
+
+def digest_of(pieces: Pieces) -> str:
+    """BLAKE3 of the pieces in order, as "blake3:<64 letters>".
+
+    >>> digest_of([b"some ", b"bytes"]) == digest_of([b"some bytes"])
+    True
+    """
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return finished(hasher)
+
+
+def finished(hasher: blake3) -> str:
+    """The digest of all bytes that a hasher took."""
+    return f"blake3:{hasher.hexdigest()}"
+
+
+def name_of(digest: str) -> str:
+    """The name of an object with this digest.
+
+    >>> name_of("blake3:" + 64 * "9")
+    'blake3-99999999999999999999999999999999'
+    """
+    algorithm, _, letters = digest.partition(":")
+    return f"{algorithm}-{letters[:DIGEST_LETTERS]}"
+
+
+def joined(pieces: Pieces) -> memoryview:
+    """The bytes of all pieces, read-only. Other threads run meanwhile, unlike in `b"".join`."""
+    room, start = np.empty(total_bytes(pieces), np.uint8), 0
+    for piece in pieces:
+        if piece:
+            np.copyto(room[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+        start += len(piece)
+    room.flags.writeable = False
+    return room.data
+
+
+def total_bytes(pieces: Pieces) -> int:
+    """Bytes of all pieces."""
+    return sum(len(piece) for piece in pieces)

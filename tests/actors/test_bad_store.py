@@ -17,8 +17,7 @@ from infra.observe.metrics import Metrics
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
-from infra.store.cached import CachedStore
-from infra.store.host_cache import HostCache
+from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas import PolicyEvent

@@ -16,18 +16,14 @@ from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
-from infra.store.cached import CachedStore
-from infra.store.digests import digest_of
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache
-from infra.store.measured import MeasuredStore
+from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
-from infra.store.pieces import joined, put_pieces
 from infra.store.s3 import S3Store
 from infra.store.s3_keys import S3Credentials
-from infra.store.store import MAX_KEY_BYTES, Store
-from infra.store.whole import get_hashed
-from schemas.errors import NotInStore
+from infra.store.store import MAX_KEY_BYTES, Store, digest_of, joined
+from infra.store.wrapped import MeasuredStore
+from schemas.errors import NotInStore, StoreError
 from tests.infra.every_kind import Shelf
 from tests.stored import content_name
 
@@ -96,20 +92,10 @@ def test_an_object_that_is_read_whole_comes_with_its_digest(store: Store, size: 
     data = np.random.default_rng(size).bytes(size)
     for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{content_name(data)}.safetensors"):
         store.put(key, data)
-        for algorithm in ("blake3", "sha256"):
-            found, digest = get_hashed(store, key, algorithm)
-            assert (bytes(found), digest) == (data, digest_of((data,), algorithm))
-            assert memoryview(found).readonly
+        found, digest = store.get_hashed(key)
+        assert (bytes(found), digest) == (data, digest_of((data,))) and memoryview(found).readonly
     with pytest.raises(NotInStore):
-        get_hashed(store, "absent", "blake3")
-
-
-@pytest.mark.parametrize("size", [0, 1, 70_000, 6_000_000])
-def test_an_object_comes_back_as_it_was_put(store: Store, size: int) -> None:
-    data = np.random.default_rng(size).bytes(size)
-    store.put("policies/main/17/a.safetensors", data)
-    assert store.get("policies/main/17/a.safetensors") == data
-    assert store.size("policies/main/17/a.safetensors") == size
+        store.get_hashed("absent")
 
 
 @pytest.mark.parametrize("size", [0, 70_000, 6_000_000])
@@ -127,7 +113,7 @@ def test_an_object_put_in_pieces_is_the_one_that_they_make_up(store: Store, size
     data = b"".join(pieces)
     assert bytes(joined(pieces)) == data
     for key in ("policies/main/17/a.safetensors", f"policies/main/17/anchors/3/{content_name(data)}.safetensors"):
-        put_pieces(store, key, pieces)
+        store.put_pieces(key, pieces)
         assert store.get(key) == data and store.size(key) == len(data)
 
 
@@ -135,7 +121,7 @@ def test_an_object_put_in_pieces_is_the_one_that_they_make_up(store: Store, size
 def test_pieces_that_end_elsewhere_than_the_parts_of_an_upload_come_back(store: Store) -> None:
     data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
     cuts = [0, 1, 5_000_000, 8 * 1024 * 1024 + 1, 17_000_000, len(data)]
-    put_pieces(store, "large", [data[start:stop] for start, stop in itertools.pairwise(cuts)])
+    store.put_pieces("large", [data[start:stop] for start, stop in itertools.pairwise(cuts)])
     assert store.get("large") == data
 
 
@@ -268,6 +254,36 @@ def test_a_store_behind_a_network_shows_where_it_is_and_no_secret() -> None:
     credentials = S3Credentials(access_key="hidden1", secret_key="hidden2", session_token="hidden3")
     shown = repr(S3Store("b", endpoint="http://x:9", credentials=credentials)) + repr(credentials)
     assert "s3://b/ at http://x:9" in shown and "hidden" not in shown
+
+
+class UnreachableStore(MemoryStore):
+    def put(self, key: str, data: bytes) -> None:
+        raise StoreError("503")
+
+    def get(self, key: str) -> bytes:
+        raise StoreError("503")
+
+
+def test_bytes_and_seconds_are_counted_both_ways_and_an_absent_object_is_no_failure() -> None:
+    metrics = Metrics("x")
+    store = MeasuredStore(MemoryStore(), metrics)
+    store.put("a", b"12345")
+    assert (store.get("a"), store.read("a", 1, 2)) == (b"12345", b"23")
+    assert store.get_hashed("a") == (b"12345", digest_of((b"12345",)))
+    with pytest.raises(NotInStore):
+        store.get("b")
+    found = metrics.counters()
+    assert found["store_bytes{verb=put}"] == 5 and found["store_bytes{verb=get}"] == 12
+    assert found["store_seconds{verb=get}"] > 0 and not [name for name in found if "failed" in name]
+
+
+def test_a_store_that_fails_is_counted() -> None:
+    metrics = Metrics("x")
+    store = MeasuredStore(UnreachableStore(), metrics)
+    for call in (lambda: store.put("a", b""), lambda: store.get("a"), lambda: store.read("a", 0, 1)):
+        with pytest.raises(StoreError):
+            call()
+    assert metrics.counters() == {"store_failed{verb=put}": 1.0, "store_failed{verb=get}": 2.0}
 
 
 def test_check_connect_finds_every_right_and_leaves_nothing_behind(store: Store) -> None:

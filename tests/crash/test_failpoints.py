@@ -47,17 +47,17 @@ def test_every_name_in_the_table_stands_in_the_code_and_every_name_in_the_code_i
 )
 def test_what_is_not_in_the_table_is_an_error_that_names_the_nearest(entry: str, said: str) -> None:
     with pytest.raises(ConfigError, match="HEADRACE_FAILPOINTS") as caught:
-        Armed(f"store.before_fsync=kill, {entry}")
+        Armed(f"store.before_rename=kill, {entry}")
     assert said in str(caught.value)
 
 
 def test_a_count_says_which_time_and_each_entry_happens_once() -> None:
     assert parse("store.write=kill@3") == ("store.write", "kill", 3)
-    armed = Armed("store.before_fsync=raise@2")
-    armed.reach("store.before_fsync")
-    with pytest.raises(StoreError, match=r"store\.before_fsync"):
-        armed.reach("store.before_fsync")
-    armed.reach("store.before_fsync")
+    armed = Armed("store.before_rename=raise@2")
+    armed.reach("store.before_rename")
+    with pytest.raises(StoreError, match=r"store\.before_rename"):
+        armed.reach("store.before_rename")
+    armed.reach("store.before_rename")
 
 
 def test_raise_raises_what_its_surroundings_must_expect() -> None:

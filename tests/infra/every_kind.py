@@ -28,6 +28,7 @@ from headrace import (
     Section,
     Session,
     Span,
+    Store,
     Task,
     Verdict,
     check_key,
@@ -177,7 +178,7 @@ def plain(inputs: LossInputs, *, scale: float = 1.0) -> LossOutput:
     return LossOutput(-scale * inputs.log_weight * inputs.advantage)
 
 
-class Shelf:
+class Shelf(Store):
     """A store that keeps its objects in a dictionary."""
 
     def __init__(self) -> None:

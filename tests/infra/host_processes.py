@@ -6,10 +6,9 @@ from pathlib import Path
 
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
-from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache
-from infra.store.whole import Hashed
+from infra.store.host_cache import CachedStore, HostCache
+from infra.store.store import Hashed
 from schemas import PolicyEvent
 
 
@@ -26,11 +25,11 @@ class CountingStore(DirectoryStore):
             file.write(f"{key}\n")
         return super().get(key)
 
-    def get_hashed(self, key: str, algorithm: str) -> Hashed:
+    def get_hashed(self, key: str) -> Hashed:
         """The same, hashed."""
         with self._asked.open("a") as file:
             file.write(f"{key}\n")
-        return super().get_hashed(key, algorithm)
+        return super().get_hashed(key)
 
 
 def follow(folder: Path, events: list[PolicyEvent]) -> None:

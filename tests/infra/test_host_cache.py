@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import hashlib
 import logging
 import multiprocessing
 import os
@@ -26,13 +25,10 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
 from infra.settings.config import StoreConfig
-from infra.store.cached import CachedStore
-from infra.store.digests import digest_of
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import MAX_OBJECTS, HostCache
+from infra.store.host_cache import MAX_OBJECTS, CachedStore, HostCache
 from infra.store.memory import MemoryStore
-from infra.store.store import Store
-from infra.store.whole import Hashed
+from infra.store.store import Hashed, Store, digest_of
 from schemas import PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from tests.infra.host_processes import fetched_by_a_holder_that_hangs, follow
@@ -244,19 +240,6 @@ def test_a_damaged_entry_is_noticed_by_its_digest_and_fetched_again(tmp_path: Pa
     assert got(cache, digest, lambda: hashed(data)) == data
     assert got(cache, digest, fails) == data, "it was put in order"
     assert counters(metrics) == {"misses": 2.0, "damaged": 1.0, "hits": 1.0}
-
-
-def test_an_object_that_an_earlier_release_named_by_sha256_is_kept_and_held_against_that(tmp_path: Path) -> None:
-    data, metrics = b"h" * 100, Metrics("x")
-    store, cache = MemoryStore(), HostCache(tmp_path, max_bytes=1000, metrics=metrics)
-    key = f"policies/main/17/anchors/3/{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
-    store.put(key, data)
-    for _ in range(2):
-        found, digest = CachedStore(store, cache).get_hashed(key, "sha256")
-        assert (bytes(found), digest) == (data, f"sha256:{hashlib.sha256(data).hexdigest()}")
-    assert counters(metrics) == {"misses": 1.0, "hits": 1.0}
-    files(tmp_path)[0].write_bytes(b"w" * 100)
-    assert CachedStore(store, cache).get(key) == data and counters(metrics)["damaged"] == 1
 
 
 def test_bytes_that_are_not_what_was_asked_for_are_handed_on_and_not_kept(tmp_path: Path) -> None:

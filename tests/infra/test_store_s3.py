@@ -15,9 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import certifi
 import pytest
 
-from infra.store.connections import connections
-from infra.store.s3 import RANGE_BYTES, S3Store, open_s3
-from infra.store.s3_bodies import body_of
+from infra.store.s3 import RANGE_BYTES, S3Store, body_of, connections, open_s3
 from infra.store.s3_keys import S3Credentials
 from schemas.errors import ConfigError, StoreError
 
@@ -121,7 +119,7 @@ def serving(handler: type[BaseHTTPRequestHandler], prefix: str = "") -> Iterator
             thread.join()
 
 
-@pytest.mark.parametrize("whole", [S3Store.get, lambda store, key: bytes(store.get_hashed(key, "blake3")[0])])
+@pytest.mark.parametrize("whole", [S3Store.get, lambda store, key: bytes(store.get_hashed(key)[0])])
 def test_a_large_object_is_read_by_ranges_and_each_that_breaks_is_read_again(
     whole: Callable[[S3Store, str], bytes],
 ) -> None:
@@ -166,7 +164,7 @@ def test_a_body_may_take_longer_to_be_sent_than_a_connection_to_be_made() -> Non
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            pool = connections(most=1, connect_s=0.2, answer_s=30.0, num_retries=0, ca_file=certifi.where())
+            pool = connections(certifi.where(), num_retries=0, connect_s=0.2, answer_s=30.0)
             answer = pool.request("PUT", f"http://127.0.0.1:{server.server_port}/key", body=LARGE)
         finally:
             server.shutdown()
@@ -289,4 +287,4 @@ def test_parts_of_an_object_that_was_replaced_meanwhile_are_never_joined() -> No
     with serving(Replaced) as store, pytest.raises(StoreError, match="get 'weights/1'"):
         store.get("weights/1")
     with serving(Replaced) as store, pytest.raises(StoreError, match="get 'weights/1'"):
-        store.get_hashed("weights/1", "blake3")
+        store.get_hashed("weights/1")

@@ -7,7 +7,7 @@ import pytest
 
 from infra.log.log import Log
 from infra.store.directory import DirectoryStore
-from infra.store.pieces import Pieces
+from infra.store.store import Pieces
 from schemas import Batch, Drawn, ids, topics
 from tests.trainer.memory_run import Killed, KillingBus, ends, filled_log, journal, published, train
 from tests.trainer.test_train_loop import items_of, unkilled

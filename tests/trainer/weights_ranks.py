@@ -10,7 +10,7 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import entries_of
 from infra.policies.publish import NewVersion
 from infra.store.directory import DirectoryStore
-from infra.store.pieces import Pieces
+from infra.store.store import Pieces
 from schemas.errors import StoreError
 from trainer.batch.batch import pack
 from trainer.config import TrainerConfig

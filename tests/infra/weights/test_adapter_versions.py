@@ -1,15 +1,11 @@
 """Versions that are an adapter: their manifests say of what, and nobody takes one for a whole model."""
 
-import json
-from typing import Any
-
 import msgspec
 import pytest
 
 from infra.policies.adapter import Adapter
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import DIGEST_FORMAT, decode_manifest, encode_manifest
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
@@ -38,36 +34,11 @@ def test_an_adapter_comes_with_its_tensors_through_anchors_and_deltas() -> None:
     second = small_step(first, 1)
     events = [put(store, 0, first, ADAPTER), put(store, 1, second, ADAPTER, first)]
     manifest, _ = read_manifest(store, events[1].manifest)
-    assert manifest.source("delta", 0) is not None and manifest.format == DIGEST_FORMAT
+    assert manifest.source("delta", 0) is not None
     steady = PolicyFetcher(store, "main")
     assert [steady.fetch(event).adapter for event in events] == [ADAPTER, ADAPTER]
     late = PolicyFetcher(store, "main").fetch(events[1])
     assert (late.adapter, dict(late.tensors)) == (ADAPTER, second)
-
-
-def earlier(manifest: bytes, number: int) -> dict[str, Any]:
-    """A manifest as earlier releases wrote it, its objects by sha256."""
-    fields: dict[str, Any] = json.loads(manifest) | {"format": number}
-    for shard in (one for source in fields["sources"] for one in source["shards"]):
-        shard["sha256"] = shard.pop("digest").removeprefix("blake3:")
-    return fields
-
-
-def test_manifests_are_written_in_one_format_and_those_of_earlier_releases_are_read_in_theirs() -> None:
-    store = MemoryStore()
-    whole, adapted = (
-        store.get(put(store, number, first_weights(), one).manifest) for number, one in enumerate((None, ADAPTER))
-    )
-    for written in (whole, adapted):
-        assert json.loads(written)["format"] == DIGEST_FORMAT and encode_manifest(decode_manifest(written)) == written
-    assert decode_manifest(json.dumps(earlier(whole, 1)).encode()).adapter is None
-    fields = earlier(adapted, 2)  # releases before adapters take 1 alone
-    assert decode_manifest(json.dumps(fields).encode()).adapter == ADAPTER
-    for odd in (fields | {"format": 1}, fields | {"adapter": None}, fields | {"format": 3}):
-        with pytest.raises(ValueError, match=r"not valid: format [123] with"):
-            decode_manifest(json.dumps(odd).encode())
-    with pytest.raises(ValueError, match="got format 5, expected 1 to 4: upgrade headrace here first"):
-        decode_manifest(json.dumps(fields | {"format": 5}).encode())
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, ADAPTER), (ADAPTER, None), (ADAPTER, OTHER)])

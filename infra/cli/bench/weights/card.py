@@ -18,8 +18,8 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
 from infra.store.memory import MemoryStore
-from infra.store.pieces import Pieces
 from infra.store.rooms import Rooms
+from infra.store.store import Pieces
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ class ManifestStore(MemoryStore):
             super().put(key, data)
 
     def put_pieces(self, key: str, pieces: Pieces) -> None:
-        """See `infra.store.pieces.PiecewiseStore`."""
         self.keys_put.add(key)
 
 

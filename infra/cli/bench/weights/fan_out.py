@@ -23,8 +23,7 @@ from infra.cli.bench.common import minio
 from infra.cli.bench.weights.throttle import ThrottledPort, throttled
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
-from infra.store.cached import CachedStore
-from infra.store.host_cache import HostCache
+from infra.store.host_cache import CachedStore, HostCache
 from infra.store.s3 import PART_BYTES, S3Store
 from infra.store.s3_keys import S3Credentials
 from infra.store.store import Store

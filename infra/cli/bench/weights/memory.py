@@ -17,9 +17,8 @@ from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
-from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache
+from infra.store.host_cache import CachedStore, HostCache
 from schemas import PolicyEvent
 
 POLL_S = 0.002

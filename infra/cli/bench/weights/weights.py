@@ -37,9 +37,8 @@ from infra.policies.share import HashedTensors
 from infra.policies.tensors import Tensor, bits, from_torch_all, to_torch
 from infra.policies.version_files import VersionFiles
 from infra.roles.memory import give_back_large_blocks
-from infra.store.cached import CachedStore
 from infra.store.directory import DirectoryStore
-from infra.store.host_cache import HostCache
+from infra.store.host_cache import CachedStore, HostCache
 from infra.store.rooms import Rooms
 from infra.store.store import Store
 from schemas import PolicyEvent
