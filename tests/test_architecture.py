@@ -239,8 +239,8 @@ def test_the_top_holds_the_agreed_entries_only() -> None:
     assert {top for top in tops if not top.startswith(".")} <= TOP
 
 
-def test_the_map_of_the_readme_names_every_top_folder_and_no_folder_that_is_not_there() -> None:
-    text = text_of(ROOT / "README.md").partition("## The map\n")[2].partition("\n## ")[0]
+def test_the_map_of_contributing_names_every_top_folder_and_no_folder_that_is_not_there() -> None:
+    text = text_of(ROOT / "CONTRIBUTING.md").partition("## Where things live\n")[2].partition("\n## ")[0]
     tops = sorted(name for name in TOP if (ROOT / name).is_dir())
     named = re.findall(rf"(?<![\w/])(?:{'|'.join(tops)})(?:/\w+)*(?![\w/]|\.\w)", text)
     assert [name for name in named if not (ROOT / name).is_dir()] == []

@@ -1,4 +1,4 @@
-"""The walk of the README's "Train the agent you have": its files and commands as they stand there, in an empty folder.
+"""The walk of the README's "Train the agent that you have": its files and commands as they stand there, in an empty folder.
 
 At its end the agent's tokens were recorded and trained, and a version that learned from them is sampled from.
 """
@@ -22,7 +22,7 @@ LIMIT_S = 300.0
 
 def section() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (found,) = re.findall(r"^## Train the agent you have\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(r"^### Train the agent that you have\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     return str(found)
 
 

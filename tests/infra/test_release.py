@@ -22,9 +22,7 @@ def test_the_command_says_its_release_and_its_commit() -> None:
 def test_package_chart_and_the_newest_section_of_the_changelog_are_of_one_release() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     chart = yaml.safe_load((ROOT / "infra" / "deploy" / "chart" / "Chart.yaml").read_text(encoding="utf-8"))
-    newest = re.findall(
-        r"^## (\S+)$", (ROOT / "infra" / "docs" / "changelog.md").read_text(encoding="utf-8"), re.MULTILINE
-    )[0]
+    newest = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
     assert {declared, chart["version"], chart["appVersion"], newest} == {release()}
 
 

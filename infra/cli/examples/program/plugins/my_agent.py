@@ -6,5 +6,5 @@ from openai import AsyncOpenAI
 async def run(task, base_url, key, model):
     agent = AsyncOpenAI(base_url=base_url, api_key=key)
     answer = await agent.chat.completions.create(model=model, messages=task["messages"])
-    said = answer.choices[0].message.content or ""
-    return {"reward": sum(one.isdigit() for one in said) / max(1, len(said))}
+    text = answer.choices[0].message.content or ""
+    return {"reward": sum(character.isdigit() for character in text) / max(1, len(text))}
