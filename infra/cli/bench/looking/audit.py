@@ -15,7 +15,7 @@ from pathlib import Path
 from infra.cli.bench.common.children import apart
 from infra.cli.bench.common.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
 from infra.cli.bench.common.peak import most_bytes
-from infra.ledger.audit import DiskSpace, audit
+from infra.ledger.audit import audit
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
 from infra.log.log import Log
@@ -48,14 +48,14 @@ def whole_versions(experiences: int) -> int:
 
 async def audited(count: int, say: Say) -> dict[str, float]:
     """Audit, of this process."""
-    bus, rooms, taken, shown_s = MadeBus(count), list[DiskSpace](), [0.0], [time.monotonic()]
+    bus, taken, shown_s = MadeBus(count), [0.0], [time.monotonic()]
 
     def on_reading(topic: str, left: int) -> None:
         taken[0] = max(taken[0], _unnamed_bytes())
         _now_and_then(shown_s, say, f"audit: {topic or 'parts'}: {left:,} left")
 
     began_s, wall_s = time.process_time(), time.perf_counter()
-    found = await audit(Log(bus, APP), APP, on_reading, rooms.append)
+    found = await audit(Log(bus, APP), APP, on_reading)
     assert found.is_clean and found.trained == found.published == count, f"all were trained: {found}"
     return {
         "audit_cpu_s": time.process_time() - began_s - bus.made_cpu_s,
@@ -63,7 +63,6 @@ async def audited(count: int, say: Say) -> dict[str, float]:
         "audit_making_cpu_s": bus.made_cpu_s,
         "audit_peak_mb": most_bytes() / MB,
         "audit_disk_gb": taken[0] / GB,
-        "audit_said_disk_gb": sum(room.needed for room in rooms) / GB,
     }
 
 
