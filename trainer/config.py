@@ -1,8 +1,6 @@
 """[trainer]: what the trainer reads of the TOML; lanes, objective, optimizer, learner, and when things are written."""
 
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -14,30 +12,28 @@ from schemas.fields import Lane
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 PartShare = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Above0 = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+# The functions of trainer/losses/losses.py, named here so that reading the settings imports no torch.
+LOSSES = (
+    "cispo", "decoupled", "distill", "dpo", "dppo", "grpo", "gspo", "icepop", "m2po", "opmd", "ppo", "reinforce",
+    "sft", "tis", "topr",
+)  # fmt: skip
 SLOTS = 8  # spans of keep.replay, of each of which the first checkpoint stays
 LEAST: Mapping[Lane, int] = MappingProxyType({"live": 64})  # of a step, where the settings leave it open
-
-
-@cache
-def built_in_losses() -> tuple[str, ...]:
-    """The files of trainer/losses that define a function of their own name."""
-    files = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).with_name("losses").glob("*.py")}
-    return tuple(sorted(name for name, text in files.items() if f"\ndef {name}(" in text))
 
 
 def loss_use(loss: str) -> str:
     """What a lane's loss names, as `module:name`.
 
     >>> loss_use("grpo")
-    'trainer.losses.grpo:grpo'
+    'trainer.losses.losses:grpo'
     """
-    return f"trainer.losses.{loss}:{loss}" if loss in built_in_losses() else loss
+    return f"trainer.losses.losses:{loss}" if loss in LOSSES else loss
 
 
 class LaneConfig(Section, frozen=True):
     """[trainer.lanes.<lane>]: the objective of a lane and how it is drawn.
 
-    loss: a file of trainer/losses (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another. options: the loss's
+    loss: a built-in loss (dppo, grpo, ppo, sft, dpo, …), or `module:name` of another. options: the loss's
     keyword parameters. weight: multiplies the lane's mean; the gradient is the sum over lanes, so weights 1-m and m are
     the MIX loss. share: sequences drawn per sequence of the usual lane, 0 takes this weight / that lane's. max_uses: how
     often one experience may be trained. draw: "spread" takes the least used first, "priority" by what prioritize said; the

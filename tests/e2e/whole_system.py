@@ -195,7 +195,7 @@ usual = {{ loss = "ppo", weight = 0.8 }}
 expert = {{ loss = "sft", weight = 0.1, share = 0.5, max_uses = 99, draw = "priority", optional = true }}
 human = {{ loss = "dpo", weight = 0.1, share = 0.5, max_uses = 99, optional = true }}
 [[processor]]
-use = "trainer.processors.normalize_advantages:normalize_advantages"
+use = "trainer.processors:normalize_advantages"
 stage = "batch"
 """
 NOTICED = '\n[[processor]]\nuse = "whole:noticed"\nstage = "verify"\nafter = "validate"\n'

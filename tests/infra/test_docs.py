@@ -173,7 +173,7 @@ def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
 def test_every_part_that_ships_has_its_options_in_the_reference() -> None:
     """A score, an environment and the like in a file of their own are listed; helpers of those are not."""
     listed = {use.partition(":")[0] for uses in docs_parts.shipped().values() for use in uses}
-    for folder in ("streams/scores", "trainer/losses", "trainer/processors", "actors/rollout/environments"):
+    for folder in ("streams/scores", "actors/rollout/environments"):
         for path in sorted((ROOT / folder).glob("*.py")):
             defines = re.search(
                 rf"^(?:@score|def {path.stem}\(inputs|class \w+:\n.*\n.*def reset)", path.read_text(), re.MULTILINE

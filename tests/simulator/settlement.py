@@ -19,7 +19,7 @@ from tests.simulator.watch import content_of
 from tests.simulator.world import World
 from trainer.batch.assemble import train_items
 from trainer.batch.batch import pack
-from trainer.batch.schedule import learning_rate_at
+from trainer.batch.inputs import learning_rate_at
 from trainer.journal import journal
 
 

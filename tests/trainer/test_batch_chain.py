@@ -18,10 +18,8 @@ from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import TrainItem
 from trainer.batch.batch_chain import ALONE, apply_chain, build_batch
-from trainer.batch.weight import with_weight
 from trainer.learners.scripted import ScriptedLearner
-from trainer.processors.drop_weak import drop_weak
-from trainer.processors.normalize_advantages import normalize_advantages
+from trainer.processors import drop_weak, normalize_advantages, with_weight
 from trainer.train import run_trainer
 
 HERE = "tests.trainer.test_batch_chain"
@@ -90,9 +88,7 @@ def applied(steps, given: list[TrainItem], *, alone: bool = True) -> tuple[Batch
 
 def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch():
     given = items(5)
-    steps = build_batch(
-        [ProcessorConfig(use="trainer.processors.normalize_advantages:normalize_advantages", stage="batch")]
-    )
+    steps = build_batch([ProcessorConfig(use="trainer.processors:normalize_advantages", stage="batch")])
     record, kept = applied(steps, given)
     values = np.array([one.advantage for one in record.items])
     # (-1, 0, 1, 2, 3): mean 1, variance 2
@@ -129,14 +125,14 @@ def test_drops_and_weights_are_written_down_with_their_reasons():
 
 
 def test_equal_sequences_weighs_by_length():
-    use = "trainer.processors.equal_sequences:equal_sequences"
+    use = "trainer.processors:equal_sequences"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     # lengths 1, 2, 3, mean 2: Σ weight·length = 6 = the tokens, so the denominator stays what it is
     assert [one.weight for one in record.items] == pytest.approx([2.0, 1.0, 2 / 3])
 
 
 def test_drop_weak_leaves_out_what_teaches_nothing():
-    use = "trainer.processors.drop_weak:drop_weak"
+    use = "trainer.processors:drop_weak"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
 
@@ -151,7 +147,7 @@ def test_drop_weak_keeps_an_answer_whose_turns_differ():
 @pytest.mark.parametrize("mean", ["tokens", "sequences"])
 def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean):
     """weight / denominator, which is counted over what is left, is as before."""
-    use = "trainer.processors.drop_weak:drop_weak"
+    use = "trainer.processors:drop_weak"
     given = [*items(5), *items(2, lane="expert")]  # lengths 1 to 5, advantages -1 to 3: the second is dropped
     steps = build_batch([ProcessorConfig(use=use, stage="batch", options={"mean": mean})])
     _, kept = applied(steps, given)

@@ -5,13 +5,10 @@ import pytest
 import torch
 
 from schemas.errors import ConfigError
-from trainer.config import LaneConfig
-from trainer.losses.decoupled import decoupled
-from trainer.losses.dppo import dppo
-from trainer.losses.grpo import grpo
+from trainer.config import LOSSES, LaneConfig
+from trainer.losses import losses
 from trainer.losses.loss import LossInputs, LossOutput, lane_loss, needs, open_objective
-from trainer.losses.sft import sft
-from trainer.losses.tis import tis
+from trainer.losses.losses import decoupled, dppo, grpo, sft, tis
 
 RANDOM = np.random.default_rng(0)
 N = 200
@@ -170,7 +167,7 @@ def test_objectives_say_what_they_need_of_the_learner():
     two = open_objective(LaneConfig(loss="decoupled"))
     assert (two.minibatches, two.proximal) == (2, "recompute")
     assert not open_objective(LaneConfig(loss="sft")).ratio
-    assert open_objective(LaneConfig(loss="trainer.losses.tis:tis", weight=0.5)).weight == 0.5
+    assert open_objective(LaneConfig(loss="trainer.losses.losses:tis", weight=0.5)).weight == 0.5
 
 
 @pytest.mark.parametrize(
@@ -200,3 +197,8 @@ def unmet(inputs: LossInputs) -> LossOutput:
 def test_an_option_that_the_learner_reads_is_declared_and_a_declared_one_is_an_option(name: str, option: str) -> None:
     with pytest.raises(ConfigError, match=f"expected {option} in both or in neither"):
         open_objective(LaneConfig(loss=f"{__name__}:{name}"))
+
+
+def test_the_settings_name_every_loss_that_is_built_in() -> None:
+    built_in = {name for name, loss in vars(losses).items() if getattr(loss, "__module__", "") == losses.__name__}
+    assert built_in - {"second_moment_bound"} == {*LOSSES}

@@ -14,7 +14,7 @@ from trainer.journal.closure import Definition
 from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
 from trainer.learners.scripted import ScriptedLearner
 
-RUN = (*ROOTS, Definition("trainer.learners.torch", "TorchLearner"), Definition("trainer.losses.grpo", "grpo"))
+RUN = (*ROOTS, Definition("trainer.learners.torch", "TorchLearner"), Definition("trainer.losses.losses", "grpo"))
 # A file of the sources, what stands in it, and what it becomes.
 Edit = tuple[str, str, str]
 
@@ -25,7 +25,11 @@ NO_BIT_CHANGES: dict[str, Edit] = {
     "the trainer's report": ("trainer/loop/report.py", "PERIOD_S = 1.0", "PERIOD_S = 2.0"),
     "a screen": ("infra/cli/demo/watch.py", "class Watch", "class Watching"),
     "a field of a report": ("schemas/reports.py", 'reason: str = ""', 'reason: str = ""\n    mood: str = ""'),
-    "another lane's loss": ("trainer/losses/dppo.py", "return LossOutput(", "return 2 * LossOutput("),
+    "another lane's loss": (
+        "trainer/losses/losses.py",
+        "LossOutput(gradient_term",
+        "LossOutput(2 * gradient_term",
+    ),
     "how objects are fetched": ("infra/store/s3.py", "class S3Store", "class S4Store"),
     "a setting's bounds": ("infra/settings/config.py", "class Pacing", "FURTHER = 1\n\n\nclass Pacing"),
     "a function beside those that are used": ("infra/policies/tensors.py", "ITEM_BYTES", "UNUSED = 1\nITEM_BYTES"),
@@ -37,13 +41,13 @@ BITS_MAY_CHANGE: dict[str, Edit] = {
     "how sections are cut": ("schemas/bulk/sections.py", "WIDTHS", "WIDE"),
     "what a member of a block is": ("schemas/parts.py", "ratio: bool = True", "ratio: bool = False"),
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
-    "how items are packed": ("trainer/batch/rows.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
+    "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
     "the learning rate": (
-        "trainer/batch/schedule.py",
+        "trainer/batch/inputs.py",
         "return config.learning_rate",
         "return 2 * config.learning_rate",
     ),
-    "the lane's loss": ("trainer/losses/grpo.py", "return LossOutput(", "return 2 * LossOutput("),
+    "the lane's loss": ("trainer/losses/losses.py", "loss + kl * k3(", "loss + 2 * kl * k3("),
     "a helper of the loss": ("trainer/losses/offpolicy.py", "def clipped_surrogate(", "def clipped_surrogate(more, "),
     "the forward": ("trainer/learners/forward.py", "MAX_LOGITS = ", "MAX_LOGITS = 1 + "),
     "how weights are loaded": ("infra/model/model.py", "def load_model(", "def load_model(more, "),
@@ -98,13 +102,13 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "rates.py").write_text((sources / "trainer" / "batch" / "schedule.py").read_text())
-    moved = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.rates import")
+    moved = ("trainer/batch/inputs.py", "from trainer.batch.inputs import", "from trainer.rates import")
     assert edited(sources, moved) == before
 
 
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text("def learning_rate_at(config, phase, steps_done):\n    return 0.0\n")
-    other = ("trainer/batch/inputs.py", "from trainer.batch.schedule import", "from trainer.other import")
+    other = ("trainer/batch/inputs.py", "from trainer.batch.inputs import", "from trainer.other import")
     assert edited(sources, other) != before
 
 
@@ -129,7 +133,7 @@ def test_a_run_is_told_by_its_own_losses_and_learner_also_where_they_are_plugins
     assert set(named) - set(ROOTS) == {
         Definition("trainer.learners.scripted", "ScriptedLearner"),
         Definition("loss_of_origin", "mine"),
-        Definition("trainer.losses.sft", "sft"),
+        Definition("trainer.losses.losses", "sft"),
     }
     before = code_hash(named)
     helper.write_text('def half(x):\n    """The half."""\n    return x / 2  # exactly\n')

@@ -15,7 +15,7 @@ from schemas.errors import ConfigError
 from trainer.batch.batch import LANES as LANE_NAMES
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.split import split
-from trainer.config import LaneConfig, TrainerConfig, built_in_losses
+from trainer.config import LOSSES, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import compares, microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
@@ -224,7 +224,7 @@ def test_packing_order_minibatches_and_ranks_never_change_loss_or_gradient_of_th
     assert np.array([others[name] for name in slopes]) == pytest.approx(np.array(list(slopes.values())), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", sorted(set(built_in_losses()) - {"distill", "dpo", "ppo"}))
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"distill", "dpo", "ppo"}))
 def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(model, loss):
     """The terms add to the loss what they measure, whatever loss it is."""
     items = [one for one in random_items(1, groups=2, size=3) if one.item.lane == "usual"]

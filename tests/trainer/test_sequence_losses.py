@@ -9,18 +9,21 @@ import torch
 
 from schemas.errors import ConfigError
 from trainer.config import LaneConfig
-from trainer.losses.cispo import cispo
-from trainer.losses.distill import distill
-from trainer.losses.dpo import dpo
-from trainer.losses.grpo import grpo
-from trainer.losses.gspo import gspo
-from trainer.losses.icepop import icepop
 from trainer.losses.loss import LossInputs, lane_loss, open_objective
-from trainer.losses.m2po import m2po, second_moment_bound
-from trainer.losses.opmd import opmd
-from trainer.losses.ppo import ppo
-from trainer.losses.reinforce import reinforce
-from trainer.losses.topr import topr
+from trainer.losses.losses import (
+    cispo,
+    distill,
+    dpo,
+    grpo,
+    gspo,
+    icepop,
+    m2po,
+    opmd,
+    ppo,
+    reinforce,
+    second_moment_bound,
+    topr,
+)
 
 RANDOM = np.random.default_rng(7)
 LENGTHS = [1, 4, 9, 2, 30, 3, 7, 12]

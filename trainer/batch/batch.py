@@ -8,7 +8,7 @@ descendants. `reach` is one past the last of them, so position i may attend to j
 several trees share a row without seeing each other. The last token of a sequence is only ever a target, never an input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +21,6 @@ from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 from trainer.batch.routing import no_experts, of_rows, recorded
-from trainer.batch.rows import chunk, fill_rows
 from trainer.batch.tree import Branch, Tree, grow, in_order
 
 
@@ -318,3 +317,49 @@ def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
             num = len(np.unique(one.sequence_N[one.lane_N == index]))
             counts[LANES[index]] = counts.get(LANES[index], 0) + num
     return counts
+
+
+SHARED_ROW_TOKENS = 512  # short trees share rows of at most this width
+ATTENTION_TOKENS = 1024  # row width at which attention costs about what the rest of a small model does
+
+
+def fill_rows(trees: Sequence[Tree], lanes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Trees, by their indexes, into rows of the width that costs least: wide rows cost attention, narrow ones padding."""
+    size = np.array([tree.size for tree in trees])
+    fitting = size[size <= max_tokens]  # a tree that does not fit gets a row, and a microbatch, alone
+    widest = int(fitting.max()) if len(fitting) else max_tokens
+    widths = {widest} | {widest * i // 2 for i in (3, 4, 6) if widest * i // 2 <= min(SHARED_ROW_TOKENS, max_tokens)}
+    choices = [_first_fit(size, lanes, width) for width in sorted(widths)]
+
+    def cost(rows: list[list[int]]) -> float:
+        width = max(int(size[row].sum()) for row in rows)
+        return len(rows) * width * (1 + width / ATTENTION_TOKENS)
+
+    return min(choices, key=cost)
+
+
+def chunk(rows: list[list[int]], trees: Sequence[Tree], max_tokens: int) -> Iterator[list[list[int]]]:
+    """Rows of like width into microbatches."""
+    used = {id(row): sum(trees[tree].size for tree in row) for row in rows}
+    rows = sorted(rows, key=lambda row: -used[id(row)])
+    while rows:
+        count = max(1, max_tokens // used[id(rows[0])])
+        yield rows[:count]
+        rows = rows[count:]
+
+
+def _first_fit(size: np.ndarray, lanes: Sequence[int], width: int) -> list[list[int]]:
+    """Trees, largest first, into the first row with room; a row holds one lane."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    sizes = size.tolist()
+    for tree in np.argsort(-size, kind="stable").tolist():
+        for r, free in enumerate(room):
+            if free >= sizes[tree] and lanes[rows[r][0]] == lanes[tree]:
+                rows[r].append(tree)
+                room[r] -= sizes[tree]
+                break
+        else:
+            rows.append([tree])
+            room.append(width - sizes[tree])
+    return rows

@@ -17,7 +17,7 @@ from schemas import Batch, BatchItem, Experience
 from schemas.pairs import pair_side
 from trainer.batch.age import PACED as PACED
 from trainer.batch.batch import TrainItem
-from trainer.batch.weight import without_weight
+from trainer.processors import without_weight
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from infra.settings.plugin import load, option_defaults
 from schemas.errors import ConfigError
 from schemas.fields import Lane
-from trainer.config import LaneConfig, built_in_losses, loss_use
+from trainer.config import LOSSES, LaneConfig, loss_use
 
 NEEDS_ATTRIBUTE = "__headrace_needs__"
 
@@ -148,8 +148,7 @@ def open_objective(lane: LaneConfig, where: str = "trainer.lanes") -> Objective:
     """
     use = loss_use(lane.loss)
     if ":" not in use:
-        known = ", ".join(built_in_losses())
-        raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {known} or "module:name"')
+        raise ConfigError(f'{where}.loss: got "{lane.loss}", expected one of {", ".join(LOSSES)} or "module:name"')
     bound = load(use, lane.options, where)
     if not callable(bound):
         raise ConfigError(f"{where}.loss: {use} is a {type(bound).__name__}, expected a function")

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.losses.loss import LossInputs, Objective
-from trainer.losses.offpolicy import reference_k3, truncated_weight
-from trainer.losses.sequences import required
+from trainer.losses.offpolicy import reference_k3, required, truncated_weight
 
 # A larger importance weight is cut to this, as the losses do: beyond it the estimate of the KL is biased, towards 0.
 KL_CAP = 5.0

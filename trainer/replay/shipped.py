@@ -4,7 +4,7 @@ Guarantee: with no foreign name, opening the learner imports nothing but what is
 passes it no option that names a path or an address.
 """
 
-from trainer.config import TrainerConfig, built_in_losses
+from trainer.config import LOSSES, TrainerConfig, loss_use
 from trainer.learners.learner import LEARNERS
 
 
@@ -17,8 +17,7 @@ def foreign_names(config: TrainerConfig) -> tuple[str, ...]:
     else:
         unknown = [name for name in config.learner.options if name not in options]
         found += [f"trainer.learner.options.{name} = {config.learner.options[name]!r}" for name in unknown]
-    names = built_in_losses()
-    shipped = {*names, *(f"trainer.losses.{name}:{name}" for name in names)}
+    shipped = {*LOSSES, *(loss_use(name) for name in LOSSES)}
     for lane, one in config.lanes.items():
         if one.loss not in shipped:
             found.append(f'trainer.lanes.{lane}.loss = "{one.loss}"')

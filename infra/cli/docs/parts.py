@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[tuple[str, Sign], ...]] = {
     "Scores": (("streams/scores", Sign(mark="score")),),
     "Processors to insert": (
         ("streams/processors", Sign(mark="processor")),
-        ("trainer/processors", Sign(mark="processor")),
+        ("trainer", Sign(mark="processor")),
     ),
     "Feedback sources": (("streams/sources", Sign(mark="feedback")),),
     "Workflows": (("actors/rollout/workflows", EPISODE), ("actors/program", EPISODE)),

@@ -16,7 +16,7 @@ HOMES: dict[str, dict[str, str]] = {
     "processors, scores and feedback sources": {
         **dict.fromkeys(("Drop", "Memory", "Verdict", "feedback", "processor", "score"), "infra.chain.processor"),
         "synthetic_group": "schemas.ids",
-        "with_weight": "trainer.batch.weight",
+        "with_weight": "trainer.processors",
     },
     "tasksets": dict.fromkeys(("Demonstration", "Preference", "Taskset"), "actors.tasksets.taskset"),
     "environments": dict.fromkeys(("Environment", "Outcome"), "actors.rollout.environment"),

@@ -43,11 +43,11 @@ from schemas.records import Feedback as Feedback
 from schemas.records import Image as Image
 from schemas.records import Message as Message
 from schemas.records import Task as Task
-from trainer.batch.weight import with_weight as with_weight
 from trainer.losses.loss import LossInputs as LossInputs
 from trainer.losses.loss import LossOutput as LossOutput
 from trainer.losses.loss import Needs as Needs
 from trainer.losses.loss import needs as needs
+from trainer.processors import with_weight as with_weight
 
 HOMES: dict[str, dict[str, str]]
 

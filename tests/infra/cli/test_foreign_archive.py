@@ -18,7 +18,7 @@ from infra.store.memory import MemoryStore
 from schemas import topics
 from schemas.errors import ConfigError
 from tests.infra.cli.test_replay_command import call, exported
-from trainer.config import TrainerConfig, built_in_losses
+from trainer.config import LOSSES, TrainerConfig
 from trainer.learners.learner import LEARNERS
 from trainer.replay.shipped import foreign_names
 
@@ -76,9 +76,9 @@ def test_a_settings_file_beside_the_data_runs_nothing_either(tmp_path: Path) -> 
     assert not mark.exists() and sys.path == before
 
 
-@pytest.mark.parametrize("loss", built_in_losses())
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_shipped_loss_is_known_by_its_name_and_by_its_module(loss: str) -> None:
-    for name in (loss, f"trainer.losses.{loss}:{loss}"):
+    for name in (loss, f"trainer.losses.losses:{loss}"):
         assert foreign_names(msgspec.convert({"lanes": {"usual": {"loss": name}}}, TrainerConfig)) == ()
 
 
@@ -91,7 +91,7 @@ def test_every_shipped_learner_is_known(use: str) -> None:
     ("config", "told"),
     [
         ({"lanes": {"usual": {"loss": "os:system"}}}, 'trainer.lanes.usual.loss = "os:system"'),
-        ({"lanes": {"usual": {"loss": "trainer.losses.grpo:load"}}}, "trainer.losses.grpo:load"),
+        ({"lanes": {"usual": {"loss": "trainer.losses.losses:load"}}}, "trainer.losses.losses:load"),
         ({"lanes": {"usual": {"loss": "infra.cli.bench.learning.mix:run"}}}, "infra.cli.bench.learning.mix:run"),
         ({"lanes": {"expert": {"loss": "../grpo"}}}, "../grpo"),
         ({"learner": {"use": "builtins:exec"}}, 'trainer.learner.use = "builtins:exec"'),
