@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from infra.cli.bench.common import minio
-from infra.cli.bench.common.minio import MinioServer
 from infra.local.broker import EmbeddedKafka
+from tests import minio
+from tests.minio import MinioServer
 
 # Of torch, read when it is imported: the models are tiny, and processes that share the cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -4,8 +4,8 @@ from pathlib import Path
 from random import Random
 
 from actors.tasksets.shapes import Drawing, draw
-from infra.cli.bench.learner.tiny_internvl import build_tiny_internvl
 from infra.cli.demo.char_model import MIN_HEAD_DIM, PICTURES, Size, build_char_model
+from tests.tiny_models import build_tiny_internvl
 
 SIZE = Size(hidden=16, layers=1, image=16, head_dim=MIN_HEAD_DIM)  # two by two places a picture
 NUM_PLACES = 4

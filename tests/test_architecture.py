@@ -16,7 +16,7 @@ ROOF = ("infra/cli/", "infra/sdk/")
 SCHEMAS_MAY = {"schemas", "msgspec", "numpy", "zstandard"}
 # A heavy library and the one door (path prefix) it comes in by.
 DOORS = {
-    "faust": ("streams/stages/hosted.py", "infra/cli/bench/peers/"),
+    "faust": ("streams/stages/hosted.py",),
     "mode": ("streams/stages/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
     "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
@@ -24,14 +24,13 @@ DOORS = {
         "trainer/learners/beginning.py",
         "trainer/learners/engines.py",
         "trainer/learners/sequence_parallel.py",
-        "infra/cli/bench/",
     ),
     "minio": ("infra/store",),
     "cryptography": ("infra/store/seal.py",),
-    "aiokafka": ("infra/log/", "infra/cli/bench/peers/"),
-    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/", "infra/cli/bench/"),
+    "aiokafka": ("infra/log/",),
+    "transformers": ("infra/model/", "trainer/learners/attention.py", "infra/cli/demo/"),
     "peft": ("infra/model/adapter.py",),
-    "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/", "infra/cli/bench/"),
+    "tokenizers": ("infra/model/spelling.py", "infra/model/controls.py", "infra/cli/demo/"),
     "PIL": ("infra/store/images.py", "actors/tasksets/shapes.py"),
     "prometheus_client": ("infra/observe/metrics.py",),
     "starlette": (
@@ -39,9 +38,8 @@ DOORS = {
         "actors/program/",
         "infra/cli/console/",
         "infra/cli/examples/",
-        "infra/cli/bench/peers/",
     ),
-    "uvicorn": ("actors/gateway/", "infra/cli/console/", "infra/cli/examples/", "infra/cli/bench/peers/"),
+    "uvicorn": ("actors/gateway/", "infra/cli/console/", "infra/cli/examples/"),
     "jinja2": ("infra/cli/console/", "infra/model/model.py"),
     "markupsafe": ("infra/cli/console/",),
     "jgo": ("infra/local/",),
@@ -61,16 +59,14 @@ DOORS = {
         "infra/model/",
         "infra/policies/",
         "infra/cli/demo/",
-        "infra/cli/bench/",
         "infra/cli/check/size.py",
     ),
 }
 # What shows numbers to people, and what makes these.
 FOR_PEOPLE = (
-    "infra/observe/metrics.py", "infra/cli/look/status.py", "infra/cli/look/peek.py", "infra/cli/demo/", "infra/cli/bench/",
+    "infra/observe/metrics.py", "infra/cli/look/status.py", "infra/cli/look/peek.py", "infra/cli/demo/",
     "infra/cli/console/", "trainer/loop/report.py",
 )  # fmt: skip
-PICKLES_ITS_OWN = "infra/cli/bench/peers/pickled.py"  # a peer of the benchmarks, which opens what it packed
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
@@ -158,11 +154,7 @@ def test_no_star_import_and_no_relative_one() -> None:
 
 def test_bytes_from_outside_never_run_code() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-    wrong = [
-        str(one)
-        for one in all_imports(*PACKAGES)
-        if one.module.partition(".")[0] in forbidden and one.path != PICKLES_ITS_OWN
-    ]
+    wrong = [str(one) for one in all_imports(*PACKAGES) if one.module.partition(".")[0] in forbidden]
     for path in sources(*PACKAGES):
         for call in read(path).calls:
             wrong += [f"{name_of(path)}:{call.lineno}: {fault}" for fault in unsafe_call(call)]
@@ -225,7 +217,8 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_test_files_have_unique_names() -> None:
-    names = [path.name for path in sources("tests") if path.name not in ("__init__.py", "conftest.py")]
+    paths = [path for path in sources("tests") if path.parent.name != "bench"]
+    names = [path.name for path in paths if path.name not in ("__init__.py", "conftest.py")]
     assert not sorted({name for name in names if names.count(name) > 1})
 
 

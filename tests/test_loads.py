@@ -14,7 +14,6 @@ LOADS = {
     "actors/rollout/tool.py": "[explore] options: tools",
     "actors/rollout/workflow.py": "[explore] workflow, [explore.workflows]",
     "actors/rollout/workflows/interact.py": "[explore] options: environment, agent",
-    "infra/cli/bench/weights/reload.py": "a flag",
     "infra/log/access.py": "[kafka] sasl_token",
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check/check.py": "what the roles load",
@@ -47,5 +46,5 @@ def test_code_is_imported_by_name_only_where_an_operator_wrote_the_name() -> Non
         if re.search(r"import_module\(|__import__\(", text_of(path))
     }
     # What these import is of this repository, and named in the same file.
-    own = {"infra/cli/commands/measure.py", "infra/sdk/headrace/__init__.py"}
+    own = {"infra/sdk/headrace/__init__.py"}
     assert importers == {"infra/settings/plugin.py", "streams/scores/code_child.py", *own}

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.commands import again, data, govern, keys, look, measure, mend, repeat, roles, see, start, weights
+from infra.cli.commands import again, capacity, data, govern, keys, look, mend, repeat, roles, see, start, weights
 from infra.cli.options import umask_of
-from infra.local.process import SAFE_PATH
 from infra.observe.release import full_release
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
@@ -54,21 +53,17 @@ load_app = typer.Typer(
     help="Put tasks or demonstrations into the log, from JSONL files. Rows whose id is there already are left out, so a "
     "load can be repeated.",
 )
-bench_app = typer.Typer(
-    no_args_is_help=True,
-    help="Measure this machine: figures beside what was aimed at. Ratios are of things timed side by side.",
-)
 topic_app = typer.Typer(no_args_is_help=True, help="Topics that feedback sources read.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: create, list, revoke.")
 app.add_typer(keys_app, name="keys", rich_help_panel="Data")
 app.add_typer(load_app, name="load", rich_help_panel="Data")
 app.add_typer(topic_app, name="topic", rich_help_panel="Data")
-app.add_typer(bench_app, name="bench", rich_help_panel="Look")
 
 app.command(rich_help_panel="Start")(start.demo)
 app.command(rich_help_panel="Start")(start.init)
 app.command(rich_help_panel="Start")(start.up)
 app.command(rich_help_panel="Start")(start.check)
+app.command(rich_help_panel="Start")(capacity.plan)
 app.command(rich_help_panel="Roles")(roles.master)
 app.command(rich_help_panel="Roles")(roles.explore)
 app.command(rich_help_panel="Roles")(roles.process)
@@ -104,8 +99,6 @@ load_app.command("tasks")(data.load_tasks)
 load_app.command("experts")(data.load_experts)
 load_app.command("pairs")(data.load_pairs)
 load_app.command("prompts")(data.load_prompts)
-for name, bench in measure.commands().items():
-    bench_app.command(name)(bench)
 
 
 def main() -> None:
@@ -113,9 +106,6 @@ def main() -> None:
     # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(umask_of(os.environ))
-    os.environ[SAFE_PATH] = (
-        "1"  # of every process that this one or its libraries start; programs and tools do not inherit it
-    )
     app()
 
 

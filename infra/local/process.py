@@ -1,7 +1,4 @@
-"""Starting a process so that neither it nor anything it started outlives this one.
-
-Guarantee: no Python process that is started here imports a module from the current folder.
-"""
+"""Starting a process so that neither it nor anything it started outlives this one."""
 
 import os
 import signal
@@ -10,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SAFE_PATH = "PYTHONSAFEPATH"  # Python then leaves the current folder out of sys.path
 WATCH = Path(__file__).with_name("parent_watch.py")
 
 
@@ -64,7 +60,7 @@ def start_watched(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=stderr,
-                env={**os.environ, SAFE_PATH: "1", **(env or {})},
+                env={**os.environ, **(env or {})},
                 cwd=cwd,
                 pass_fds=(read_end, *pass_fds),
                 start_new_session=True,

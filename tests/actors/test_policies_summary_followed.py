@@ -3,7 +3,6 @@
 import asyncio
 
 from actors.engines.reload import PolicyFollower
-from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.policies.beginning import LOOK
@@ -14,6 +13,7 @@ from schemas.topics import POLICIES
 from tests.actors.rig import FLOOR, running, until
 from tests.actors.test_first_weights import FolderEngine, published
 from tests.role import role_of
+from tests.starts import CountingBus, summarize
 from trainer.loop.publication import SUMMARIZE_EVERY
 
 LATER = 3 * LOOK  # versions that were published since the first ones

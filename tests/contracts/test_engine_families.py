@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from actors.engines.engine import Engine
-from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
 from infra.store.memory import MemoryStore
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
+from tests.tiny_models import FAMILIES, build_tiny_model
 from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.full

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from actors.engines.engine import Completion, Engine, Sampling
-from infra.cli.bench.learner.tiny_internvl import FRAME, VOCABULARY
 from infra.cli.demo.char_model import save_tokenizer
 from infra.model.model import load_into, load_model, load_tokenizer, model_tensors
 from infra.model.vision import load_vision
@@ -22,6 +21,7 @@ from schemas import Message
 from schemas.errors import ConfigError, PolicyRefused
 from tests.contracts.engine_case import Started
 from tests.eye_model import build_eye_model, drawings
+from tests.tiny_models import FRAME, INTERNVL_VOCABULARY
 from trainer.learners.forward import PackedModel
 
 TOWER = "model.vision_tower."
@@ -248,6 +248,6 @@ def test_a_picture_of_internvl_stands_between_its_two_ids(tmp_path: Path) -> Non
 
 def test_a_tokenizer_without_the_ids_around_a_picture_is_refused(tmp_path: Path) -> None:
     folder = build_eye_model(tmp_path / "model", family="internvl")
-    save_tokenizer(folder, VOCABULARY)
+    save_tokenizer(folder, INTERNVL_VOCABULARY)
     with pytest.raises(ConfigError, match="got no start_image_token, expected one in extra_special_tokens"):
         load_tokenizer(folder)

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.cli.bench.common import minio
-from infra.cli.bench.common.minio import MinioServer
 from infra.cli.check.connect import object_fault
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
@@ -24,7 +22,9 @@ from infra.store.s3_keys import S3Credentials
 from infra.store.store import MAX_KEY_BYTES, Store, digest_of, joined
 from infra.store.wrapped import MeasuredStore
 from schemas.errors import NotInStore, StoreError
+from tests import minio
 from tests.infra.every_kind import Shelf
+from tests.minio import MinioServer
 from tests.stored import content_name
 
 MakeStore = Callable[[str], Store]  # from a prefix: stores of one maker share their bucket or folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.common import minio
+from tests import minio
 from tests.e2e.compose_stack import ComposeStack, keytool, programs
 
 pytestmark = pytest.mark.full

@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.cli.bench.common import minio
 from infra.cli.demo.char_model import build_char_model
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.observe.alarms import alarm_of
 from schemas import Block, topics
+from tests import minio
 from tests.e2e.compose_stack import REPOSITORY, ComposeStack, programs
 from tests.e2e.prometheus import Prometheus, program
 from tests.e2e.test_compose_broker import VARIABLES

@@ -9,8 +9,6 @@ import msgspec
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
-from infra.cli.bench.common import minio
-from infra.cli.bench.common.minio import MinioServer
 from infra.policies.fetch import PolicyFetcher
 from infra.roles.role import first_error
 from infra.store.memory import MemoryStore
@@ -18,6 +16,7 @@ from infra.store.s3 import open_s3
 from infra.store.store import Store
 from schemas.errors import StoreError
 from schemas.topics import EXPERIENCES, TASKS
+from tests import minio
 from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 from tests.actors.rig import MASTER, TopicArrivals, explorer, load, master, memory_log, running, streams, until
@@ -25,6 +24,7 @@ from tests.actors.test_explorer import announce as announce_to_explorers
 from tests.actors.test_explorer import issue
 from tests.infra.platform_server import Platform, platform
 from tests.infra.test_store_s3_keys import identity, limited
+from tests.minio import MinioServer
 from tests.trainer.memory_run import filled_log, published, train
 from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig

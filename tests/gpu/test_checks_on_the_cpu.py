@@ -5,9 +5,9 @@ from itertools import count
 import pytest
 import torch
 
-from infra.cli.bench.weights.card import CardPlan
-from infra.cli.bench.weights.card import run as run_on_card
 from tests.gpu import checks
+from tests.gpu.card import CardPlan
+from tests.gpu.card import run as run_on_card
 from tests.gpu.checks import TINY, CheckScale
 
 CPU = "cpu"

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.cli.bench.learner.learner import LearnerBenchPlan, run
-from infra.cli.bench.weights.card import CardPlan
-from infra.cli.bench.weights.card import run as run_on_card
 from tests.gpu import checks
+from tests.gpu.card import CardPlan
+from tests.gpu.card import run as run_on_card
 from tests.gpu.checks import LARGE, TINY
 
 if not torch.cuda.is_available():
@@ -100,9 +99,3 @@ def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, stage
     own = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parents[2])])}
     ran = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=600)
     assert f"stage {stage} agrees" in ran.stdout, ran.stderr[-3000:]
-
-
-def test_the_learner_and_a_plain_step_agree_in_the_benchmark():
-    machine, found = run(LearnerBenchPlan(hidden=512, layers=4, repeat=2), say=lambda text: None)
-    assert machine.dtype == "bfloat16" and machine.device == torch.cuda.get_device_name()
-    assert all(one.headrace.peak_mib > 0 and one.plain.tokens_per_s > 0 for one in found)

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from infra.cli.bench.plan.plan import CapacityPlan, Installed, Rates, capacity
-from infra.cli.bench.plan.record_bytes import RECORD_BYTES, RecordBytes, measure
-from infra.cli.bench.plan.unit_costs import SHIPPED, UnitCost, UnitCosts, read_costs
 from infra.cli.main import app
+from infra.cli.plan.plan import CapacityPlan, Installed, Rates, capacity
+from infra.cli.plan.record_bytes import RECORD_BYTES, RecordBytes, measure
+from infra.cli.plan.unit_costs import UnitCost, UnitCosts, read_costs
 from schemas import Block, Experience
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED
 from tests.actors.rig import MASTER
@@ -167,13 +167,6 @@ def test_costs_are_read_from_what_benchmarks_print_ones_own_first(tmp_path: Path
     assert own.learner is not None and own.learner.value == 900 and own.verify == shipped.verify
 
 
-def test_the_shipped_costs_are_whole_finds_of_benchmarks() -> None:
-    costs = {"feedback.json", "gateway.json", "hop.json", "stream.json"}
-    assert {path.name for path in SHIPPED.iterdir()} == {*costs, "all.json"}, (
-        "the last one is of `infra.cli.docs.benchmarks`"
-    )
-
-
 def test_bytes_of_a_group_are_those_of_a_loop_that_trained_it(tmp_path: Path) -> None:
     async def held() -> tuple[dict[str, float], Experience]:
         async with whole_loop(tmp_path) as log:
@@ -213,7 +206,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def planned(config: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "plan", "-c", str(config), *arguments], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, ["plan", "-c", str(config), *arguments], env={"COLUMNS": "160"})
 
 
 def test_the_command_reads_the_settings_and_says_what_is_full_first(config: Path) -> None:

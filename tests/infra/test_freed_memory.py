@@ -10,7 +10,7 @@ from infra.roles.memory import MAX_HEAPS
 
 MEASURED = """
 import ctypes
-from infra.cli.bench.common.peak import _status_bytes
+from tests.memory import _status_bytes
 from infra.roles.memory import give_back_large_blocks
 if {giving}:
     assert give_back_large_blocks()

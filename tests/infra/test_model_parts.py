@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.model.model import load_model
 from infra.model.parts import FolderParts, hollow_model, put
 from infra.policies.tensors import from_torch, load_tensors, save_tensors
 from schemas.errors import ConfigError
 from tests.infra.tiny_families import build_family
+from tests.tiny_models import FAMILIES, build_tiny_model
 
 
 def loaded(folder: Path | str, dtype: str = "float32") -> torch.nn.Module:

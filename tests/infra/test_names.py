@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.cli.bench.learner.tiny_models import FAMILIES, build_tiny_model
 from infra.model.model import folder_tensors, load_into, load_model, model_tensors
 from infra.model.names import published
 from tests.infra.tiny_families import build_family
+from tests.tiny_models import FAMILIES, build_tiny_model
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
 

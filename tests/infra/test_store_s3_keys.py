@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.common import minio
-from infra.cli.bench.common.minio import MinioServer
 from infra.store.s3 import S3Store, open_s3
 from infra.store.s3_keys import S3Credentials, keys_of
 from schemas.errors import ConfigError, StoreError
+from tests import minio
 from tests.infra.platform_server import CONTAINER, Platform, platform
+from tests.minio import MinioServer
 from tests.variables import variables
 
 COUNT = itertools.count(1)

@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from infra.cli.bench.overlap.virtual_time import START_S, Stuck
-from tests.simulator.virtual_loop import Process, VirtualLoop
+from tests.simulator.virtual_loop import START_S, Process, Stuck, VirtualLoop
 
 
 def test_time_jumps_to_the_next_timer() -> None:

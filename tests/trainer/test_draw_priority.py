@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.bench.learner.draw import run as run_bench
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
 from schemas import Batch
@@ -226,11 +225,6 @@ def test_the_journal_holds_the_weights_of_the_draw() -> None:
     batches = [one for one in asyncio.run(run()) if isinstance(one, Batch) and one.phase == "train"]
     weights = {item.weight for one in batches for item in one.items if item.lane == "expert"}
     assert weights and {item.weight for one in batches for item in one.items if item.lane == "usual"} == {1.0}
-
-
-def test_the_benchmark_draws_what_it_says() -> None:
-    figures = run_bench(num_experiences=640, num_drawn=10, rounds=2)
-    assert figures["groups_drawn"] == 10 and figures["groups_of_16_priority_ms_p50"] >= 0
 
 
 def test_priorities_that_say_nothing_draw_evenly_and_negative_ones_are_none() -> None:

@@ -5,9 +5,9 @@ import torch
 from test_torch_learner import plain_logprobs
 from trainer_samples import random_items, tiny_model
 
-from infra.cli.bench.learner.tiny_models import FAMILIES
 from infra.model.model import load_model
 from schemas.errors import ConfigError
+from tests.tiny_models import FAMILIES
 from trainer.batch.batch import pack
 from trainer.learners.forward import PackedModel
 
@@ -65,3 +65,11 @@ def test_a_model_that_no_reading_gives_its_own_logprobs_is_refused_by_name(tmp_p
     folder = tiny_model(tmp_path, "cohere")
     with pytest.raises(ConfigError, match=r"\(cohere\).*its head is not supported"):
         PackedModel(folder, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("qwen2.5-vl", "'qwen2_5_vl'.*M-RoPE"), ("qwen3-vl", "'qwen3_vl'.*M-RoPE.*DeepStack")]
+)
+def test_a_family_of_pictures_without_code_of_its_own_is_refused_with_the_reason(tmp_path, family, why):
+    with pytest.raises(ConfigError, match=why):
+        PackedModel(tiny_model(tmp_path, family), dtype="float32", device="cpu")

@@ -5,7 +5,6 @@ import asyncio
 import msgspec
 import pytest
 
-from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -15,6 +14,7 @@ from infra.policies.history import published
 from infra.policies.summary import HEADER
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
+from tests.starts import CountingBus, summarize
 from tests.trainer.memory_run import CONFIG, STEPS, filled_log, train
 from tests.trainer.test_pause import said_paused
 from tests.trainer.test_publication import publish

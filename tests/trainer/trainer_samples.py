@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.cli.bench.learner.tiny_models import build_tiny_model
 from schemas import BatchItem, Lane, Span, make_experience
 from schemas.wire.routing import with_routing
+from tests.tiny_models import build_tiny_model
 from trainer.batch.batch import Microbatch, PackedBatch, TrainItem, pack
 
 
@@ -75,7 +75,7 @@ def random_items(seed: int, *, groups: int = 5, size: int = 6, vocabulary: int =
 
 
 def tiny_model(folder: Path, family: str, **settings: object) -> str:
-    """The smallest model of a family, see `infra.cli.bench.learner.tiny_models`."""
+    """The smallest model of a family, see `tests.tiny_models`."""
     return str(build_tiny_model(folder / family, family, **settings))
 
 

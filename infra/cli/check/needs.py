@@ -20,8 +20,8 @@ AT_ONCE = 20_000_000  # values, of `trainer.learners.zero`
 PREFETCHED, KEPT_GATHERED = 50_000_000, 1_000_000_000  # values that ZeRO 3 gathers ahead, and keeps at most
 MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 
-# CPU seconds for a GB of published weights, as `headrace bench weights` measures them: bfloat16, 1.4 % of the values change, on
-# 2.5 GHz virtual CPUs with SHA instructions.
+# CPU seconds for a GB of published weights, as `make bench NAME=weights` measures them: bfloat16, 1.4 % of the values change,
+# on 2.5 GHz virtual CPUs with SHA instructions.
 PUBLISH_S = 0.9  # copy, look for NaN, hash, encode, one slice
 ANCHOR_S = 0.85  # more, where all is stored
 RELOAD_S = 1.1  # fetch a delta, apply, verify, compare, write for the worker: before the pause

@@ -81,7 +81,7 @@ def run_size(config: Path, sets: list[str], machine: Machine) -> int:
         console.print(table)
     for problem in found.problems:
         console.print(f"will not fit: {problem}", style="red")
-    console.print("what rates need of brokers, disks and processes: headrace bench plan")
+    console.print("what rates need of brokers, disks and processes: headrace plan")
     return 1 if found.problems else 0
 
 

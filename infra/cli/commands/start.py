@@ -86,8 +86,7 @@ def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B
     """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
 
     A role that dies, or that something else ends by a signal, is started again; what each says goes to logs/ beside the
-    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start for a
-    cause that a restart cannot mend ends all; the console may fail alone.
+    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start ends all.
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """
@@ -160,7 +159,7 @@ def check(
 
     With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
     takes, and what will not fit (then the exit code is 1), with the setting that would mend it. What rates need of brokers,
-    disks and processes, `headrace bench plan` computes.
+    disks and processes, `headrace plan` computes.
 
     With --connect everything that the roles use is tried from this machine, with these rights: the broker, reading and writing
     each topic, each group, and put, list, get and delete in the store. Nothing is left behind. Exit code 1: one is missing.

@@ -23,6 +23,7 @@ from infra.settings.config import Section
 from infra.settings.words import words_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
+RUNS = Path(__file__).resolve().parents[3] / "tests" / "bench" / "measured.json"
 BY = "*Written by `python -m infra.cli.docs` from the code; change the docstrings there.*\n\n"
 SETTINGS = f"""\
 # Every setting
@@ -38,17 +39,8 @@ COMMANDS = f"""\
 
 For whoever types `headrace`: each command with its arguments and options.
 
-{BY}`headrace COMMAND --help` prints the same.
-
-| exit code | cause | a role with it, under `headrace up` |
-|---|---|---|
-| 0 | done | is not started again |
-| 1 | failed: a broker or store that is away, a library's error \
-| is started again after growing waits, at most 30 s; alarm after three failed starts |
-| 2 | a mistake in settings or on the command line, missing rights, a model that does not fit \
-| ends `up` at its first start; later it is started again each 30 s |
-| 3 | another process has taken over the role | is not started again |
-| 130 | stopped with Ctrl-C | |
+{BY}`headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
+line, 130 stopped with Ctrl-C.
 
 A command that reads the settings also takes `--config FILE` (`-c`, default `headrace.toml`) and, as often as wanted,
 `--set A.B=C`, which overrides one key.
@@ -86,17 +78,15 @@ that it is counted or set on.
 | metric | kind | labels | role | meaning |
 |---|---|---|---|---|
 """
-BENCHES = f"""\
-# Every benchmark's targets
+BENCHMARKS = f"""\
+# Every benchmark
 
-For whoever asks how fast it is, and where it is not fast enough: all that `headrace bench all` measures.
+For whoever asks how fast it is, and where it is not fast enough: the newest run of each benchmark, measured.
 
-{BY}The figures are of `infra/cli/bench/measured/all.json`, which `headrace bench all` wrote on two cores. Each benchmark says
-when it ran and beside how much other work: the load is how many processes ran or waited for a core. On a busy machine read
-ratios and processor time; figures of the clock are the machine's as much as headrace's. Where headrace stands beside a peer,
-the last figure is by how many times it is cheaper, and the two before it are µs of an answer, or seconds.
-[What was measured](../explanation/measured.md) has the tables in full.
-
+{BY}The figures are of `tests/bench/measured.json`, which `make bench NAME=… ARGS=--save` writes. Load: processes that ran or
+waited for a core before the run; above the number of cores, trust ratios and processor time, not the clock. A comparison has
+the figure of headrace and of the peer; its value is the peer's divided by headrace's, above 1 where headrace is cheaper.
+[What was measured](../explanation/measured.md) explains the figures.
 """
 # Keys that mean the same in every table.
 COMMON = {
@@ -116,8 +106,6 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text of every generated page, by its path below infra/docs."""
     from actors.gateway.http.openapi import document
-    from infra.cli.commands.measure import commands as benches
-    from infra.cli.docs.benchmarks import page
     from infra.cli.settings import Settings
 
     return {
@@ -127,10 +115,33 @@ def pages() -> dict[str, str]:
         "reference/headrace.md": NAMES + "".join(names()),
         "reference/options.md": OPTIONS + "".join(parts()),
         "reference/metrics.md": METRICS + "".join(metrics()),
-        "reference/benchmarks.md": page(BENCHES, [name for name in benches() if name != "all"]),
+        "reference/benchmarks.md": BENCHMARKS + "".join(benchmarks()),
         "../deploy/alerts.yml": rules(),
         **dashboards(),
     }
+
+
+def benchmarks() -> Iterator[str]:
+    """The newest run of each benchmark."""
+    for name, run in json.loads(RUNS.read_text(encoding="utf-8")).items():
+        where = f"{run['at']} UTC, commit {run['commit']}, {run['machine']}, load {run['load']:g}"
+        yield f"\n## {name}\n\n`{run['command']}`, {where}, {run['took_s'] / 60:.1f} minutes.\n\n"
+        yield "| figure | headrace | peer | value | target | |\n|---|---|---|---|---|---|\n"
+        for row in run["rows"]:
+            value, low, high, unit = row.get("value"), row.get("low"), row.get("high"), row.get("unit", "")
+            sides = [f"{figure(row[side])} {unit}" if side in row else "" for side in ("ours", "peer")]
+            bounds = [f"{words} {figure(at)}" for words, at in (("at least", low), ("at most", high)) if at is not None]
+            met = value is None or ((low is None or value >= low) and (high is None or value <= high))
+            verdict = (
+                "met" if bounds and met else "" if met else f"missed: {row['why']}" if row.get("why") else "missed"
+            )
+            shown = "" if value is None else f"{figure(value)} {'times' if 'peer' in row else unit}"
+            yield f"| {cell(row['what'])} | {' | '.join([*sides, shown, ', '.join(bounds), cell(verdict)])} |\n"
+
+
+def figure(value: float) -> str:
+    """Whole from 100 on, else three digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def metrics() -> Iterator[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
-from infra.cli.exit_codes import is_final, root_cause
 from infra.cli.run.early import until_begun
 from infra.cli.run.private import open_to_others
 from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
@@ -75,11 +74,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
         try:
             await _run(role, settings, stop)
             return stop_code if stop.is_set() else 0
-        except Exception as error:
-            cause = root_cause(error)
-            await say_failed(role, settings, cause)
-            if not isinstance(error, HeadraceError) and is_final(cause):
-                raise ConfigError(cause) from error
+        except HeadraceError as error:
+            await say_failed(role, settings, str(error))
             raise
 
 

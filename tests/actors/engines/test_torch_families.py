@@ -8,8 +8,8 @@ import torch
 
 from actors.engines.engine import Completion, Sampling
 from actors.engines.torch import TorchEngine
-from infra.cli.bench.learner.tiny_models import WINDOW, build_tiny_model
 from infra.model.model import load_model
+from tests.tiny_models import WINDOW, build_tiny_model
 
 FAMILIES = ("gemma2", "gemma3", "gpt-oss", "llama", "mistral", "phi", "qwen2.5", "qwen3-moe", "qwen3.5")
 

@@ -4,8 +4,6 @@ import asyncio
 
 import pytest
 
-from infra.cli.bench.growth.days import CountingBus, summarize
-from infra.cli.bench.growth.starts import store_records
 from infra.cli.govern.channel import check_move, versions_and_stable
 from infra.cli.govern.evaluate import request
 from infra.cli.govern.export_model import published
@@ -20,6 +18,7 @@ from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
+from tests.starts import CountingBus, store_records, summarize
 
 
 def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted() -> None:

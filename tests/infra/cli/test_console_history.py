@@ -3,13 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from infra.cli.bench.growth.days import CountingBus
 from infra.cli.console.keeping import IndexState
 from infra.cli.console.reading import Reading
 from infra.cli.govern.words import RECENT
 from infra.cli.settings import load_settings
 from tests.infra.cli.console_rig import TOML
 from tests.infra.cli.test_channel_history import long_log
+from tests.starts import CountingBus
 
 LONG = RECENT + 1000
 WAIT_S = 60.0

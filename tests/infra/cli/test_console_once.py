@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.bench.common.made_log import APP, MadeBus
 from infra.cli.console.fold import FOLDED, Folder
 from infra.cli.console.index import ConsoleIndex
 from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState, Keeper
@@ -31,6 +30,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, topics
 from tests.infra.cli.console_rig import fill, live
 from tests.infra.ledger.test_trace import until
+from tests.made_log import APP, MadeBus
 
 # Of rows that are numbered as they come what does not depend on it.
 OF_PAGES = {
@@ -259,7 +259,7 @@ def test_what_keeps_an_index_up_rests_while_another_process_does_and_goes_on_whe
 
 KEEPER = """
 import asyncio, pathlib, sys
-from infra.cli.bench.common.made_log import APP, MadeBus
+from tests.made_log import APP, MadeBus
 from infra.cli.console.keeping import keep
 from infra.cli.settings import Settings
 from infra.log.log import Log

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
-from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.policies.beginning import LOOK, MOST, folded, newest_summary
@@ -15,6 +14,7 @@ from infra.policies.fold import PoliciesFold
 from infra.policies.summary import HEADER, Summary, packed
 from schemas import Directive, PolicyEvent
 from schemas.topics import POLICIES
+from tests.starts import CountingBus, summarize
 from trainer.loop.publication import SUMMARIZE_EVERY
 
 LONG = 3 * LOOK

@@ -10,7 +10,6 @@ import pytest
 from answers import answered
 
 from infra.chain.chain import Context, make_step, run_chain
-from infra.cli.bench.growth.days import CountingBus, summarize
 from infra.cli.demo.char_model import build_char_model
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -27,6 +26,7 @@ from schemas.errors import ConfigError
 from schemas.topics import POLICIES
 from streams.scores.model import Model, probability
 from streams.sources.companion import companions
+from tests.starts import CountingBus, summarize
 
 ANSWER = answered("280", prompt="37+45=")
 

@@ -1,0 +1,194 @@
+"""The smallest model of each family, built from its `transformers` configuration with random weights that make a difference.
+
+Weights are drawn wide, so that logits differ as those of trained models do: with the usual spread a wrong mask would
+hide below rounding. The same family gives the same bytes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from infra.cli.demo.char_model import (
+    IMAGE_TOKEN,
+    MIN_HEAD_DIM,
+    PARTS_TEMPLATE,
+    PATCH,
+    PICTURES,
+    SPECIAL_TOKENS,
+    VOCABULARY_SIZE,
+    Size,
+    Vocabulary,
+    build_char_model,
+    save_tokenizer,
+)
+
+VOCABULARY = 128  # that of `infra.cli.demo.char_model`, whose tokenizer goes with it
+SPREAD = 0.2
+WINDOW = 8
+
+FRAME = ("<img>", "</img>")
+SHRUNK = 2  # so many patches a side become one place
+VIDEO = "<video>"  # that its processor asks for, and no prompt has
+WORDS = (*PICTURES.words, *FRAME, VIDEO)
+INTERNVL_VOCABULARY = Vocabulary(
+    words=WORDS, pattern=f"{'|'.join((*FRAME, VIDEO))}|{PICTURES.pattern}", chat_template=PARTS_TEMPLATE
+)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": SPREAD,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS: dict[str, Any] = {"head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+# Of each family: the class of its models, of its configuration, and what it has beyond SHAPE.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", HEADS | {"sliding_window": WINDOW}),
+    "qwen2.5": ("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        HEADS | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        HEADS
+        | {
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        HEADS | {"sliding_window": WINDOW, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8},
+    ),
+    "phi": ("PhiForCausalLM", "PhiConfig", {}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        HEADS
+        | EXPERTS
+        | {
+            "num_local_experts": 4,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        HEADS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {"logit_scale": 0.1}),
+    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", {}),  # the demo's
+    "internvl": ("InternVLForConditionalGeneration", "InternVLConfig", {}),  # InternVL 3 and 3.5
+    "qwen2.5-vl": ("", "Qwen2_5_VLConfig", {}),  # refused by its configuration: it needs no weights
+    "qwen3-vl": ("", "Qwen3VLConfig", {}),  # likewise
+}
+
+
+def build_tiny_model(folder: Path, family: str, **settings: Any) -> Path:
+    """Write the model of a family to `folder`, without a tokenizer, and return it. settings: of its configuration."""
+    import torch
+    import transformers
+
+    from infra.model.model import no_progress_bars
+
+    if family == "llava":
+        return build_char_model(folder, 7, PICTURES, Size(hidden=32, layers=2, image=16, head_dim=MIN_HEAD_DIM))
+    if family == "internvl":
+        return build_tiny_internvl(folder, spread=SPREAD)
+    model, config, further = FAMILIES[family]
+    if not model:
+        getattr(transformers, config)(**further).save_pretrained(folder)
+        return folder
+    with torch.random.fork_rng(), no_progress_bars():
+        torch.manual_seed(7)
+        built = getattr(transformers, model)(getattr(transformers, config)(**SHAPE | further | settings))
+        for name, value in built.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(value)
+        built.save_pretrained(folder)
+    return folder
+
+
+def build_tiny_internvl(
+    folder: Path, seed: int = 7, *, hidden: int = 32, layers: int = 2, places: int = 2, spread: float = 0.02
+) -> Path:
+    """Write it to `folder` and return that. places: a picture has, a side. spread: of its random weights."""
+    import torch
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    from infra.model.model import no_progress_bars
+
+    side = places * SHRUNK * PATCH
+    config = InternVLConfig(
+        vision_config={
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": [side, side],
+            "patch_size": [PATCH, PATCH],
+            "initializer_range": spread,
+        },
+        text_config={
+            "model_type": "qwen3",
+            "vocab_size": VOCABULARY_SIZE,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": MIN_HEAD_DIM,
+            "max_position_embeddings": 512,
+            "initializer_range": spread,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        image_token_id=len(SPECIAL_TOKENS) + WORDS.index(IMAGE_TOKEN),
+        image_seq_length=places**2,
+        downsample_ratio=1 / SHRUNK,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(seed)
+        InternVLForConditionalGeneration(config).save_pretrained(folder)
+    before, after = FRAME
+    names = {
+        "start_image_token": before,
+        "end_image_token": after,
+        "context_image_token": IMAGE_TOKEN,
+        "video_token": VIDEO,
+    }
+    save_tokenizer(folder, INTERNVL_VOCABULARY, names)
+    GotOcr2ImageProcessorPil(size={"height": side, "width": side}, crop_to_patches=True).save_pretrained(folder)
+    return folder
