@@ -28,6 +28,7 @@ from infra.cli.docs import parts as docs_parts
 from infra.cli.docs.text import labelled
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
+from schemas import topics
 from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.own_sources import name_of, sources, text_of
 
@@ -91,7 +92,16 @@ def test_the_reference_is_what_the_code_says() -> None:
     pages = docs.pages()
     stale = [path for path, text in pages.items() if (docs.FOLDER / path).read_text(encoding="utf-8") != text]
     assert not stale, "these pages differ from the code: run `make docs`"
-    assert written - set(pages) == {"reference/what-ships.md", "reference/http.md"}
+    assert written - set(pages) == {f"reference/{name}.md" for name in ("http", "operations", "topics", "what-ships")}
+
+
+def test_the_page_of_topics_has_every_topic_with_its_key_and_partitions() -> None:
+    text = (docs.FOLDER / "reference" / "topics.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w.-]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert set(rows) == {topic.name for topic in topics.ALL}
+    for topic in topics.ALL:
+        key, partitions = [cell.strip() for cell in rows[topic.name].split("|")][1:3]
+        assert key.startswith(topic.key) and partitions == str(topic.partitions or "`kafka.partitions`"), topic.name
 
 
 def test_every_setting_says_what_it_means() -> None:
