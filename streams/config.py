@@ -91,7 +91,8 @@ class FeedbackConfig(Section, frozen=True):
     """[[feedback]]. Its values become `scores.<name>`.
 
     name: of the score. from: where it listens. use: a @feedback function. window: how long collect waits for it after the
-    answer; once `process` is started again, another window, or a source less, holds for the answers that wait, too.
+    answer, and how long its feedback counts in any case; once `process` is started again, another window, or a source less,
+    holds for the answers that wait, too.
     default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window does
     where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
     retrain (once for each verdict, in lane human, instead of a copy that was not drawn yet; not where that lane's
@@ -277,18 +278,19 @@ class LimitsConfig(Section, frozen=True):
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, even without all its episodes: longer than an episode may take
-    (`explore.episode_timeout_s`), or slow episodes are left out. revisions: how often late words may
-    close a group anew; later ones are counted as "revised often enough", but what is taken back always is. retrainings:
-    how often of these, under late = "retrain", an answer is trained again; later verdicts are counted as "retrained often
-    enough" and change the copy that was not drawn yet. difficulty: drop groups of two and more episodes with all rewards
-    equal, from which no advantage can be taken. session_s: a turn of a session, once nothing is waited for that is about
-    itself, waits until no other came for so long, so that the turns of a conversation are trained as one sequence; 0 trains
-    each by itself, with all that was said before it computed again. A client ends its session sooner with the header
-    `x-session-end`. session_turns: how many turns wait so, on each partition; beyond it the sessions that began first are
-    closed early, and counted as `sessions_closed_early`. snapshot_s, snapshot_records: what waits on a partition is stored
-    after so many seconds or so many records, whichever comes first, so that a worker on another machine goes on from there;
-    it then reads what came since. More often costs writing to the store, and less a longer start.
+    deadline_s: a group is closed so long after its first record, even without all its episodes: longer than an episode
+    may take (`explore.episode_timeout_s`), or slow episodes are left out. revisions: maximum revisions of a closed group
+    by feedback on its answers, and as many again by credit of later turns; what is beyond is counted as "revised often
+    enough"; retractions always count. retrainings: how often of these, under late = "retrain", an answer is trained
+    again; later verdicts are counted as "retrained often enough" and change the copy that was not drawn yet. difficulty:
+    drop groups of two and more episodes with all rewards equal, from which no advantage can be taken. session_s: a turn
+    of a session, once nothing is waited for that is about itself, waits until no other came for so long, so that the
+    turns of a conversation are trained as one sequence; 0 trains each by itself, with all that was said before it
+    computed again. A client ends its session sooner with the header `x-session-end`. session_turns: how many turns wait
+    so, on each partition; beyond it the sessions that began first are closed early, and counted as
+    `sessions_closed_early`. snapshot_s, snapshot_records: what waits on a partition is stored after so many seconds or so
+    many records, whichever comes first, so that a worker on another machine goes on from there; it then reads what came
+    since. More often costs writing to the store, and less a longer start.
 
     Example: CollectConfig(deadline_s=120)
     """

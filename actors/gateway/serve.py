@@ -63,12 +63,13 @@ async def run_gateway(
     tokenizer: Tokenizer,
     *,
     webhooks: Sequence[Webhook] = (),
+    reads_feedback: bool = True,
     listening: Callable[[int], None] = lambda port: None,
     minter: Minter | None = None,
 ) -> None:
     """Serve until the role is stopped. Its log need not be connected: it is, as soon as the broker answers.
 
-    listening: called with the port once requests are served. minter: names requests. Raises ConfigError, EngineStopped.
+    listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
     """
     minter = minter or Minter()
     # Its counts begin anew with the process, which may have the number of one before it.
@@ -89,6 +90,7 @@ async def run_gateway(
         gateway, authenticator, feedback_intake = await _assembled(
             role, config, engine, tokenizer, claimed.path, steps, minter, _trial_of(config, follower)
         )
+        feedback_intake.is_read = reads_feedback
         canary = None if config.canary is None else Canary(config.canary, metrics)
         if not tokenizer.writing.is_own:
             await asyncio.to_thread(gateway.parser.prepare)

@@ -139,6 +139,7 @@ ALARMS = (
     _still("requests_failed", "An engine fails on requests"),
     _still("spans_dropped", "Spans are given up"),
     _still("feedback_polls_failed", "A feedback system does not answer"),
+    _still("feedback_unread", "Feedback is posted and no source reads it"),
     Alarm(
         "feedback-topic-missing", "A source's topic is not there", r"waits for topic .* to be made",
         "headrace_feedback_topic_missing > 0", "{{ $labels.source }} waits for topic {{ $labels.topic }}",

@@ -238,6 +238,11 @@ MEASURES = (
     _counter("keys_read", "serve", "times that the keys were read from the store"),
     _counter("keys_not_read", "serve", "times that they could not be"),
     _counter("feedback_received", "serve", "words about answers", "path", "outcome"),
+    _counter(
+        "feedback_unread",
+        "serve",
+        "feedback not recorded since no [[feedback]] source listens to /v1/feedback",
+    ),
     _counter("feedback_not_known_here", "serve", "words about answers that this gateway did not give"),
     _counter("feedback_unsealed", "serve", "words that could not be sealed", "path"),
     _counter("written", "serve", "records confirmed by the broker", "topic"),

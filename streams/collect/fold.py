@@ -30,7 +30,7 @@ from streams.collect.limits import beyond, charge
 from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import NO_TURN, crediting, depth_of, late_credit, new_credits
-from streams.collect.windows import due_ms
+from streams.collect.windows import due_ms, late_is_dropped
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
@@ -194,15 +194,18 @@ class _Fold:
         for turn, later, credit in new_credits(group, self.state.turns(group.id), names, came):
             if turn.is_closed:
                 before = turn.credits.get(later)
-                late = late_credit(before, credit, self.rules.sources)
+                sources = self.rules.sources.items()
+                dropped = [name for name, source in sources if late_is_dropped(turn, source, self.state.now_ms)]
+                late = late_credit(before, credit, dropped)
                 self.folded.drop("late feedback" if late.values != credit.values else "")
-                if late == before or (members := self._reopened(turn, is_back)) is None:
+                if late == before or (members := self._reopened(turn, turn.num_credited, is_back)) is None:
                     continue
                 revised[turn.id], credit = (turn, members), late
             turn.credits[later] = credit
             self.state.touched.add(turn.id)
             credited.add(turn.id)
         for turn, members in revised.values():
+            turn.num_credited += 1
             await self._revise(turn, members, "late credit")
         return len(credited)
 
@@ -318,10 +321,11 @@ class _Fold:
     async def _late(self, group: Group, answer: str, logged: LoggedFeedback) -> bool:
         """Feedback for a closed group, as its source's policy says; False if it was dropped."""
         source, open_text = self.rules.sources.get(logged.feedback.source), self._open_text
-        if source is None or source.late == "drop":
+        if source is None or late_is_dropped(group, source, self.state.now_ms):
             self.folded.drop("late feedback")
             return False
-        members = self._reopened(group, logged.feedback.type == "retraction")
+        num_rated = group.revision - group.num_credited
+        members = self._reopened(group, num_rated, logged.feedback.type == "retraction")
         if members is None:
             return False
         if answer not in {member.id for member in members}:
@@ -338,14 +342,18 @@ class _Fold:
                 group.retrained += 1
             else:
                 self.folded.drop("retrained often enough")
-        await self._revise(group, members, f"late {source.late}", sends=after != before)
+        await self._revise(
+            group, members, f"late {'amend' if source.late == 'drop' else source.late}", sends=after != before
+        )
         return True
 
-    def _reopened(self, group: Group, is_back: bool) -> list[Experience] | None:
-        """Members of a closed group that late feedback may close anew; None, with a counted drop, where it may not. is_back:
-        for a retraction; there are no more of them than of other feedback.
+    def _reopened(self, group: Group, num_revisions: int, is_back: bool) -> list[Experience] | None:
+        """Members of a closed group that feedback may close again; None, with a counted drop, if it may not.
+
+        num_revisions: of the same kind so far: of credit, or of feedback on its own answers. is_back: for a retraction, which
+        is never held back; there are no more retractions than other feedback.
         """
-        if group.revision >= self.rules.revisions and not is_back:
+        if num_revisions >= self.rules.revisions and not is_back:
             self.folded.drop("revised often enough")
             return None
         try:

@@ -157,6 +157,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     0 never. feedback: by experience id. lane: of the copy that the last revision sent on, None without a copy. depth: messages
     before the answer of a session's turn, -1 for anything else. credits: of later turns of the session, by group. retrained:
     how often late feedback had it trained again. join: the name under which it was closed with others, "" for alone.
+    num_credited: revisions that credit of later turns made; the other revisions are of feedback on its own answers.
 
     is_ready: of a turn, see `streams.collect.joined`: nothing more is waited for that is about itself. is_over: of a turn: no
     other of its session follows.
@@ -179,6 +180,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     is_ready: bool = False
     is_over: bool = False
     join: str = ""
+    num_credited: int = 0
 
     @property
     def is_closed(self) -> bool:

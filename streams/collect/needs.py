@@ -4,6 +4,7 @@ from schemas import Block, Feedback
 from streams.collect.rules import Arrival, Rules, group_named
 from streams.collect.state import State
 from streams.collect.turns import credited_turns, crediting
+from streams.collect.windows import late_is_dropped
 
 
 def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
@@ -17,15 +18,21 @@ def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
         return set()
     group, names = state.groups.get(name), crediting(rules.sources)
     turns = state.turns(name)
-    reopened = credited_turns(group, value, turns, names) if names else []
+    now_ms = max(state.now_ms, arrival.timestamp_ms)
+    credited = credited_turns(group, value, turns, names) if names else []
+    # A turn whose time has come may close all that wait with it.
+    is_due = any(0 < turn.due_ms <= now_ms for turn in (*turns, *([] if group is None else [group])))
+    if isinstance(value, Block) or value.type != "retraction":
+        credited = [turn for turn in credited if turn.num_credited < rules.revisions]
+        rated = [group] if group is not None and group.revision - group.num_credited < rules.revisions else []
+    else:
+        rated = [group] if group is not None else []
+    reopened = credited
     if isinstance(value, Feedback):
         source = rules.sources.get(value.source)
-        if source is None or source.late == "drop":
+        if source is None:
             return set()
-        reopened = [group, *reopened] if group is not None else reopened
-    now_ms = max(state.now_ms, arrival.timestamp_ms)
-    # A turn whose time has come may close all that wait with it.
-    is_due = any(0 < one.due_ms <= now_ms for one in (*turns, *reopened))
-    if isinstance(value, Block) or value.type != "retraction":
-        reopened = [one for one in reopened if one.revision < rules.revisions]
-    return {offset for one in reopened if one.is_closed or is_due for offset in one.offsets()}
+        reopened = [
+            turn for turn in (*credited, *rated) if turn.winner >= 0 and not late_is_dropped(turn, source, now_ms)
+        ]
+    return {offset for turn in reopened if turn.is_closed or is_due for offset in turn.offsets()}

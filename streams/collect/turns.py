@@ -10,7 +10,7 @@ is known by how many messages come before its answer, since gateways that spool 
 gives no credit and gets none: which of them the session went on from is not known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from schemas import Block, Control, Experience, Feedback
 from schemas.ids import experience_id, session_of
@@ -78,12 +78,12 @@ def new_credits(
     return found
 
 
-def late_credit(before: LaterCredit | None, credit: LaterCredit, sources: Mapping[str, FeedbackRules]) -> LaterCredit:
-    """What a closed turn is credited with: nothing new of sources whose late feedback is dropped."""
+def late_credit(before: LaterCredit | None, credit: LaterCredit, dropped: Collection[str]) -> LaterCredit:
+    """Return the credit of a closed turn. dropped: sources whose feedback no longer counts for it; their values stay."""
     old = {} if before is None else before.values
-    fixed = {name: value for name, value in old.items() if sources[name].late == "drop"}
+    fixed = {name: value for name, value in old.items() if name in dropped}
     return LaterCredit(
-        credit.turns, fixed | {name: value for name, value in credit.values.items() if sources[name].late != "drop"}
+        credit.turns, fixed | {name: value for name, value in credit.values.items() if name not in dropped}
     )
 
 

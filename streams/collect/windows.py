@@ -4,7 +4,7 @@ Guarantee: settings that changed hold for what waits, too: a group that was save
 start on, as if the log were folded anew. What would have closed by now does so in portions, so that no record closes all of it.
 """
 
-from streams.collect.credit import is_labelled
+from streams.collect.credit import FeedbackRules, is_labelled
 from streams.collect.group import Group
 from streams.collect.rules import Rules
 from streams.collect.state import State
@@ -18,6 +18,11 @@ def due_ms(group: Group, rules: Rules) -> int:
     if group.winner >= 0:
         return group.attempts[group.winner].first_ms + rules.window_ms
     return min(attempt.first_ms for attempt in group.attempts.values()) + rules.deadline_ms
+
+
+def late_is_dropped(group: Group, source: FeedbackRules, now_ms: int) -> bool:
+    """True if feedback of `source` about a closed group no longer counts: late = "drop" and its window has passed."""
+    return source.late == "drop" and now_ms >= group.attempts[group.winner].first_ms + source.window_ms
 
 
 def go_by(state: State, rules: Rules) -> int:

@@ -9,6 +9,7 @@ topic or a file of another system holds we only read.
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from streams.stages.stage import confirmed
 
 TIMEOUT_S = 10.0
 GIVE_UP_S = 120.0
+AT_ONCE = 1000  # events that are read and published together
+MISSING_FIELD = re.compile(r"KeyError: '([A-Za-z_][A-Za-z0-9_.-]{0,63})'")
 EventOutcome = Literal["accepted", "ignored", "invalid", "failed", "forgotten"]
 
 
@@ -91,16 +94,21 @@ class EventReading(msgspec.Struct, frozen=True):
 
 
 async def publish_events(source: EventSource, events: Sequence[Event], log: Log, metrics: Metrics) -> None:
-    """Read events and publish what they say; returns once everything is confirmed."""
+    """Read events and publish their feedback and dead letters, AT_ONCE at a time; returns once everything is confirmed."""
+    for start in range(0, len(events), AT_ONCE):
+        await _publish_portion(source, events[start : start + AT_ONCE], log, metrics)
+
+
+async def _publish_portion(source: EventSource, events: Sequence[Event], log: Log, metrics: Metrics) -> None:
     readings = await read_events(source, events, log.keys)
     queues: dict[str, list[Callable[[], Awaitable[object]]]] = {}
-    for event, reading in zip(events, readings, strict=True):
+    for index, (event, reading) in enumerate(zip(events, readings, strict=True)):
         metrics.counter("feedback_events", source=source.name, outcome=reading.outcome).inc()
         if reading.feedback is not None:
             group = ids.group_of(reading.feedback.ref)
             queues.setdefault(group, []).append(_publisher(source, log, reading.feedback))
         elif reading.outcome in ("invalid", "failed"):
-            queues.setdefault(f"dead {event.offset}", []).append(_letter_publisher(source, event, reading, log))
+            queues.setdefault(f"dead {index}", []).append(_letter_publisher(source, event, reading, log))
     async with asyncio.TaskGroup() as tasks:
         for queue in queues.values():
             tasks.create_task(_in_order(queue))
@@ -109,7 +117,7 @@ async def publish_events(source: EventSource, events: Sequence[Event], log: Log,
 async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[EventReading]:
     """What each event says, by the user's function; never raises for what that function does. Raises StoreError."""
     readings: list[EventReading | None] = []
-    tables: list[object] = []
+    tables: list[dict[str, Any]] = []
     for event in events:
         try:
             table = await _table(event, keys)
@@ -123,8 +131,8 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
         answers = await calls.as_tasks(source.function, tables, {}, source.timeout_s, source.trouble)
     else:
         answers = await calls.in_thread(source.function, tables, {}, source.timeout_s, source.trouble)
-    answered = iter(answers)
-    return [_reading(source, next(answered)) if reading is None else reading for reading in readings]
+    answered = zip(tables, answers, strict=True)
+    return [_reading(source, *next(answered)) if reading is None else reading for reading in readings]
 
 
 async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
@@ -173,12 +181,17 @@ def feedback_fault(feedback: Feedback) -> str:
     return ""
 
 
-def _reading(source: EventSource, answer: object) -> EventReading:
+def _reading(source: EventSource, table: dict[str, Any], answer: object) -> EventReading:
     if answer is None:
         return EventReading("ignored")
     if isinstance(answer, calls.Failure):
         prefix = f"{source.name} {answer.kind}: "
-        return EventReading("failed", error=prefix + answer.detail, brief=prefix + answer.detail.partition(":")[0])
+        named, _, _ = answer.detail.partition(":")
+        # A field that the event lacks is named: its name is the function's, unlike other words of an exception.
+        missing = MISSING_FIELD.fullmatch(answer.detail)
+        is_own = missing is not None and missing[1] not in msgspec.json.encode(table).decode()
+        brief = answer.detail if is_own else named
+        return EventReading("failed", error=prefix + answer.detail, brief=prefix + brief)
     if not isinstance(answer, Feedback):
         fault = f"{source.name} returned {type(answer).__name__}, expected Feedback or None"
         return EventReading("invalid", error=fault, brief=fault)

@@ -14,6 +14,7 @@ from infra.chain.processor import feedback
 from schemas import Feedback
 
 EVENT = "gen_ai.evaluation.result"
+MAX_RECORDS = 10_000  # of one message
 IDENTITY = ("log.record.uid", "event.id")
 
 
@@ -51,12 +52,15 @@ def evaluation_result(
 
 
 def split_otlp(value: bytes) -> list[bytes]:
-    """The log records of a message of OTLP, each as JSON; any other message is left as it is."""
+    """Return the log records of an OTLP message, each as JSON. Any other message, and a message of more than MAX_RECORDS log
+    records, stays whole, so that its function refuses it and it becomes one dead letter.
+    """
     try:
         message = msgspec.json.decode(value, type=_Logs)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [value]
-    return [bytes(record) for of in message.resource_logs for scope in of.scope_logs for record in scope.log_records]
+    records = [record for of in message.resource_logs for scope in of.scope_logs for record in scope.log_records]
+    return [bytes(record) for record in records] if len(records) <= MAX_RECORDS else [value]
 
 
 def attributes_of(record: Mapping[str, Any]) -> dict[str, Any]:

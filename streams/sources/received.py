@@ -25,7 +25,6 @@ from streams.stages.verify import REDELIVERED
 
 POLL_S = 1.0
 GROUP = "feedback"
-DEFAULT_NAME = "user"
 MAX_READ = 65_536
 logger = logging.getLogger(__name__)
 
@@ -45,9 +44,8 @@ def rating(body: dict[str, Any]) -> Feedback | None:
 
 
 async def run_received(sources: Sequence[EventSource], log: Log, metrics: Metrics) -> None:
-    """Read `feedback` until cancelled; what clients say is read as `user` where no source is configured for it."""
+    """Read `feedback` until cancelled and give each record to the source of its path."""
     by_path = {source.webhook: source for source in sources}
-    by_path.setdefault(FEEDBACK_PATH, EventSource(name=DEFAULT_NAME, function=rating, webhook=FEEDBACK_PATH))
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     read: OrderedDict[str, None] = OrderedDict()
     try:

@@ -182,7 +182,9 @@ class CollectModel:
         if (feedback.source, feedback.id) in [(one.source, one.id) for one in group.heard.get(answer, [])]:
             return
         if group.is_closed:
-            if self.late == "drop" or answer not in group.tries[group.winner].there.values():
+            attempt = group.tries[group.winner]
+            is_dropped = self.late == "drop" and now_ms >= attempt.first_ms + self.window_ms
+            if is_dropped or answer not in attempt.there.values():
                 return
             heard = group.heard.setdefault(answer, [])
             before = last_words(heard)

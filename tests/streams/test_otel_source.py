@@ -20,6 +20,7 @@ from infra.settings.config import decode
 from schemas import Feedback
 from schemas.errors import ConfigError
 from streams.config import StreamsConfig
+from streams.sources import otel
 from streams.sources.otel import EVENT, evaluation_result, split_otlp
 from streams.sources.source import build_sources, run_sources
 from tests.streams.test_source import opened, stored, until
@@ -117,6 +118,12 @@ def test_a_topic_that_a_collector_writes_is_read_event_by_event(tmp_path: Path) 
         assert split_otlp(letter.value) == [letter.value] and b'"3"' in letter.value, "one event, to be delivered again"
 
     asyncio.run(scene())
+
+
+def test_a_message_of_very_many_records_is_one_dead_letter() -> None:
+    assert len(split_otlp(emitted(*[{}] * otel.MAX_RECORDS))) == otel.MAX_RECORDS
+    flood = emitted(*[{}] * (otel.MAX_RECORDS + 1))
+    assert split_otlp(flood) == [flood]
 
 
 def test_otlp_is_of_a_topic() -> None:

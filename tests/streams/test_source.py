@@ -99,6 +99,18 @@ def test_a_bad_event_says_what_is_wrong_with_it(value: bytes, outcome: str, erro
     assert before.outcome == after.outcome == "accepted"
 
 
+@pytest.mark.parametrize(
+    ("value", "brief"),
+    [
+        (b'{"csat": 4}', "csat failed: KeyError: 'answer_id'"),
+        (b'{"csat": 4, "by": "answer_id"}', "csat failed: KeyError"),
+    ],
+)
+def test_a_missing_field_is_named_where_its_name_is_not_in_the_event(value: bytes, brief: str) -> None:
+    (reading,) = asyncio.run(read_events(source(), events(value)))
+    assert reading.brief == brief
+
+
 def test_a_hanging_function_is_given_up() -> None:
     release = threading.Event()
 

@@ -63,6 +63,10 @@ APIS: Mapping[str, Api] = {
 }
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+NOT_RECORDED = {
+    "no consent": "not recorded: the key that was answered, or this key, may not be trained on",
+    "no source": 'not recorded: no [[feedback]] source has from = { webhook = "/v1/feedback" }',
+}
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -296,16 +300,23 @@ class Site:
         if token:
             self._authenticator.admit(key)
         train = self._authenticator.check_answer(key, answer)
-        identity, recorded = feedback.id or "", self._gateway.may_record(key.train) and self._gateway.may_record(train)
-        if recorded:
+        identity, reason = feedback.id or "", ""
+        if not (self._gateway.may_record(key.train) and self._gateway.may_record(train)):
+            reason = "no consent"
+        elif not self._feedback_intake.is_read:
+            reason = "no source"
+            self._metrics.counter("feedback_unread").inc()
+        if not reason:
             identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(token))
         else:
-            self._metrics.counter("feedback_received", path=PATH, outcome="no consent").inc()
-        note: str | msgspec.UnsetType = msgspec.UNSET
-        if group_of(answer) not in self._gateway.served:  # another gateway's, of long ago, or never given
+            self._metrics.counter("feedback_received", path=PATH, outcome=reason).inc()
+        note: str | msgspec.UnsetType = NOT_RECORDED.get(reason, msgspec.UNSET)
+        if (
+            not reason and group_of(answer) not in self._gateway.served
+        ):  # another gateway's, of long ago, or never given
             self._metrics.counter("feedback_not_known_here").inc()
             note = "this answer is not known here (yet); what was said waits for it until its window ends"
-        reply = FeedbackReply(id=identity, answer_id=answer, recorded=recorded, note=note)
+        reply = FeedbackReply(id=identity, answer_id=answer, recorded=not reason, note=note)
         return _json(msgspec.json.encode(reply), status=202)
 
     async def _issue_token(self, request: Request) -> Response:

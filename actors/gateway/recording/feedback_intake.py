@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -145,6 +146,7 @@ class FeedbackIntake:
         self._secret = secret
         self._may_record = may_record
         self._taken = Recent()
+        self.is_read = True  # by a source of the settings
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
         """Hand on the feedback on one answer; returns the feedback's id. Raises ApiError."""
@@ -201,7 +203,9 @@ class FeedbackIntake:
         is not known, so it is taken.
         """
         found, consented = [], True
-        for session in sessions_in(text):
+        # A source may undo what a sender did to an id: other case, percent-encoding, blanks.
+        plain = "".join(unquote(text).lower().split())
+        for session in dict.fromkeys((*sessions_in(text), *sessions_in(plain))):
             train = consent_of(session, self._secret(), TRAINS)
             if train is None and len(session) == SESSION_LETTERS:
                 continue

@@ -180,7 +180,7 @@ def unread(gauges: Mapping[str, float]) -> list[str]:
     """Sources whose topic is not there: a line each."""
     waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
     return [
-        f'feedback "{one["source"]}" waits for topic {one["topic"]} to be made: headrace topic create {one["topic"]}'
+        f'feedback "{one["source"]}" waits for topic {one["topic"]} to be made: headrace topic create {one["topic"]} -c FILE'
         for one in waiting
     ]
 

@@ -196,7 +196,10 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     try:
         role = role_of("serve", settings, log, metrics, stop)
-        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
+        reads_feedback = any(source.from_.webhook == FEEDBACK_PATH for source in settings.feedback)
+        await run_gateway(
+            role, config, engine, tokenizer, webhooks=webhooks, reads_feedback=reads_feedback, listening=listening
+        )
     finally:
         await log.bus.close()
 

@@ -179,6 +179,7 @@ async def serving(
     webhooks: Sequence[Webhook] = (),
     limits: GatewayLimits = LIMITS,
     topics: bool = True,
+    reads_feedback: bool = True,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway for the length of a block; one that dies in it fails the test. Keys must be made before, or reloaded."""
@@ -208,6 +209,7 @@ async def serving(
             served.engine,
             tokenizer or ByteTokenizer(),
             webhooks=webhooks,
+            reads_feedback=reads_feedback,
             listening=listening,
         )
     )

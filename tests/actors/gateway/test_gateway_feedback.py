@@ -5,6 +5,7 @@ import base64
 import hashlib
 import hmac
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from infra.store.seal import FOLDER, Keys, open_event, open_text
 from schemas.errors import StoreError
 from schemas.ids import group_of, session_name, session_of
 from schemas.names import is_of, keyed_session
-from tests.actors.gateway.gateway_rig import AwayBus, serving
+from tests.actors.gateway.gateway_rig import AwayBus, engine, says, serving
 from tests.actors.rig import until
 
 HOOK = Webhook("/zendesk", b"s3cret", "x-signature")
@@ -191,6 +192,47 @@ def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_wai
             assert told.status_code == status
             assert status == 202 or told.json()["error"]["param"] == "answer_id"
             assert len(await served.received(int(status == 202))) == (status == 202)
+
+    asyncio.run(check())
+
+
+def test_feedback_that_no_source_reads_is_not_recorded_and_says_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, reads_feedback=False) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
+            assert told["recorded"] is False and "no [[feedback]] source" in told["note"]
+            assert served.metrics.counters()["feedback_unread"] == 1 and await served.received() == []
+
+    asyncio.run(check())
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "upper case": str.upper,
+    "percent-encoded": lambda id: id.replace("-", "%2d").replace(".", "%2E"),
+    "with a blank": lambda id: f"{id[:9]} {id[9:]}",
+}
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_webhook_that_spells_an_id_otherwise_is_sealed_or_refused_as_its_answer_says(
+    tmp_path: Path, spelled: Callable[[str], str]
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("a", "b")), webhooks=(HOOK,)) as served:
+            keys = [served.key(train="yes"), served.key(train="no", tenant="other")]
+            await served.keys_read()
+            async with served.http() as http:
+                for key in keys:
+                    done = await served.client(key).completions.create(model="m", prompt="Hi")
+                    body = json.dumps({"note": "WORDS", "answer": spelled(done.id)}).encode()
+                    told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+                    assert told.status_code == 202
+            (received,) = await served.received(1)
+            assert b"WORDS" not in received.body
+            assert served.metrics.counters()["feedback_received{outcome=no consent,path=/zendesk}"] == 1
 
     asyncio.run(check())
 

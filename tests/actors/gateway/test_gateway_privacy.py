@@ -23,11 +23,13 @@ from infra.store.seal import Keys
 from schemas import Block, Experience, Feedback, Message, decode
 from schemas.topics import ALL, EXPERIENCES, VERIFIED
 from streams.config import StreamsConfig
-from streams.sources.received import run_received
+from streams.sources.event import EventSource
+from streams.sources.received import rating, run_received
 from tests.actors.gateway.gateway_rig import AwayBus, ByteTokenizer, RunningGateway, engine, says, serving
 from tests.actors.rig import until
 from tests.streams.memory_worker import settled, working
 
+RATED = EventSource(name="user", function=rating, webhook="/v1/feedback")
 HERE = "tests.actors.gateway.test_gateway_privacy"
 
 
@@ -87,7 +89,7 @@ def in_database(path: Path) -> bytes:
 async def collected(served: RunningGateway, num_said: int) -> None:
     """Let the streams fold all that was written and said into their databases."""
     log = served.log
-    hearing = asyncio.create_task(run_received((), log, Metrics("process")))
+    hearing = asyncio.create_task(run_received((RATED,), log, Metrics("process")))
     try:
         async with working(log, StreamsConfig(), served.folder / "state"), asyncio.timeout(120):
             heard = 0

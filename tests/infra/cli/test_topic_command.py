@@ -46,7 +46,10 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
     )
     assert "topics created" in printed(config, "check", "--create")
     told = printed(config, "check", "--connect", code=1)
-    assert f"headrace topic create {name} makes it" in " ".join(told.split()) and f"{app_name}.feedback.csat" in told
+    assert (
+        f"headrace topic create {name} -c FILE makes it" in " ".join(told.split())
+        and f"{app_name}.feedback.csat" in told
+    )
     source = EventSource(name="csat", function=rating, topic=name)
 
     async def main() -> Feedback:

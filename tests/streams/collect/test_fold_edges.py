@@ -173,7 +173,9 @@ def test_late_words_are_heard_as_their_source_says() -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
     late = said("a.0.0-1-0", 0.5)
     for policy, revisions, reason in (("drop", 1, ""), ("amend", 2, "late amend"), ("retrain", 2, "late retrain")):
-        results = folded(FakePartition().extend([*closed, late]), rules(policy))
+        inbox = FakePartition().extend(closed)
+        inbox.append(late, after_ms=5_000)
+        results = folded(inbox, rules(policy))
         made = decisions(results)
         assert len(made) == revisions and made[-1].closure.reason == reason
         assert drops(results).get("late feedback", 0) == (policy == "drop")
@@ -251,7 +253,9 @@ def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, 
     words = [said(f"a.0.0-{episode}-0", 0.5, id=str(number), rater="ann") for number in range(3)]
     still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
     limited = rules(late, revisions=revisions, limits=DayLimits(rater_answers=1, rater_share=0.0))
-    results = folded(FakePartition().extend([*closed, *words, *still_open]), limited)
+    inbox = FakePartition().extend(closed)
+    inbox.append(tick(), after_ms=5_000)
+    results = folded(inbox.extend([*words, *still_open]), limited)
     assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
 

@@ -123,7 +123,8 @@ def test_the_same_feedback_twice_counts_once() -> None:
 
 
 def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
-    inbox = FakePartition().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
+    inbox = FakePartition().extend([live(), said(REF, 0.8)])
+    inbox.append(said(REF, 0.1, id="later"), after_ms=WINDOW_MS)
     results = folded(inbox, rules("drop"))
     assert len(decisions(results)) == 1
     assert drops(results) == {"late feedback": 1}

@@ -231,3 +231,26 @@ def test_a_word_that_comes_late_to_an_earlier_turn_is_counted_once() -> None:
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.extend([turn(1), turn(2), said(ref(2), 1.0), said(ref(1), 0.0)])
     assert drops(folded(inbox, rules("drop")))["late feedback"] == 2
+
+
+@pytest.mark.parametrize("type", ["value", "correction"])
+def test_a_complaint_about_the_first_turn_counts_after_any_number_of_rated_later_turns(type: str) -> None:
+    """Revisions by credit and by feedback on the answer itself have a budget each."""
+    inbox = FakePartition()
+    for number in range(21):
+        inbox.extend([turn(number), said(ref(number), 1.0)])
+    complaint = msgspec.structs.replace(said(ref(0), 0.0, rater="bob", type=type), text="better")
+    inbox.append(complaint)
+    results = folded(inbox, msgspec.structs.replace(rules(discount=0.9), corrects=True))
+    last = [one for one in decisions(results) if one.closure.group == turn(0).group][-1].closure
+    assert "bob" in {rating.rater for rating in last.ratings or ()}
+    assert drops(results) == {"revised often enough": 4 + 3 + 2 + 1}, "credit of the turns after the sixteenth"
+
+
+def test_feedback_within_its_window_counts_though_the_answer_is_closed_and_late_feedback_is_dropped() -> None:
+    inbox = FakePartition().extend([turn(0), said(ref(0), 1.0, rater="ann")])  # every source has spoken: closed
+    inbox.append(said(ref(0), 0.0, id="2", rater="ann"), after_ms=WINDOW_MS - 20)
+    inbox.append(said(ref(0), 0.5, id="3", rater="bob"), after_ms=20)
+    results = folded(inbox, rules("drop", discount=0.0))
+    ratings = [[rating.value for rating in one.closure.ratings or ()] for one in decisions(results)]
+    assert ratings == [[1.0], [0.0]] and drops(results) == {"late feedback": 1}

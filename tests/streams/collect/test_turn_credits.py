@@ -3,7 +3,7 @@
 import msgspec
 
 from schemas.ids import request_group, session_name
-from streams.collect.credit import FeedbackRules, Late
+from streams.collect.credit import FeedbackRules
 from streams.collect.feedback import take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, Group, LaterCredit, LoggedFeedback
 from streams.collect.turns import (
@@ -106,13 +106,11 @@ def test_what_is_taken_back_is_taken_back_from_who_heard_it() -> None:
     assert new_credits(second, [first, second], NAMES, False) == [(first, second.id, LaterCredit(1, {}))]
 
 
-def test_a_closed_turn_hears_nothing_new_of_sources_whose_late_words_are_dropped() -> None:
-    late: dict[str, Late] = {"csat": "amend", "thumbs": "retrain", "judge": "drop"}
-    sources = {name: FeedbackRules(1, late=one) for name, one in late.items()}
+def test_a_closed_turn_is_credited_with_nothing_new_of_sources_that_no_longer_count_for_it() -> None:
     credit = LaterCredit(2, {"csat": 0.75, "thumbs": 0.25, "judge": 1.0})
-    assert late_credit(None, credit, sources) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25})
+    assert late_credit(None, credit, {"judge"}) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25})
     before = LaterCredit(1, {"csat": 0.1, "thumbs": 1.0, "judge": 0.5})
-    assert late_credit(before, credit, sources) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25, "judge": 0.5})
+    assert late_credit(before, credit, {"judge"}) == LaterCredit(2, {"csat": 0.75, "thumbs": 0.25, "judge": 0.5})
 
 
 def test_what_counts_of_a_turn_is_of_the_attempt_that_won_or_else_of_the_first() -> None:

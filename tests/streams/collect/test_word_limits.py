@@ -44,7 +44,8 @@ def test_late_words_need_the_blocks_of_the_group_they_reopen_and_nothing_else_ne
     word = arrival(said("a.0.0-0-0", 1.0))
     assert wanted(closed(), word, rules()) == {0, 1}
     for state, record, given in (
-        (closed(), word, rules("drop")), (closed(), arrival(said("a.0.0-0-0", 1.0, source="other")), rules()),
+        (closed(), arrival(word.value, 5_000), rules("drop")),
+        (closed(), arrival(said("a.0.0-0-0", 1.0, source="other")), rules()),
         (closed(), arrival(said("b.0.0-0-0", 1.0)), rules()), (closed(), arrival(said("x", 1.0)), rules()),
         (closed(), arrival(stub("a.0", 0)), rules()), (closed(), arrival(block(answer("a.0", 0))), rules()),
         (closed(), arrival(Tick(partition=0, due_ms=1)), rules()), (closed(), arrival(None), rules()),
