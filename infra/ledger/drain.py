@@ -1,9 +1,9 @@
-"""Draining an app: the master issues nothing new, what is outstanding is finished, and then nothing may be pending.
+"""Draining an app: the master issues nothing new, outstanding groups are finished, and then nothing may be pending.
 
     Directive(drain) in policies ─> master: draining … drained ─> account until nothing is on its way
 
-It is a word in the log, so it outlives every process; Directive(continue) takes it back. Demonstrations that wait in the
-buffer to be drawn stay there, and production traffic is not stopped by it.
+The directive lies in the log, so it outlives every process; Directive(continue) takes it back. Demonstrations that wait in the
+buffer to be drawn stay there, and production traffic goes on.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from infra.ledger.account import Account
 from infra.ledger.audit import audit
 from infra.log.log import Log
 from schemas import Directive, Progress
-from schemas.topics import POLICIES, PROGRESS, REPORTS, Topic
+from schemas.topics import POLICIES, REPORTS
 
 AGAIN_S = 1.0
 MAX_AGAIN_S = 15.0
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """How far it is. state: of the master, "" while none has answered. outstanding: groups. on_the_way: experiences, -1
-    before the first account.
+    """Progress of a drain. state: of the master, "" before its answer. outstanding: groups. on_the_way: experiences, -1 before
+    the first account.
 
     Example: Draining(state="draining", outstanding=17)
     """
@@ -39,13 +39,13 @@ OnDraining = Callable[[Draining], None]
 
 
 async def drain(log: Log, run: str, owner: str, timeout_s: float, on_draining: OnDraining) -> Account:
-    """Drain and account for everything; what is still on its way when the time is up is in the account."""
-    heard_from = {topic: (await log.bounds(topic))[1] for topic in (REPORTS, PROGRESS)}
+    """Drain and account for everything; experiences still on their way at the timeout are in the account."""
+    _, reports_end = await log.bounds(REPORTS)
     order = await log.publish(POLICIES, Directive(order="drain", owner=owner))
     ends_s = time.monotonic() + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            await _master_drained(log, heard_from, order.offset, on_draining)
+            await _master_drained(log, reports_end, order.offset, on_draining)
     except TimeoutError:
         return await audit(log, run)
     again_s = AGAIN_S
@@ -63,22 +63,9 @@ async def go_on(log: Log, owner: str) -> None:
     await log.publish(POLICIES, Directive(order="continue", owner=owner))
 
 
-async def _master_drained(
-    log: Log, starts: Mapping[Topic, Mapping[int, int]], drain: int, on_draining: OnDraining
-) -> None:
+async def _master_drained(log: Log, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
     """Wait until a master that has read the directive at offset `drain` reports that nothing is outstanding."""
-    hearing = [asyncio.ensure_future(_hear_drained(log, topic, at, drain, on_draining)) for topic, at in starts.items()]
-    try:
-        heard, _ = await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
-        for one in heard:
-            one.result()
-    finally:
-        for one in hearing:
-            one.cancel()
-
-
-async def _hear_drained(log: Log, topic: Topic, start: Mapping[int, int], drain: int, on_draining: OnDraining) -> None:
-    async with aclosing(log.tail(topic, start)) as messages:
+    async with aclosing(log.tail(REPORTS, start)) as messages:
         async for message in messages:
             report = message.value
             if not isinstance(report, Progress) or report.master is None or report.master.drained_to < drain:

@@ -1,17 +1,13 @@
 """Reports that older writers put into `progress` are read beside those in `reports`: by whoever decides or shows from them."""
 
 import asyncio
-from functools import partial
 
 from actors.master.master import take_in
-from infra.cli.console.fold import FOLDED
-from infra.cli.look.newest import newest, newest_reports
-from infra.ledger.drain import Draining, drain
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from schemas import Closure, MasterState, Progress, encode, kafka_headers
-from schemas.topics import POLICIES, PROGRESS, REPORTS
+from schemas import MasterState, Progress, encode, kafka_headers
+from schemas.topics import PROGRESS, REPORTS
 from tests.actors.rig import until
 from tests.actors.test_plan import plan
 from trainer.buffer.buffer import Buffer
@@ -33,20 +29,6 @@ def of_master(state: MasterState, instance: str = "master/1") -> Progress:
     return Progress(role="master", instance=instance, master=state)
 
 
-def test_status_shows_the_roles_of_both_releases_and_each_ones_newest_report() -> None:
-    async def main() -> list[str]:
-        log = await new_log()
-        for number in range(3):
-            await publish_as_before(log, Progress(role="explore", instance="old", version=number))
-            await log.publish(PROGRESS, Closure(group=f"a.{number}", outcome="buffered"))
-            await log.publish(REPORTS, Progress(role="explore", instance="new", version=number))
-        found = [one.value for one in await newest_reports(partial(newest, log), 4)]
-        return [f"{one.instance} {one.version}" for one in found if isinstance(one, Progress)]
-
-    assert sorted(asyncio.run(main())) == ["new 0", "new 1", "new 2", "old 1", "old 2"]
-    assert PROGRESS in FOLDED and REPORTS in FOLDED
-
-
 def test_the_trainer_hears_a_master_of_either_release() -> None:
     async def main() -> None:
         log = await new_log()
@@ -60,21 +42,6 @@ def test_the_trainer_hears_a_master_of_either_release() -> None:
             one.cancel()
 
     asyncio.run(main())
-
-
-def test_a_drain_ends_with_the_word_of_a_master_of_either_release() -> None:
-    async def main(*, is_old: bool) -> list[Draining]:
-        log, seen = await new_log(), list[Draining]()
-        draining = asyncio.create_task(drain(log, "t", "ann", 60.0, seen.append))
-        async for _ in log.read_all(POLICIES, until_end=False):
-            break  # its word is in the log
-        told = of_master(MasterState(state="drained", drained_to=0))
-        await (publish_as_before(log, told) if is_old else log.publish(REPORTS, told))
-        await draining
-        return seen
-
-    for is_old in (True, False):
-        assert asyncio.run(main(is_old=is_old))[0] == Draining("drained", 0)
 
 
 def test_a_master_counts_the_time_of_explorers_of_both_releases() -> None:

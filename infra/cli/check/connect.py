@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from infra.cli.connect import bootstrap_of, quieten_client, store_of
-from infra.cli.look.groups import READS
+from infra.cli.look.reader import READS
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.log.access import Access, access_of

@@ -19,18 +19,21 @@ def status(
     max_lag: Annotated[
         int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
     ] = MAX_LAG,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Also how much of each topic, folder and file is kept, and its bound.")
+    ] = False,
 ) -> None:
-    """Roles, versions, rates, lags, drops by reason, what is kept with its bound, and alarms.
+    """Roles, versions, rates, lags, drops by reason, and alarms.
 
     Read from the log alone, so it works from any machine that reaches the broker.
     Rates are those of the last minute.
-    An alarm is a role that fell silent, a stage that lags, a refused policy, or a diagnostic out of its range.
+    An alarm is a role that does not report, a stage that lags, a refused policy, or a diagnostic out of its range.
 
     Example: [cyan]headrace status --check --json[/]
     """
     from infra.cli.look.status import run_status
 
-    exit_with(lambda: run_status(config, sets, as_json=as_json, check=check, max_lag=max_lag))
+    exit_with(lambda: run_status(config, sets, as_json=as_json, check=check, max_lag=max_lag, kept=kept))
 
 
 def peek(

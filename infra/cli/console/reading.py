@@ -27,12 +27,10 @@ from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
 from infra.cli.console.rates import by_labels, together
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
-from infra.cli.look.clock import LogClock
 from infra.cli.look.console_bounds import read_only
 from infra.cli.look.expected import wanted_of
-from infra.cli.look.heard import LastHour
-from infra.cli.look.newest import HeldNewest
-from infra.cli.look.status import GONE_S, read_status
+from infra.cli.look.reader import LastHour, NewestRecords
+from infra.cli.look.status import read_status
 from infra.cli.look.status_screen import State
 from infra.cli.settings import Settings
 from infra.ledger.index import LogIndex
@@ -92,9 +90,8 @@ class Reading:
         run, policy = settings.run or settings.app, settings.policy.name
         self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
         self._newest_follower = Follower(log, SHOWN)
-        self._newest = HeldNewest(log, self._newest_follower)
+        self._newest = NewestRecords(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
-        self._clock = LogClock(log, self._reports_follower, silent_s=GONE_S)
         self._hour = LastHour(log, self._reports_follower)
         self._words_follower = Follower(log, (topics.POLICIES,))
         self._words: PolicyWords | None = None
@@ -126,11 +123,10 @@ class Reading:
         wanted = wanted_of(self.settings.expect, serves=serves)
 
         async def read() -> State:
-            now_s = await self._clock.glance_s(3 * HELD_S)
+            now_s = time.time()
             state = await read_status(
                 self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._look, hour=self._hour
             )
-            state["clock_off_s"] = self._clock.off_s
             beat(self.pulse, state["roles"])
             self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
             return state

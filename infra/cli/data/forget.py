@@ -2,14 +2,13 @@
 
 import asyncio
 import getpass
-from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from infra.cli.connect import reading, store_of
-from infra.cli.look.newest import newest, newest_reports
+from infra.cli.look.reader import LastHour, newest
 from infra.cli.look.trace import index_of
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
@@ -18,7 +17,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.settings.config import duration_s
 from infra.store.seal import FRESH_S, Keys
-from schemas import Batch, Progress, Saved
+from schemas import Batch, Saved
 from schemas.errors import ConfigError
 from schemas.topics import BATCHES, POLICIES
 
@@ -92,12 +91,11 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
 async def trains(log: Log) -> bool:
     """Whether a trainer has reported lately, by the broker's clock."""
     (order,) = await newest(log, POLICIES, 1)  # our own word
-    ended: dict[str, bool] = {}
-    for message in await newest_reports(partial(newest, log), LAST_RECORDS):
-        one = message.value
-        if isinstance(one, Progress) and one.role == "train" and order.timestamp_ms - message.timestamp_ms < LATELY_MS:
-            ended[one.instance] = one.life == "ended"
-    return not all(ended.values())
+    last = [spoken.reports[-1] for spoken in (await LastHour(log).spoken()).values()]
+    return any(
+        report.role == "train" and report.life != "ended" and order.timestamp_ms - 1000 * at_s < LATELY_MS
+        for report, at_s in last
+    )
 
 
 def show(console: Console, found: ForgetReport) -> None:

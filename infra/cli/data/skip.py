@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.connect import connected
-from infra.cli.look.groups import READS, Group
+from infra.cli.look.reader import READS, Group
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.log.bus import CommitRefused, Partition

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from infra.cli.connect import reading
-from infra.cli.look.newest import newest_and_next
+from infra.cli.look.reader import LastHour, NewestRecords
+from infra.cli.look.status import all_dropped, group_ends
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.log.log import LogMessage
@@ -30,11 +31,13 @@ async def run_peek(topic: str, config: Path, sets: list[str], *, last: int, foll
     # Records are read as they are, whatever the terminal's width.
     console = Screen(soft_wrap=True)
     async with reading(settings) as log:
-        messages, following = await newest_and_next(log, chosen, last)
+        messages, following = await NewestRecords(log).newest_and_next(chosen, last)
         for message in messages:
             show(console, message, as_json)
         if not messages and last and not follow and not as_json:
-            console.print(f"{log.name(chosen)} is empty", style="dim")
+            reports = [spoken.reports[-1][0] for spoken in (await LastHour(log).spoken()).values()]
+            why = all_dropped(group_ends(reports)) if chosen is topics.BUFFER else ""
+            console.print(f"{log.name(chosen)} is empty" + (f"; {why}" if why else ""), style="dim")
         if follow:
             async for message in log.tail(chosen, following):
                 show(console, message, as_json)

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -12,16 +12,13 @@ from types import MappingProxyType
 import msgspec
 
 from infra.cli.connect import reading
-from infra.cli.look.clock import LogClock
-from infra.cli.look.expected import OVER, missing, wanted_of
-from infra.cli.look.groups import READS
-from infra.cli.look.heard import LastHour
+from infra.cli.look.expected import OVER, Heard, missing, wanted_of
 from infra.cli.look.kept import kept_of
-from infra.cli.look.newest import Newest, newest, newest_reports
+from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
 from infra.cli.look.status_screen import State, show
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
-from infra.log.follower import Follower
+from infra.cli.times import span
 from infra.log.log import Log, LogMessage
 from infra.observe.alarms import NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics
@@ -31,31 +28,28 @@ from schemas.reports import together
 
 RECENT = 2000  # records looked at in each topic: minutes of a busy system
 NEWEST = 64  # records of experiences looked at for the newest answer
-WINDOW_S = 60.0  # rates, and counters that alarm, are over so long
 FAILED_SHARE = 0.05  # of what a stage handled in that time: a step that fails more often is an alarm
 OUTSTANDING = "outstanding_groups"  # gauge of the master
-GONE_S = 15.0  # a role that has not spoken for so long is silent
+GONE_S = 15.0  # a role that has not reported for so long is silent
+SLACK_S = 5.0  # a clock that is off by less changes nothing
 
 _TOPIC_MISSING = re.compile(r"feedback_topic_missing\{source=(?P<source>[^,]*),topic=(?P<topic>.*)\}")
+_GROUP_ENDED = re.compile(r"closures_read\{outcome=(?P<outcome>[^,]*),reason=(?P<reason>.*)\}")
 _STEP_FAILED = re.compile(r"step_failed\{stage=(?P<stage>[^,]*),step=(?P<step>.*)\}")
 
 Reports = list[tuple[Progress, float]]
 
 
-async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int) -> int:
-    """Print the state of the system; with `check`, exit code 1 if there is an alarm."""
+async def run_status(config: Path, sets: list[str], *, as_json: bool, check: bool, max_lag: int, kept: bool) -> int:
+    """Print the state of the system; with `check`, exit code 1 if there is an alarm. kept: only what is kept, with bounds."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
         wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
-        follower = Follower(log, (topics.REPORTS,))
-        try:
-            clock = LogClock(log, follower, silent_s=GONE_S)
-            now_s = await clock.now_s()
-            state = await read_status(log, now_s=now_s, max_lag=max_lag, wanted=wanted, hour=LastHour(log, follower))
-        finally:
-            await follower.close()
-        state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
-        state["clock_off_s"] = round(clock.off_s, 1)
+        state = await read_status(
+            log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.pacing.groups_per_step
+        )
+        if kept:
+            state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
     if as_json:
         print(printable_json(json.dumps(state)))
     else:
@@ -69,38 +63,38 @@ async def read_status(
     now_s: float,
     max_lag: int,
     wanted: Mapping[str, int] = MappingProxyType({}),
+    groups: int = 0,
     look: Newest | None = None,
     hour: LastHour | None = None,
 ) -> State:
-    """Everything `status` shows, as plain data. now_s: by the log's clock (see `LogClock`). wanted: see
-    `wanted_of`. look: reads the newest records; `HeldNewest` for a caller that asks again and again, who keeps the hour, too.
+    """Everything `status` shows, as plain data.
+
+    now_s: by this machine's clock; ages are by the log's, which is at least at its newest report. wanted: see `wanted_of`.
+    groups: that a step takes, 0 where that is not known. look, hour: readers of a caller that asks again and again.
     """
-    look = look or partial(newest, log)
-    reports: dict[str, Reports] = {}
-    spoken = await newest_reports(look, RECENT)
-    heard = await (hour or LastHour(log)).heard(spoken)
-    for message in spoken:
-        if isinstance(message.value, Progress):
-            reports.setdefault(message.value.instance, []).append((message.value, message.timestamp_ms / 1000))
-    roles = newest_of_each([role_state(one, now_s) for one in reports.values()])
+    look = look or NewestRecords(log).newest
+    spoken = await (hour or LastHour(log)).spoken()
+    newest_s = max((one.reports[-1][1] for one in spoken.values()), default=0.0)
+    behind_s, now_s = max(0.0, newest_s - now_s), max(newest_s, now_s)
+    roles = newest_of_each([role_state(one.reports, now_s) for one in spoken.values()])
+    last = {name: one.reports[-1][0] for name, one in spoken.items()}
+    reports = list(last.values())
     policies = await look(topics.POLICIES, RECENT, "")
     state: State = {
         "roles": roles,
-        "missing": missing(wanted, heard, now_s, GONE_S),
+        "clock": clock_line(behind_s, roles, now_s - newest_s),
+        "missing": missing(wanted, [heard(one) for one in spoken.values()], now_s, GONE_S),
         "policies": policy_state(policies, now_s),
         "learning": learning_state(policies),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
-        "chains": chains([one[-1][0] for name, one in reports.items() if name in {role["instance"] for role in roles}]),
+        "chains": chains([last[role["instance"]] for role in roles]),
         "lags": await lags_of(log),
-        "dropped": by_reason([one[-1][0] for one in reports.values()], "dropped"),
-        "cancelled": {
-            what: by_reason([one[-1][0] for one in reports.values()], f"{what}_cancelled")
-            for what in ("episodes", "tokens")
-        },
+        "dropped": by_reason(reports, "dropped"),
+        "cancelled": {what: by_reason(reports, f"{what}_cancelled") for what in ("episodes", "tokens")},
         "caches": caches(roles),
-        "waiting": waiting([one[-1][0] for name, one in reports.items() if name in speaking(roles)], now_s),
-        "masked": int(sum(one[-1][0].counters.get("tokens_masked", 0.0) for one in reports.values())),
+        "waiting": waiting([last[name] for name in speaking(roles)], now_s),
+        "masked": int(sum(report.counters.get("tokens_masked", 0.0) for report in reports)),
         "accuracy": {
             message.value.suite: {
                 "version": message.value.version,
@@ -112,7 +106,53 @@ async def read_status(
             if isinstance(message.value, EvalResult)
         },
     }
-    return {**state, "clock_off_s": 0.0, "kept": [], "alarms": alarms(state, max_lag)}
+    for role in roles:
+        if role["role"] == "train" and role["state"] == "learning" and not role["silent"]:
+            role["state"] = trainer_words(role, groups, all_dropped(group_ends(reports)))
+    return {**state, "alarms": alarms(state, max_lag)}
+
+
+def heard(spoken: Spoken) -> Heard:
+    """A process and its last report."""
+    report, last_s = spoken.reports[-1]
+    return Heard(report.role, report.instance, report.state, spoken.first_s, last_s, report.reason)
+
+
+def clock_line(behind_s: float, roles: Sequence[State], age_s: float) -> str:
+    """What makes ages uncertain, "" for nothing."""
+    if behind_s > SLACK_S:
+        return f"this machine's clock is {span(behind_s)} behind the log's: ages are since the newest report"
+    if roles and all(role["silent"] for role in roles):
+        return f"the newest report is {span(age_s)} old: no role runs, or this machine's clock is ahead of the log's"
+    return ""
+
+
+def group_ends(reports: Iterable[Progress]) -> dict[tuple[str, str], float]:
+    """Groups that ended by outcome and reason, as masters count them."""
+    found: dict[tuple[str, str], float] = {}
+    for report in reports:
+        for name, value in report.counters.items():
+            if match := _GROUP_ENDED.fullmatch(name):
+                key = match["outcome"], match["reason"]
+                found[key] = found.get(key, 0.0) + value
+    return found
+
+
+def all_dropped(ended: Mapping[tuple[str, str], float]) -> str:
+    """The line of an app whose groups so far were all dropped, "" of another."""
+    dropped = {reason: number for (outcome, reason), number in ended.items() if outcome == "dropped"}
+    if not dropped or any(number for (outcome, _), number in ended.items() if outcome == "buffered"):
+        return ""
+    most = max(dropped, key=lambda reason: dropped[reason])
+    return f"all {sum(dropped.values()):,.0f} groups so far were dropped: {most}"
+
+
+def trainer_words(role: State, groups: int, why: str) -> str:
+    """What a trainer between two steps waits for. groups: that a step takes. why: none came."""
+    if role["rates"].get("steps", 0.0) > 0 or "groups_waiting" not in role["gauges"]:
+        return "learning"
+    there = f"{role['gauges']['groups_waiting']:.0f}" + (f" of {groups}" if groups else "")
+    return f"waiting for groups ({there})" + (f"; {why}" if why else "")
 
 
 def role_state(reports: Reports, now_s: float) -> State:
@@ -121,8 +161,7 @@ def role_state(reports: Reports, now_s: float) -> State:
     rates: of every counter, a second, by its whole name; none after its first report. per_s: those without labels that grew.
     grown_at: of each of `grown` when it first did in these reports, seconds, and by how much in all.
     """
-    new, new_s = reports[-1]
-    old, old_s = next((one for one in reports if one[1] >= new_s - WINDOW_S), reports[-1])
+    (old, old_s), (new, new_s) = reports[0], reports[-1]
     grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items() if new is not old}
     rates = {name: round(more / max(new_s - old_s, 1e-9), 2) for name, more in sorted(grown.items())}
     age_s = round(now_s - new_s, 1)
@@ -335,7 +374,7 @@ def alarms(state: State, max_lag: int) -> list[str]:
             found.append(f"{name}: {waiting:,} records wait, expected at most {max_lag:,}")
     if state["policies"]["newest_refused"]:
         found.append(f"policy v{state['policies']['published']} was refused: {state['policies']['refused'][-1]}")
-    return found + no_version(state)
+    return found + no_version(state) + no_warm_up(state)
 
 
 def no_version(state: State) -> list[str]:
@@ -347,6 +386,17 @@ def no_version(state: State) -> list[str]:
     if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
         return []
     return [f"no version for {age_s / 60:.0f} min, and {waiting:,.0f} groups wait for the trainer"]
+
+
+def no_warm_up(state: State) -> list[str]:
+    """The line of a run in which the master waits for a version, and the trainer for groups."""
+    states = {role["role"]: role["state"] for role in state["roles"] if not role["silent"]}
+    if states.get("master") != "warming up" or not states.get("train", "").startswith("waiting for groups"):
+        return []
+    return [
+        "master waits for the version after the warm-up, and train for groups: this run began without a warm-up; take "
+        "[trainer.warmup] and master.first_version out, or use another app or folder"
+    ]
 
 
 def canary_alarm(role: State) -> list[str]:

@@ -6,19 +6,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infra.cli.look.clock import clock_line
 from infra.cli.look.kept import kept_lines
 from infra.cli.times import clock, span
 from infra.observe.alarms import alarm_of
 
 State = dict[str, Any]
+RATES = (
+    "steps", "experiences_trained", "episodes", "experiences", "tokens", "answers", "recorded", "experiences_out", "closures",
+    "closures_read", "policy_versions", "reloads",
+)  # fmt: skip
+MAX_RATES = 4
 
 
 def show(console: Console, state: State) -> None:
     """The state as tables."""
     roles = Table("role", "state", "version", "last heard", "per second")
     for role in state["roles"]:
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in list(role["per_s"].items())[:6])
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in rates_of(role))
         version = "" if role["version"] < 0 else f"v{role['version']}"
         age = f"{max(0.0, role['age_s']):.0f} s ago"
         style = "red" if role["silent"] else None
@@ -27,8 +31,8 @@ def show(console: Console, state: State) -> None:
     for release, instances in releases_of(state["roles"]).items():
         where = "all roles" if len(instances) == len(state["roles"]) else ", ".join(instances)
         console.print(f"release    {release} at {where}", markup=False)
-    if line := clock_line(state["clock_off_s"]):
-        console.print(f"clock      {line}", style="yellow")
+    if state["clock"]:
+        console.print(f"clock      {state['clock']}", style="yellow")
     policies = state["policies"]
     console.print(f"published  {'nothing yet' if policies['published'] is None else 'v' + str(policies['published'])}")
     for refusal in policies["refused"]:
@@ -67,12 +71,21 @@ def show(console: Console, state: State) -> None:
             f"stopped    {count:,} episodes: {reason} ({tokens:,} sampled tokens went no further)", markup=False
         )
     _show_waiting(console, state)
-    for line in kept_lines(state["kept"]):
+    for line in kept_lines(state.get("kept", ())):
         console.print(f"kept       {line}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
     for section in dict.fromkeys(one.section for line in state["alarms"] if (one := alarm_of(line)) is not None):
         console.print(f"runbook    {section}", markup=False)
+
+
+def rates_of(role: State) -> list[tuple[str, float]]:
+    """The rates that tell most about a role, each over all of its labels."""
+    rates: dict[str, float] = {}
+    for name, rate in role["rates"].items():
+        base = name.partition("{")[0]
+        rates[base] = rates.get(base, 0.0) + rate
+    return [(name, rates[name]) for name in RATES if rates.get(name, 0.0) > 0][:MAX_RATES]
 
 
 def releases_of(roles: Sequence[State]) -> dict[str, list[str]]:

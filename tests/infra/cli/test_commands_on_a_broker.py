@@ -191,12 +191,12 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     )
     shown = printed(config, "status", "--check")
     assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
-    state = json.loads(printed(config, "status", "--json", "--check"))
+    state = json.loads(printed(config, "status", "--kept", "--json", "--check"))
     assert {one["what"]: one["num"] for one in state["kept"]}["topic evals"] == 1
     assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
     refused = PolicyEvent(event="refused", policy="main", version=4, owner="explore/1", reason="NaN")
     publish(kafka, app_name, [(topics.POLICIES, refused)])
-    state = json.loads(printed(config, "status", "--json", "--check", code=1))
+    state = json.loads(printed(config, "status", "--kept", "--json", "--check", code=1))
     assert state["alarms"] == ["policy v4 was refused: v4 by explore/1: NaN"]
     assert "refused" in printed(config, "status")
 
@@ -213,7 +213,7 @@ def test_status_check_ends_with_1_while_one_of_two_explorers_of_a_machine_is_gon
         say(role, pid)
     assert "alarm" not in printed(config, "status", "--check")
     say("explore", 4, "failed", "no such model")
-    (line,) = json.loads(printed(config, "status", "--json", "--check", code=1))["alarms"]
+    (line,) = json.loads(printed(config, "status", "--kept", "--json", "--check", code=1))["alarms"]
     assert line.startswith("1 of 2 explore run: explore/") and line.endswith(" s ago: no such model")
     say("explore", 5)
     printed(config, "status", "--check")

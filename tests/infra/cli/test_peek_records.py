@@ -1,6 +1,5 @@
 """`headrace peek`: any record reads as a line, and what cannot be read says so."""
 
-import asyncio
 import contextlib
 import io
 import json
@@ -8,15 +7,12 @@ import json
 import msgspec
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
-from infra.cli.look.newest import newest, newest_and_next
 from infra.cli.look.peek import one_line, show
-from infra.log.bus import Partition, Record
-from infra.log.log import Log, LogMessage
-from infra.log.memory import MemoryBus
-from schemas import Batch, BatchItem, Block, Control, DeadLetter, Tick, decode, encode, topics
+from infra.log.bus import Record
+from infra.log.log import LogMessage
+from schemas import Batch, BatchItem, Block, Control, DeadLetter, Tick, decode, encode
 from schemas.errors import BadFrame
 from tests.schemas.record_samples import CONTROL_KINDS, blocks, controls, example_of, group_block
 
@@ -99,44 +95,3 @@ def test_whatever_a_record_holds_it_can_be_shown_and_is_json(record: Control | B
         show(console, one, as_json=True)
     (line,) = out.getvalue().rstrip("\n").split("\n")
     assert json.loads(line)["offset"] == 77
-
-
-def ticks(log: Log, *partitions: int, first: int = 0):
-    return [log.publish(topics.VERIFIED, Tick(partition=at, due_ms=first + n)) for n, at in enumerate(partitions)]
-
-
-@given(st.lists(st.integers(0, 2), max_size=12), st.integers(0, 5))
-def test_the_newest_records_are_the_last_stored_over_all_partitions(partitions: list[int], last: int) -> None:
-    async def main() -> None:
-        times = iter(range(10_000))
-        log = Log(MemoryBus(lambda: next(times)), "t")
-        await log.create_topics(partitions=3, keep_ms=-1)
-        for sent in ticks(log, *partitions):
-            await sent
-        found = [one.value.due_ms for one in await newest(log, topics.VERIFIED, last) if isinstance(one.value, Tick)]
-        assert found == list(range(len(partitions)))[-last:] if last else found == []
-
-    asyncio.run(main())
-
-
-def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> None:
-    async def main() -> None:
-        times = iter(range(10_000))
-        log = Log(MemoryBus(lambda: next(times)), "t")
-        await log.create_topics(partitions=2, keep_ms=-1)
-        for sent in ticks(log, 0, 1, 0, 1):
-            await sent
-        await log.bus.delete_records(Partition(log.name(topics.VERIFIED), 0), 1)
-        found, following = await newest_and_next(log, topics.VERIFIED, 2)
-        for sent in ticks(log, 1, 0, first=10):
-            await sent
-        later: list[LogMessage] = []
-        async with asyncio.timeout(10):
-            async for message in log.tail(topics.VERIFIED, following):
-                later.append(message)
-                if len(later) == 2:
-                    break
-        due = [one.value.due_ms for one in (*found, *later) if isinstance(one.value, Tick)]
-        assert due[:2] == [2, 3] and sorted(due[2:]) == [10, 11]
-
-    asyncio.run(main())

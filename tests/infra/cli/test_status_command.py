@@ -5,6 +5,7 @@ import io
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -46,7 +47,7 @@ def state_of(
         for at_s, event in events:
             clock.now_ms = START_MS + int(at_s * 1000)
             await log.publish(homes[type(event)], event)
-        return await read_status(log, now_s=START_MS / 1000 + now_s, max_lag=max_lag)
+        return await read_status(log, now_s=START_MS / 1000 + now_s, max_lag=max_lag, groups=16)
 
     return asyncio.run(main())
 
@@ -317,3 +318,74 @@ def test_what_a_silent_worker_held_is_not_counted_twice_and_where_nothing_waits_
     assert state["waiting"] == {"answers": 380, "first_s": 0.0}, "its window has passed: it closes with the next record"
     state = state_of((0, worker(1, FeedbackWait())), now_s=1)
     assert state["waiting"] == {} and "waiting" not in shown(state)
+
+
+TRAINER = Progress(role="train", instance="train/1", state="learning", gauges={"groups_waiting": 3.0})
+
+
+def master(state: str = "issuing", **ends: float) -> Progress:
+    counters = {f"closures_read{{outcome={end}}}".replace("__", ",reason="): number for end, number in ends.items()}
+    return Progress(role="master", instance="master/1", state=state, counters=counters)
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ((TRAINER, master()), "waiting for groups (3 of 16)"),
+        ((TRAINER, master(dropped__equal=384, dropped__stale=2)),
+         "waiting for groups (3 of 16); all 386 groups so far were dropped: equal"),
+        ((TRAINER, master(dropped__equal=384, buffered__=1)), "waiting for groups (3 of 16)"),
+        ((progress("train", state="supervised warm-up"),), "supervised warm-up"),
+    ],
+)  # fmt: skip
+def test_a_trainer_without_a_step_says_what_it_waits_for_and_why(reports: tuple[Progress, ...], said: str) -> None:
+    state = state_of(*((0.0, report) for report in reports), now_s=1)
+    assert {role["role"]: role["state"] for role in state["roles"]}["train"] == said
+
+
+def test_a_trainer_that_makes_steps_is_learning() -> None:
+    later = msgspec.structs.replace(TRAINER, counters={"steps": 1.0})
+    state = state_of((0, msgspec.structs.replace(TRAINER, counters={"steps": 0.0})), (5, later), now_s=6)
+    assert state["roles"][0]["state"] == "learning"
+
+
+def test_a_master_that_waits_for_a_version_and_a_trainer_that_waits_for_groups_are_an_alarm() -> None:
+    (alarm,) = state_of((0, TRAINER), (0, master("warming up")), now_s=1)["alarms"]
+    assert "this run began without a warm-up" in alarm
+    assert (
+        state_of((0, progress("train", state="supervised warm-up")), (0, master("warming up")), now_s=1)["alarms"] == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("now_s", "clock", "silent"),
+    [
+        (12, "", False),
+        (-3600, "this machine's clock is 60 min behind the log's: ages are since the newest report", False),
+        (7230, "the newest report is 2 h old: no role runs, or this machine's clock is ahead of the log's", True),
+    ],
+)
+def test_ages_are_by_the_log_s_clock_which_is_at_its_newest_report_at_least(
+    now_s: float, clock: str, silent: bool
+) -> None:
+    state = state_of((9, progress("explore")), (10, progress("train")), now_s=now_s)
+    assert state["clock"] == clock and [role["silent"] for role in state["roles"]] == [silent, silent]
+    assert state["roles"][0]["age_s"] - state["roles"][1]["age_s"] == pytest.approx(1.0)
+
+
+def test_status_of_a_full_app_fits_a_screen_of_25_lines() -> None:
+    names = (
+        "steps",
+        "experiences_trained",
+        "tokens",
+        "policy_versions",
+        "checkpoint_seconds",
+        "journal_seconds",
+        "flops",
+    )
+    counters = dict.fromkeys(names, 1e9)
+    roles = [progress(role) for role in ("serve", "master", "process", "train", "explore")]
+    later = [msgspec.structs.replace(role, counters=counters) for role in roles]
+    zero = [msgspec.structs.replace(role, counters=dict.fromkeys(names, 0.0)) for role in roles]
+    text = shown(state_of(*((0.0, role) for role in zero), *((30.0, role) for role in later), now_s=31))
+    assert len(text.splitlines()) <= 25 and "checkpoint_seconds" not in text and "policy_versions" in text

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from infra.cli.data import forget, keys, load
 from infra.cli.look import peek, status, trace
-from infra.cli.look.newest import newest
+from infra.cli.look.reader import newest
 from infra.cli.main import app
 from infra.cli.options import exit_with
 from infra.cli.run import up

@@ -1,0 +1,131 @@
+"""The newest records of an app, for one look at them or for many: a later look reads only what has come since."""
+
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Literal, NamedTuple
+
+from infra.log.bus import Record
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from schemas import Progress, topics
+from schemas.topics import REPORTS, Topic
+
+WINDOW_MS = 60_000  # rates, and counters that alarm, are over so long
+SEEN_MS = 3_600_000
+
+# The consumer groups of an app, with the topics that each reads: a group's lag is what waits for it.
+Group = Literal["tasks", "explore", "verify", "collect"]
+READS: Mapping[Group, tuple[Topic, ...]] = {
+    "tasks": (topics.TASKSET_RAW,),
+    "explore": (topics.TASKS,),
+    "verify": (topics.EXPERIENCES, topics.EXPERTS),
+    "collect": (topics.VERIFIED,),
+}
+
+# A topic, how many of its newest records, and their kind ("" for any) → those of the kind, oldest first.
+Newest = Callable[[Topic, int, str], Awaitable[list[LogMessage]]]
+Read = Callable[[Topic, Mapping[int, int], Mapping[int, int]], AsyncGenerator[list[Record], None]]
+
+
+class NewestRecords:
+    """The newest records of each topic and kind that is asked for; it holds as many of them as are asked for.
+
+    follower: over these topics; without one each look connects a reader. Not safe for concurrent use.
+    """
+
+    def __init__(self, log: Log, follower: Follower | None = None) -> None:
+        self._log = log
+        self._read: Read = log.chunks if follower is None else follower.chunks
+        self._held: dict[tuple[str, str], tuple[list[LogMessage], dict[int, int]]] = {}
+
+    async def newest(self, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
+        """The `last` newest records, oldest first. kind: only those of one kind among them; others are not decoded."""
+        return (await self.newest_and_next(topic, last, kind))[0]
+
+    async def newest_and_next(self, topic: Topic, last: int, kind: str = "") -> tuple[list[LogMessage], dict[int, int]]:
+        """The `last` newest records (see `newest`), and by partition the offset behind them."""
+        held, nexts = self._held.pop((topic.name, kind), ([], {}))
+        begins, ends = await self._log.bounds(topic)
+        if any(end < nexts.get(index, 0) for index, end in ends.items()):  # the log began anew
+            held, nexts = [], {}
+        # By position, not by count: compaction leaves holes.
+        first = {index: max(begins[index], end - last) for index, end in ends.items()}
+        starts = {index: max(at, nexts.get(index, 0)) for index, at in first.items()}
+        found: list[Record | LogMessage] = [one for one in held if one.offset >= first.get(one.partition, 0)]
+        async with aclosing(self._read(topic, starts, ends)) as chunks:
+            async for records in chunks:
+                found += [record for record in records if not kind or ("kind", kind.encode()) in record.headers]
+        found.sort(key=lambda one: (one.timestamp_ms, one.partition, one.offset))
+        messages = [
+            await self._log.decoded(one) if isinstance(one, Record) else one for one in (found[-last:] if last else [])
+        ]
+        self._held[topic.name, kind] = messages, ends
+        return messages, ends
+
+
+class Spoken(NamedTuple):
+    """A process: time of its first report of the last hour, and its reports of its last minute, by the log's clock."""
+
+    first_s: float
+    reports: list[tuple[Progress, float]]
+
+
+class LastHour:
+    """Every process that reported in the hour before the newest report. It holds a minute of reports of each.
+
+    The hour is read whole (some 20 MB for 20 processes), and only the last minute is decoded.
+
+    follower: over `reports`; without one each look connects a reader. Not safe for concurrent use.
+    """
+
+    def __init__(self, log: Log, follower: Follower | None = None) -> None:
+        self._log = log
+        self._read: Read = log.chunks if follower is None else follower.chunks
+        self._nexts: dict[int, int] = {}
+        self._first_ms: dict[bytes, int] = {}
+        self._records: dict[bytes, deque[Record]] = {}
+
+    async def spoken(self) -> dict[str, Spoken]:
+        """Each process by its instance."""
+        begins, ends = await self._log.bounds(REPORTS)
+        if not self._nexts or any(end < self._nexts.get(index, 0) for index, end in ends.items()):
+            self._first_ms, self._records, self._nexts = {}, {}, await self._hour_before(begins, ends)
+        starts = {index: max(begins[index], self._nexts.get(index, 0)) for index in ends}
+        async with aclosing(self._read(REPORTS, starts, ends)) as chunks:
+            async for records in chunks:
+                for record in records:
+                    self._take(record)
+        self._nexts = dict(ends)
+        newest_ms = max((records[-1].timestamp_ms for records in self._records.values()), default=0)
+        for key in [key for key, records in self._records.items() if records[-1].timestamp_ms < newest_ms - SEEN_MS]:
+            del self._records[key], self._first_ms[key]
+        found: dict[str, Spoken] = {}
+        for key, held in self._records.items():
+            for message in [await self._log.decoded(record) for record in held]:
+                if isinstance(message.value, Progress):
+                    spoken = found.setdefault(message.value.instance, Spoken(self._first_ms[key] / 1000, []))
+                    spoken.reports.append((message.value, message.timestamp_ms / 1000))
+        return found
+
+    async def _hour_before(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
+        """Offsets of the hour before the newest report."""
+        newest_ms = 0
+        for index, end in ends.items():
+            if end > begins[index]:
+                newest = await self._log.at(REPORTS, index, [end - 1])
+                newest_ms = max([newest_ms, *(message.timestamp_ms for message in newest.values())])
+        found = await self._log.bus.offsets_at(self._log.name(REPORTS), max(0, newest_ms - SEEN_MS))
+        return {partition.index: offset for partition, offset in found.items()}
+
+    def _take(self, record: Record) -> None:
+        self._first_ms.setdefault(record.key, record.timestamp_ms)
+        records = self._records.setdefault(record.key, deque())
+        records.append(record)
+        while records[0].timestamp_ms < record.timestamp_ms - WINDOW_MS:
+            records.popleft()
+
+
+async def newest(log: Log, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
+    """`NewestRecords.newest` for one look."""
+    return await NewestRecords(log).newest(topic, last, kind)

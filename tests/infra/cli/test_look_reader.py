@@ -1,0 +1,181 @@
+"""The newest records and reports that are held from look to look are those that a fresh look finds."""
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.cli.govern.words import PolicyWords
+from infra.cli.look.reader import LastHour, NewestRecords, newest
+from infra.log.bus import Partition, Record
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from infra.log.memory import MemoryBus
+from schemas import DeadLetter, Directive, PolicyEvent, Progress, Tick, topics
+
+LAST = 5
+scripts = st.lists(
+    st.tuples(st.sampled_from(["report", "other", "trim", "look", "anew"]), st.integers(1, 9)), max_size=30
+)
+
+
+async def filled_log(bus: MemoryBus) -> Log:
+    log = Log(bus, "app")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    return log
+
+
+@settings(max_examples=100, deadline=None)
+@given(scripts)
+def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) -> None:
+    async def check() -> None:
+        log = await filled_log(MemoryBus())
+        held, open_held = NewestRecords(log), NewestRecords(log, Follower(log, (topics.POLICIES,)))
+        for what, num in [*script, ("look", 1)]:
+            name = log.name(topics.POLICIES)
+            if what == "report":
+                for one in range(num):
+                    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=one))
+            elif what == "other":
+                await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+            elif what == "trim":
+                part = Partition(name, 0)
+                await log.bus.delete_records(part, min(num, (await log.bus.end_offsets(name))[part]))
+            elif what == "anew":
+                log.bus.restore(name, [])  # type: ignore[attr-defined]
+            for kind in ("", "directive") if what in ("look", "anew") else ():
+                found = await held.newest(topics.POLICIES, LAST, kind)
+                assert found == await newest(log, topics.POLICIES, LAST, kind)
+                assert found == await open_held.newest(topics.POLICIES, LAST, kind)
+                assert kind == "" or all(isinstance(one.value, Directive) for one in found)
+
+    asyncio.run(check())
+
+
+class CountingLog(Log):
+    """A log that counts what it decodes."""
+
+    decodes = 0
+
+    def decode(self, record: Record) -> LogMessage:
+        self.decodes += 1
+        return super().decode(record)
+
+
+def test_of_what_is_read_from_many_partitions_only_the_newest_are_decoded() -> None:
+    async def check() -> None:
+        log = CountingLog(MemoryBus(), "app")
+        await log.create_topics(partitions=4, keep_ms=-1)
+        held = NewestRecords(log)
+        for times in (1, 2):
+            for number in range(40):
+                letter = DeadLetter(stage="verify", reason=f"{number}", topic="t", partition=0, offset=number)
+                await log.publish(topics.DEAD_LETTERS, letter, partition=number % 4)
+            await held.newest(topics.DEAD_LETTERS, LAST)
+            assert log.decodes == LAST * times
+
+    asyncio.run(check())
+
+
+def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
+    async def check() -> None:
+        log = await filled_log(MemoryBus())
+        held, open_held = PolicyWords("main"), PolicyWords("main")
+        follower = Follower(log, (topics.POLICIES,))
+        token = (await log.publish(topics.POLICIES, PolicyEvent(event="lease", policy="main"))).offset
+        for version in range(3):
+            await log.publish(
+                topics.POLICIES, PolicyEvent(event="published", policy="main", version=version, token=token)
+            )
+            await log.publish(topics.POLICIES, Directive(order="pause", owner="ann", reason=f"{version}"))
+            await held.read_on(log)
+            await open_held.read_on(log, follower)
+        at_once = PolicyWords("main")
+        await at_once.read_on(log)
+        assert (held.events, held.orders, held.stable) == (at_once.events, at_once.orders, at_once.stable)
+        assert (open_held.events, open_held.orders, open_held.stable) == (held.events, held.orders, held.stable)
+        assert [one.version for _, one in held.events] == [0, 1, 2]
+        assert [one.reason for _, one in held.orders] == ["0", "1", "2"]
+
+    asyncio.run(check())
+
+
+def ticks(log: Log, *partitions: int, first: int = 0):
+    return [log.publish(topics.VERIFIED, Tick(partition=at, due_ms=first + n)) for n, at in enumerate(partitions)]
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.integers(0, 5))
+def test_the_newest_records_are_the_last_stored_over_all_partitions(partitions: list[int], last: int) -> None:
+    async def main() -> None:
+        times = iter(range(10_000))
+        log = Log(MemoryBus(lambda: next(times)), "t")
+        await log.create_topics(partitions=3, keep_ms=-1)
+        for sent in ticks(log, *partitions):
+            await sent
+        found = [one.value.due_ms for one in await newest(log, topics.VERIFIED, last) if isinstance(one.value, Tick)]
+        assert found == list(range(len(partitions)))[-last:] if last else found == []
+
+    asyncio.run(main())
+
+
+def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> None:
+    async def main() -> None:
+        times = iter(range(10_000))
+        log = Log(MemoryBus(lambda: next(times)), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for sent in ticks(log, 0, 1, 0, 1):
+            await sent
+        await log.bus.delete_records(Partition(log.name(topics.VERIFIED), 0), 1)
+        found, following = await NewestRecords(log).newest_and_next(topics.VERIFIED, 2)
+        for sent in ticks(log, 1, 0, first=10):
+            await sent
+        later: list[LogMessage] = []
+        async with asyncio.timeout(10):
+            async for message in log.tail(topics.VERIFIED, following):
+                later.append(message)
+                if len(later) == 2:
+                    break
+        due = [one.value.due_ms for one in (*found, *later) if isinstance(one.value, Tick)]
+        assert due[:2] == [2, 3] and sorted(due[2:]) == [10, 11]
+
+    asyncio.run(main())
+
+
+lives = st.lists(
+    st.tuples(st.integers(0, 7200), st.integers(0, 7200), st.sampled_from(["stopped", "failed", "running"]))
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(lives, st.integers(1, 3))
+def test_every_process_of_the_last_hour_is_found_with_its_last_report(
+    processes: list[tuple[int, int, str]], looks: int
+) -> None:
+    """Each process reports every 90 s while it lives; the log is looked at `looks` times while it grows."""
+    said = []
+    for number, (one, other, last) in enumerate([*processes, (0, 7200, "running")]):
+        begin, end = sorted((one, other))
+        said += [(second, f"explore/vm/{number}", "running") for second in range(begin, end, 90)]
+        said.append((end, f"explore/vm/{number}", last))
+    said.sort()
+
+    async def check() -> None:
+        now_ms = [0]
+        log = await filled_log(MemoryBus(lambda: now_ms[0]))
+        hour = LastHour(log, Follower(log, (topics.REPORTS,)))
+        truth: dict[str, list[tuple[float, str]]] = {}
+        for at, (second, name, state) in enumerate(said):
+            now_ms[0] = second * 1000
+            await log.publish(topics.REPORTS, Progress(role="explore", instance=name, state=state))
+            truth.setdefault(name, []).append((second, state))
+            if at % (len(said) // looks + 1) == 0:
+                await hour.spoken()
+        found = await hour.spoken()
+        assert {name for name, told in truth.items() if told[-1][0] >= 3600} == found.keys()
+        for name, spoken in found.items():
+            last_s, state = truth[name][-1]
+            assert (spoken.reports[-1][1], spoken.reports[-1][0].state) == (last_s, state)
+            assert spoken.first_s <= min(second for second, _ in truth[name] if second >= 3600)
+            assert all(at_s >= last_s - 60 for _, at_s in spoken.reports)
+
+    asyncio.run(check())
