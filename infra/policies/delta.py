@@ -1,39 +1,37 @@
-"""One tensor as its difference from an older one: lossless for every bit pattern, NaN payloads and -0 included.
+"""One tensor as its difference from an older tensor: lossless for every bit pattern, NaN payloads and -0 included.
 
 Encoders, one per tensor:
 
-    k1      16-bit: values mapped to ordered integers, so that neighbours differ by one ulp. Streams: gaps between
-            changed positions (u8, 255 escapes to u32), signs (bits), "more than one ulp" (bits), and for those
-            |ulps| - 2 (u8, 255 escapes to u16). Made for reinforcement learning: few values change, nearly all by one
-    bitmap  the same, with one bit per value instead of gaps: for many changes
-    xor     any dtype: byte planes of new xor old
-    planes  any dtype: byte planes of the new values alone
-    raw     the new bytes
+    k1    16-bit: values mapped to ordered integers, so that neighbours differ by one ulp. Streams: gaps between changed
+          positions (u8, 255 escapes to u32), signs (bits), "more than one ulp" (bits), and for those |ulps| - 2 (u8, 255
+          escapes to u16). Made for reinforcement learning: few values change, nearly all by one ulp
+    raw   the new bytes: for other dtypes, and where many values change
 
-The number of values that changed decides between k1 and bitmap, by a sample; all else is tried, and the smallest kept.
-Every stream is zstd level 1 where that is smaller. Decoding is bounded by the size of the tensor; what does not fit is
-a ValueError.
+A sample of the values decides. Every stream is zstd level 1 where that is smaller. Decoding is bounded by the size of the
+tensor; a payload that does not fit is a ValueError.
 """
 
-import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import zstandard
 
-from infra.policies.moves import Moves, in_order, moved
-from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Seen, Tensor, are_finite, bits, chunks, is_finite, unseen
+from infra.policies.tensors import CHUNK_VALUES, ITEM_BYTES, Seen, Tensor, bits, chunks, unseen
 from infra.store.store import joined
 
 LEVEL = 1
 ESCAPE = 255
 MIN_COMPRESSED_BYTES = 32
-BITMAP_SHARE = 0.1  # of the values changed: from here on a bit per value is as small as gaps, and cheaper to make
+K1_SHARE = 0.25  # of the values changed: more make the tensor raw, and its version an anchor
 SAMPLE_VALUES = 4096
 MOVES_AT_ONCE = 2**16  # what is made of them stays in the processor's cache
 MAX_VALUES = 2**31 - 1  # of a tensor: every stream then fits its u32 size; larger ones are sent raw
+CHAIN_VALUES = 2**19  # of the values that a chain moves: in the cache, and enough of them to be worth the calls
+# Of one chain: from here on it costs less to put all values in order than only those that each one moves.
+MANY_MOVES = 8
 _STREAM = struct.Struct("<II")  # bytes unpacked, bytes stored (equal: stored as they are)
 
 
@@ -41,13 +39,19 @@ Move = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Values that changed: patterns before and after, [K] u16, and their places in the tensor, [K] i32 or i64, ascending."""
 
 
+class Moves(NamedTuple):
+    """positions: where values move, [K] ascending. ulps: by how many, [K] u16, wrapped."""
+
+    positions: np.ndarray
+    ulps: np.ndarray
+
+
 class Encoded(msgspec.Struct, frozen=True):
-    """A tensor's new state. encoder: as in DeltaPart. payload: so encoded. changed: values that differ. finite: all are."""
+    """A tensor's new state. encoder: as in DeltaPart. payload: so encoded. changed: values that differ."""
 
     encoder: str
     payload: bytes | memoryview
     changed: int
-    finite: bool = True
 
 
 def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
@@ -55,40 +59,30 @@ def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"delta: got {new.dtype}{new.shape}, expected {old.dtype}{old.shape}")
     before, after = bits(old), bits(new)
-    size = before.size
-    candidates: list[tuple[str, bytes | memoryview]] = []
-    if before.itemsize == 2 and size <= MAX_VALUES:
-        encoder = "k1" if sampled_share(before, after) < BITMAP_SHARE else "bitmap"
-        changed, finite, streams = _by_ulps(before, after, encoder, new.dtype, seen)
-        candidates.append((encoder, _pack(streams)))
-    else:
-        seen(memoryview(new.data))
-        finite = is_finite(new)
-        changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
-    if before.itemsize != 2 and size <= MAX_VALUES:
-        candidates.append(("xor", _pack(_planes(before ^ after))))
-    if size // 2 < changed and size <= MAX_VALUES:
-        candidates.append(("planes", _pack(_planes(after))))
-    encoder, payload = min(candidates, key=lambda candidate: len(candidate[1]), default=("raw", b""))
-    if encoder == "raw" or len(payload) >= new.num_bytes:
-        return Encoded("raw", new.data, changed, finite)
-    return Encoded(encoder, payload, changed, finite)
+    if before.itemsize == 2 and before.size <= MAX_VALUES and sampled_share(before, after) < K1_SHARE:
+        streams = _UlpStreams()
+        for move in _moves_between(before, after, seen):
+            streams.add(*move)
+        changed, payload = streams.packed()
+        if len(payload) < new.num_bytes:
+            return Encoded("k1", payload, changed)
+        return Encoded("raw", new.data, changed)
+    seen(memoryview(new.data))
+    changed = sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks(before), chunks(after), strict=True))
+    return Encoded("raw", new.data, changed)
 
 
-def encode_moves(dtype: str, size: int, moves: Iterable[Move]) -> Encoded | None:
+def encode_moves(size: int, moves: Iterable[Move]) -> Encoded | None:
     """What `encode_tensor` gives for a tensor of `size` 16-bit values of which few changed, where these are known: in order,
-    some at a time. None where it would not encode them by gaps.
+    some at a time. None where it would be raw.
     """
-    streams = _UlpStreams(dtype, gaps=True)
+    streams = _UlpStreams()
     for before, after, at in moves:
         for start in range(0, at.size, MOVES_AT_ONCE):
             part = slice(start, start + MOVES_AT_ONCE)
             streams.add(before[part], after[part], at[part])
-    changed, finite, joined_streams = streams.joined()
-    payload = _pack(joined_streams)
-    if size // 2 < changed or size > MAX_VALUES or len(payload) >= 2 * size:
-        return None
-    return Encoded("k1", payload, changed, finite)
+    changed, payload = streams.packed()
+    return None if size > MAX_VALUES or len(payload) >= 2 * size else Encoded("k1", payload, changed)
 
 
 def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
@@ -97,54 +91,40 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.mean(before[::stride] != after[::stride])) if before.size else 0.0
 
 
-def _by_ulps(
-    before: np.ndarray, after: np.ndarray, encoder: str, dtype: str, seen: Seen = unseen
-) -> tuple[int, bool, list[memoryview]]:
-    """How many 16-bit values changed, whether they are finite, and the streams of k1 or bitmap. What differs is found piece by
-    piece, so that what is made of one stays in the processor's cache; what is made of that, once there is enough of it.
-    """
-    streams = _UlpStreams(dtype, gaps=encoder == "k1")
+def _moves_between(before: np.ndarray, after: np.ndarray, seen: Seen) -> Iterator[Move]:
+    """What differs is found piece by piece, so that what is made of a piece stays in the processor's cache."""
     room = np.empty(min(before.size, CHUNK_VALUES), bool)
     found: list[Move] = []
     start = waiting = 0
     for old, new in zip(chunks(before), chunks(after), strict=True):
         seen(new.data)
-        differs = np.not_equal(old, new, out=room[: old.size])
-        if encoder == "bitmap":
-            streams.places.append(np.packbits(differs))
-        at = np.flatnonzero(differs) if encoder == "bitmap" else _sparse(differs)
+        at = _sparse(np.not_equal(old, new, out=room[: old.size]))
         found.append((old.take(at), new.take(at), at + start))
         start, waiting = start + old.size, waiting + at.size
         if waiting >= MOVES_AT_ONCE or (waiting and start == before.size):
-            streams.add(*map(np.concatenate, zip(*found, strict=True)))
+            olds, news, places = map(np.concatenate, zip(*found, strict=True))
+            yield olds, news, places
             found, waiting = [], 0
-    return streams.joined()
 
 
 class _UlpStreams:
-    """Streams of k1 (gaps) or bitmap, as far as they are made. places: gaps, or packed bits."""
+    """The streams of k1, as far as they are made."""
 
-    def __init__(self, dtype: str, *, gaps: bool) -> None:
-        self._dtype = dtype
-        self._gaps = gaps
+    def __init__(self) -> None:
         self._last = -1
-        self._finite = True
-        self.places: list[np.ndarray] = [np.empty(0, np.uint8)]
-        self._place_escapes, self._down, self._large, self._rest, self._rest_escapes = (
-            [np.empty(0, kind)] for kind in ("<u4", bool, bool, np.uint8, "<u2")
+        self._gaps, self._gap_escapes, self._down, self._large, self._rest, self._rest_escapes = (
+            [np.empty(0, kind)] for kind in (np.uint8, "<u4", bool, bool, np.uint8, "<u2")
         )
 
     def add(self, before: np.ndarray, after: np.ndarray, at: np.ndarray) -> None:
-        """What changed next: values before and after, and their places."""
-        if self._gaps:
-            gaps = np.diff(at, prepend=self._last) - 1
-            self._last = int(at[-1])
-            self.places.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
-            self._place_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
-        self._finite = self._finite and are_finite(after, self._dtype)
-        one, other = in_order(before, np.empty_like(before)), in_order(after, np.empty_like(after))
-        down = other.view(np.int16) < one.view(np.int16)
-        ulps = _signed(other - one, down)
+        """The next values that changed: before and after, and their places."""
+        gaps = np.diff(at, prepend=self._last) - 1
+        self._last = int(at[-1])
+        self._gaps.append(np.minimum(gaps, ESCAPE).astype(np.uint8))
+        self._gap_escapes.append((gaps[gaps >= ESCAPE] - ESCAPE).astype("<u4"))
+        old, new = in_order(before, np.empty_like(before)), in_order(after, np.empty_like(after))
+        down = new.view(np.int16) < old.view(np.int16)
+        ulps = _signed(new - old, down)
         large = ulps > 1
         over = ulps[large] - np.uint16(2)
         self._down.append(down)
@@ -152,19 +132,18 @@ class _UlpStreams:
         self._rest.append(np.minimum(over, ESCAPE).astype(np.uint8))
         self._rest_escapes.append((over[over >= ESCAPE] - np.uint16(ESCAPE)).astype("<u2"))
 
-    def joined(self) -> tuple[int, bool, list[memoryview]]:
-        """See `_by_ulps`."""
+    def packed(self) -> tuple[int, memoryview]:
+        """Number of values that changed, and the payload."""
         signs = np.concatenate(self._down)
-        found = [np.concatenate(self.places)]
-        if self._gaps:
-            found.append(np.concatenate(self._place_escapes))
-        found += [
+        streams = [
+            np.concatenate(self._gaps),
+            np.concatenate(self._gap_escapes),
             np.packbits(signs),
             np.packbits(np.concatenate(self._large)),
             np.concatenate(self._rest),
             np.concatenate(self._rest_escapes),
         ]
-        return signs.size, self._finite, [stream.view(np.uint8).data for stream in found]
+        return signs.size, _pack([stream.view(np.uint8).data for stream in streams])
 
 
 def _sparse(differs: np.ndarray) -> np.ndarray:
@@ -206,67 +185,32 @@ def decode_chain(parts: Sequence[Part], old: Tensor) -> Tensor:
     return _tensor(old, values)
 
 
-def decode_pieces(parts: Sequence[Part], old: Tensor, out: np.ndarray | None = None) -> Iterator[memoryview]:
-    """The bytes of `decode_chain`, one piece after the other, each put into its place of `out` [num_bytes] u8. Without `out` a
-    piece is valid until the next one is asked for. `out` may be the memory of `old`. ValueError for a payload that does not
-    fit, before the first piece.
+def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
+    """The bytes of `decode_chain`, one piece after the other; a piece is valid until the next one is asked for. ValueError for
+    a payload that does not fit, before the first piece.
     """
     base, moves = _last_moves(parts, old)
-    values = None if out is None else out.view(base.dtype)
-    for piece in moved(base, moves, values) if moves else _copied(base, values):
+    for piece in moved(base, moves) if moves else chunks(base):
         if piece.size:
             yield piece.view(np.uint8).data
 
 
-def _copied(base: np.ndarray, out: np.ndarray | None) -> Iterator[np.ndarray]:
-    for index, piece in enumerate(chunks(base)):
-        if out is None:
-            yield piece
-        else:
-            start = index * CHUNK_VALUES
-            room = out[start : start + piece.size]
-            np.copyto(room, piece)
-            yield room
-
-
 def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list[Moves]]:
     """What a chain ends with: values [size], and the moves that are still to be made on them."""
-    size, width = math.prod(old.shape), ITEM_BYTES[old.dtype]
-    base, moves = bits(old), list[Moves]()
-    whole = max((index for index, (encoder, _) in enumerate(parts) if encoder in ("raw", "planes")), default=-1)
-    if whole >= 0:
-        encoder, payload = parts[whole]
-        if encoder == "raw":
-            base = bits(Tensor(old.dtype, old.shape, payload))
-        else:
-            base = _from_planes(_unpack(payload, [size] * width), size, width)
-    for encoder, payload in parts[whole + 1 :]:
-        if encoder in ("k1", "bitmap") and width == 2:
-            moves.append(_moves(encoder, payload, size))
-        elif encoder == "xor":
-            if moves:
-                base = np.concatenate([piece.copy() for piece in moved(base, moves)])
-                moves = []
-            base = base ^ _from_planes(_unpack(payload, [size] * width), size, width)
-        else:
-            raise ValueError(f"delta: got encoder {encoder!r} for {old.dtype}, expected k1, bitmap, xor, planes or raw")
-    return base, moves
+    if unknown := [encoder for encoder, _ in parts if encoder not in ("k1", "raw")]:
+        raise ValueError(f"delta: got encoder {unknown[0]!r} for {old.dtype}, expected k1 or raw")
+    raw = max((index for index, (encoder, _) in enumerate(parts) if encoder == "raw"), default=-1)
+    base = bits(old) if raw < 0 else bits(Tensor(old.dtype, old.shape, parts[raw][1]))
+    return base, [_moves(payload, old.dtype, base.size) for _, payload in parts[raw + 1 :]]
 
 
-def _moves(encoder: str, payload: bytes | memoryview, size: int) -> Moves:
-    if size > MAX_VALUES:
-        raise ValueError(f"delta: got {encoder} for {size} values, expected at most {MAX_VALUES}")
-    by_value = [-(-size // 8), -(-size // 8), size, 2 * size]
-    if encoder == "k1":
-        streams = _unpack(payload, [size, 4 * size, *by_value])
-        positions = _positions(streams[0], streams[1], size)
-    else:
-        streams = _unpack(payload, [-(-size // 8), *by_value])
-        mask = np.frombuffer(streams[0], np.uint8)
-        if mask.size != -(-size // 8):
-            raise ValueError(f"delta: bitmap of {mask.size} bytes for {size} values")
-        positions = np.flatnonzero(np.unpackbits(mask, count=size).view(bool))
-    return Moves(positions, _from_ulps(streams[-4:], positions.size))
+def _moves(payload: bytes | memoryview, dtype: str, size: int) -> Moves:
+    if ITEM_BYTES[dtype] != 2 or size > MAX_VALUES:
+        raise ValueError(f"delta: got k1 for {size} values of {dtype}, expected at most {MAX_VALUES} of 16 bits")
+    flags = -(-size // 8)
+    streams = _unpack(payload, [size, 4 * size, flags, flags, size, 2 * size])
+    positions = _positions(streams[0], streams[1], size)
+    return Moves(positions, _from_ulps(streams[2:], positions.size))
 
 
 def _tensor(old: Tensor, patterns: np.ndarray) -> Tensor:
@@ -312,21 +256,6 @@ def _positions(gap_bytes: bytes | memoryview, escape_bytes: bytes | memoryview, 
     return np.cumsum(steps, dtype=np.int32, out=steps)
 
 
-def _planes(patterns: np.ndarray) -> list[memoryview]:
-    """Byte 0 of every value, then byte 1, and so on: exponents compress apart from mantissas."""
-    by_byte = patterns.view(np.uint8).reshape(-1, patterns.itemsize)
-    return [np.ascontiguousarray(by_byte[:, index]).data for index in range(patterns.itemsize)]
-
-
-def _from_planes(streams: Sequence[bytes | memoryview], size: int, width: int) -> np.ndarray:
-    by_byte = np.empty((size, width), np.uint8)
-    for index, stream in enumerate(streams):
-        if len(stream) != size:
-            raise ValueError(f"delta: plane of {len(stream)} bytes for {size} values")
-        by_byte[:, index] = np.frombuffer(stream, np.uint8)
-    return by_byte.reshape(-1).view(f"<u{width}")
-
-
 def _pack(streams: Sequence[memoryview]) -> memoryview:
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     sizes: list[bytes] = []
@@ -367,3 +296,59 @@ def _unpack(payload: bytes | memoryview, limits: Sequence[int]) -> list[bytes | 
     if position != len(view):
         raise ValueError(f"delta: {len(view) - position} bytes after the last stream")
     return streams
+
+
+def moved(base: np.ndarray, moves: Sequence[Moves], out: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """The values after all moves, one after the other, piece by piece, in `out` [size]; without it a piece holds until the next
+    one is asked for. What moves beyond the range comes in again at its other end.
+    """
+    starts = np.append(np.arange(0, base.size, CHAIN_VALUES), base.size)
+    cuts = [np.searchsorted(positions, starts.astype(positions.dtype)) for positions, _ in moves]
+    most = max(int(np.diff(cut).max(initial=0)) for cut in cuts)
+    # Written over for each piece: to take memory anew costs more than what is done in it.
+    scratch = _Scratch(np.empty((3, min(base.size, CHAIN_VALUES)), np.uint16), np.empty(most, np.int64))
+    move = _move_all if len(moves) >= MANY_MOVES else _move
+    for chunk, start in enumerate(starts[:-1]):
+        parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
+        near = (Moves(one.positions[part], one.ulps[part]) for one, part in zip(moves, parts, strict=True))
+        old = base[start : start + CHAIN_VALUES]
+        piece = scratch.values[0, : old.size] if out is None else out[start : start + CHAIN_VALUES]
+        move(old, piece, start, near, scratch)
+        yield piece
+
+
+class _Scratch(NamedTuple):
+    """values: [3, CHAIN_VALUES] u16. places: [K] i64, of what one move has of a piece."""
+
+    values: np.ndarray
+    places: np.ndarray
+
+
+def _move(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], scratch: _Scratch) -> None:
+    """Fill the piece that begins at `start`: of each move, only what it moves is put in the order of values."""
+    np.copyto(piece, old)
+    for positions, ulps in moves:
+        at = np.subtract(positions, start, out=scratch.places[: positions.size])
+        taken, other = scratch.values[1:, : at.size]
+        piece.take(at, out=taken, mode="wrap")  # all lie within: to wrap is less than to look
+        np.add(in_order(taken, other), ulps, out=other)
+        piece[at] = in_order(other, taken)
+
+
+def _move_all(old: np.ndarray, piece: np.ndarray, start: int, moves: Iterable[Moves], scratch: _Scratch) -> None:
+    """The same, with all of the piece in the order of values meanwhile: of many moves each is then one pass."""
+    turned = in_order(old, scratch.values[1, : old.size])
+    for positions, ulps in moves:
+        np.add.at(turned, np.subtract(positions, start, out=scratch.places[: positions.size]), ulps)
+    in_order(turned, piece)
+
+
+def in_order(patterns: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Sign-magnitude patterns as two's complement, in the order of the values they stand for, and back again (u16 to u16, one
+    to one): of what is negative, all bits but the sign are turned. out: another array.
+    """
+    signed, turned = patterns.view(np.int16), out.view(np.int16)
+    np.right_shift(signed, 15, out=turned)
+    np.bitwise_and(turned, np.int16(0x7FFF), out=turned)
+    np.bitwise_xor(turned, signed, out=turned)
+    return out

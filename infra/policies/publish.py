@@ -11,8 +11,7 @@ slices of sixteen versions and the deltas between them, however old the anchor i
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -36,10 +35,9 @@ from infra.policies.manifest import (
 from infra.policies.policy import Probe
 from infra.policies.share import (
     SHARD_BYTES,
-    DeltaSize,
+    EncodedShare,
     HashedTensors,
     Share,
-    ShareLook,
     StoredShare,
     VersionTensors,
     WantedObjects,
@@ -51,18 +49,7 @@ from schemas.records import PolicyEvent
 
 log = logging.getLogger(__name__)
 
-DENSE_SHARE = 0.6  # of 32-bit values changed: such a delta weighs more than half an anchor however it is encoded
-CHANGED_SHARE = 1 / 8  # of the values or the bytes: where a chain of such deltas would cost more than an anchor
-
-
-class Parent(msgspec.Struct, frozen=True):
-    """The parent as published: the delta's base. manifest: of it. key: of the manifest in the store. sha256: likewise,
-    of its bytes.
-    """
-
-    manifest: PolicyManifest
-    key: str
-    sha256: str
+CHANGED_SHARE = 1 / 8  # of the values or the bytes: a chain of larger deltas would cost more than an anchor
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,40 +69,6 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None
 
 
-class Shares(Protocol):
-    """All processes that have tensors of a version, asked for the same at once. Each answer is a list, one of each. Raises what
-    the first of them raised.
-    """
-
-    def look(self) -> list[ShareLook]:
-        """See Share."""
-
-    def encode(self, *, delta: bool) -> list[DeltaSize]:
-        """See Share."""
-
-    def put(self, wanted: WantedObjects) -> list[StoredShare]:
-        """See Share."""
-
-
-class OneShare:
-    """Shares of a single process."""
-
-    def __init__(self, share: Share) -> None:
-        self._share = share
-
-    def look(self) -> list[ShareLook]:
-        """See Shares."""
-        return [self._share.look()]
-
-    def encode(self, *, delta: bool) -> list[DeltaSize]:
-        """See Shares."""
-        return [self._share.encode(delta=delta)]
-
-    def put(self, wanted: WantedObjects) -> list[StoredShare]:
-        """See Shares."""
-        return [self._share.put(wanted)]
-
-
 def publish(
     store: Store,
     new: NewVersion,
@@ -127,41 +80,64 @@ def publish(
 ) -> PolicyEvent:
     """Store a version that one process has whole: see `publish_shares`.
 
-    previous: the tensors of its parent; None makes an anchor. Those that are VersionTensors are not hashed again.
+    previous: the tensors of its parent; None makes an anchor. VersionTensors are not hashed again.
     """
     share = Share(store, _hashed(tensors), None if previous is None else _hashed(previous), shard_bytes)
-    return publish_shares(store, new, OneShare(share), probe)
+    return publish_shares(store, new, lambda: [share.encode()], lambda wanted: [share.put(wanted)], probe)
 
 
-def publish_shares(store: Store, new: NewVersion, shares: Shares, probe: Probe | None) -> PolicyEvent:
+def publish_shares(
+    store: Store,
+    new: NewVersion,
+    encode: Callable[[], list[EncodedShare]],
+    put: Callable[[WantedObjects], list[StoredShare]],
+    probe: Probe | None,
+) -> PolicyEvent:
     """Store a version and return the event to send. Blocking: run it in a thread.
 
+    encode, put: of `Share`, called in all processes that have tensors of the version; one answer for each process.
     Raises PolicyRefused where a tensor is not finite or the version exists with other content, StoreError, and ValueError
     where the parent's tensors are not what was published.
     """
     folder = check_key(folder_of(new.policy, new.token))
-    looks = shares.look()
-    entries = _sorted([one.entries for one in looks])
+    shares = encode()
+    entries = _sorted(share.entries for share in shares)
     if "/" in new.policy or not entries:
         raise ValueError(f"publish: got policy {new.policy!r} with {len(entries)} tensors, expected a name without '/'")
     if (existing := _existing(store, new, entries)) is not None:
         return existing
-    parent = _parent(store, new, looks, entries)
-    num_bytes = {one.name: math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in entries}
-    is_dense = sum(one.dense_bytes for one in looks) > DENSE_SHARE * sum(num_bytes.values())
-    sizes = shares.encode(delta=parent is not None and not is_dense)
-    if wrong := next((one.not_finite for one in sizes if one.not_finite), ""):
+    parent, parent_sha256 = _parent(store, new, shares, entries)
+    if wrong := next((share.not_finite for share in shares if share.not_finite), ""):
         raise PolicyRefused(f"version {new.version}: {wrong} holds values that are not finite")
-    has_delta, has_anchor = (False, True) if parent is None or is_dense else _ways(sizes, entries, num_bytes)
+    num_bytes = {entry.name: math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries}
+    has_delta, has_anchor = (False, True) if parent is None else _ways(shares, entries, sum(num_bytes.values()))
     wanted = WantedObjects(
         folder=folder,
         version=new.version,
         parent=new.parent,
         delta=has_delta,
         anchor=has_anchor,
-        slice=names_of_slice(num_bytes, next_index(parent.manifest.slice)) if parent and not has_anchor else (),
+        slice=names_of_slice(num_bytes, next_index(parent.slice)) if parent and not has_anchor else (),
     )
-    manifest = _manifest(new, entries, parent, wanted, shares.put(wanted), sizes, probe)
+    sources, slice_shards = _sources(wanted, put(wanted), new, parent_sha256, sum(one.num_changed for one in shares))
+    since = None if has_anchor else parent
+    sliced = None
+    if since is not None:
+        sliced = Slice(index=next_index(since.slice), count=NUM_SLICES, names=wanted.slice, shards=slice_shards)
+    manifest = PolicyManifest(
+        policy=new.policy,
+        token=new.token,
+        version=new.version,
+        parent=new.parent,
+        step=new.step,
+        anchor=new.version if since is None else since.anchor,
+        chain_bytes=0 if since is None else since.chain_bytes + sources[0].num_bytes,
+        tensors=entries,
+        sources=sources,
+        probe=probe,
+        adapter=new.adapter,
+        slice=sliced,
+    )
     data = encode_manifest(manifest)
     reach("weights.before_manifest")
     store.put(manifest_key(new.policy, new.token, new.version), data)
@@ -176,8 +152,7 @@ def _hashed(tensors: Mapping[str, Tensor] | VersionTensors) -> VersionTensors:
 
 
 def _sorted(parts: Iterable[Iterable[TensorEntry]]) -> tuple[TensorEntry, ...]:
-    """The manifest's list of tensors, of those of each process."""
-    return tuple(sorted((one for part in parts for one in part), key=lambda one: one.name))
+    return tuple(sorted((entry for part in parts for entry in part), key=lambda entry: entry.name))
 
 
 def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -> PolicyEvent | None:
@@ -193,92 +168,62 @@ def _existing(store: Store, new: NewVersion, entries: tuple[TensorEntry, ...]) -
     return _event(manifest, digest)
 
 
-def _parent(store: Store, new: NewVersion, looks: list[ShareLook], entries: tuple[TensorEntry, ...]) -> Parent | None:
-    """The base of a delta; None where there is none, as at the first version of a lease."""
-    before = [one.parent for one in looks if one.parent is not None]
-    if len(before) < len(looks) or new.parent < 0:
-        return None
-    key = manifest_key(new.policy, new.token, new.parent)
+def _parent(
+    store: Store, new: NewVersion, shares: list[EncodedShare], entries: tuple[TensorEntry, ...]
+) -> tuple[PolicyManifest | None, str]:
+    """The base of a delta and the sha256 of its manifest; None where there is none, as at the first version of a lease."""
+    before = [share.parent for share in shares if share.parent is not None]
+    if len(before) < len(shares) or new.parent < 0:
+        return None, ""
     try:
-        manifest, digest = read_manifest(store, key)
+        manifest, digest = read_manifest(store, manifest_key(new.policy, new.token, new.parent))
     except NotInStore:
-        return None
+        return None, ""
     except PolicyRefused as error:
         log.warning("parent not readable, publishing an anchor: %s", error)
-        return None
+        return None, ""
     if difference := first_difference(_sorted(before), manifest.tensors, values=True):
         raise ValueError(f"previous: not version {new.parent} as published: {difference}")
     if difference := other_adapter(new.adapter, manifest) or first_difference(entries, manifest.tensors, values=False):
         raise ValueError(f"tensors: not those of version {new.parent}: {difference}")
-    return Parent(manifest, key, digest)
+    return manifest, digest
 
 
-def _ways(sizes: list[DeltaSize], entries: tuple[TensorEntry, ...], num_bytes: Mapping[str, int]) -> tuple[bool, bool]:
+def _ways(shares: list[EncodedShare], entries: tuple[TensorEntry, ...], full_bytes: int) -> tuple[bool, bool]:
     """Whether a delta leads to the version, and whether an anchor does."""
-    full_bytes, delta_bytes = sum(num_bytes.values()), sum(one.num_bytes for one in sizes)
+    delta_bytes = sum(share.delta_bytes for share in shares)
     if delta_bytes > full_bytes // 2:
         return False, True
-    num_values = sum(math.prod(one.shape) for one in entries)
-    changed = sum(one.num_changed for one in sizes) / max(num_values, 1)
+    num_values = sum(math.prod(entry.shape) for entry in entries)
+    changed = sum(share.num_changed for share in shares) / max(num_values, 1)
     return True, max(changed, delta_bytes / max(full_bytes, 1)) > CHANGED_SHARE
 
 
-def _manifest(
-    new: NewVersion,
-    entries: tuple[TensorEntry, ...],
-    parent: Parent | None,
-    wanted: WantedObjects,
-    puts: list[StoredShare],
-    sizes: list[DeltaSize],
-    probe: Probe | None,
-) -> PolicyManifest:
-    sources = _sources(parent, wanted, puts, sum(one.num_changed for one in sizes))
-    since = None if parent is None or wanted.anchor else parent.manifest
-    sliced = None
-    if since is not None:
-        shards = tuple(one for put in puts for one in put.slice)
-        sliced = Slice(index=next_index(since.slice), count=NUM_SLICES, names=wanted.slice, shards=shards)
-    return PolicyManifest(
-        policy=new.policy,
-        token=new.token,
-        version=new.version,
-        parent=new.parent,
-        step=new.step,
-        anchor=new.version if since is None else since.anchor,
-        chain_bytes=0 if since is None else since.chain_bytes + sources[0].num_bytes,
-        tensors=entries,
-        sources=sources,
-        probe=probe,
-        adapter=new.adapter,
-        slice=sliced,
-    )
-
-
 def _sources(
-    parent: Parent | None, wanted: WantedObjects, puts: list[StoredShare], num_changed: int
-) -> tuple[WeightSource, ...]:
-    """The ways that lead to a version, the delta from its parent first."""
+    wanted: WantedObjects, puts: list[StoredShare], new: NewVersion, parent_sha256: str, num_changed: int
+) -> tuple[tuple[WeightSource, ...], tuple[Shard, ...]]:
+    """The ways that lead to a version, the delta from its parent first; and the shards of its slice."""
     found = []
-    if wanted.delta and parent is not None:
+    if wanted.delta:
         parts: list[DeltaPart] = []
         shards: list[Shard] = []
-        for put in puts:
-            parts += [msgspec.structs.replace(one, shard=len(shards) + one.shard) for one in put.parts]
-            shards += put.delta
+        for stored in puts:
+            parts += [msgspec.structs.replace(part, shard=len(shards) + part.shard) for part in stored.parts]
+            shards += stored.delta
         found.append(
             WeightSource(
                 kind="delta",
                 shards=tuple(shards),
-                base=parent.manifest.version,
-                base_manifest=parent.key,
-                base_sha256=parent.sha256,
+                base=new.parent,
+                base_manifest=manifest_key(new.policy, new.token, new.parent),
+                base_sha256=parent_sha256,
                 parts=tuple(parts),
                 num_changed=num_changed,
             )
         )
     if wanted.anchor:
-        found.append(WeightSource(kind="anchor", shards=tuple(one for put in puts for one in put.anchor)))
-    return tuple(found)
+        found.append(WeightSource(kind="anchor", shards=tuple(shard for stored in puts for shard in stored.anchor)))
+    return tuple(found), tuple(shard for stored in puts for shard in stored.slice)
 
 
 def _event(manifest: PolicyManifest, digest: str) -> PolicyEvent:

@@ -1,17 +1,13 @@
 """What one process publishes of a version: its tensors, hashed, encoded against those of the parent, and put into the store.
 
-Of a version whose tensors lie in several processes each publishes its own. They do the same at the same time, and whoever
-leads decides in between:
-
-    look     what the tensors are, and what they were in the parent
-    encode   what a delta weighs, or that a value is not finite
-    put      the objects of a delta, of an anchor, of a slice
+Where several processes have the tensors of a version, each publishes its own part, in two phases: all encode, then the
+leading process decides from their answers what is put, and all put.
 """
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Literal, Protocol
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -28,33 +24,34 @@ LEAST_BYTES = 16 * 1024 * 1024  # of whole tensors: less is not worth an object 
 
 
 class VersionTensors(Protocol):
-    """What one process has of a version: it no longer changes, and is looked at once, as a version and as the parent of the
-    next. On the host these are HashedTensors, on a card `trainer.learners.card.tensors.CardTensors`.
+    """Tensors of one process that no longer change: a version, and then the parent of the next one.
+
+    On the host these are HashedTensors, on a card `trainer.learners.card.tensors.CardTensors`.
     """
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """What a manifest says of them."""
+        """Their entries of the manifest, by name."""
 
     @property
     def not_finite(self) -> str:
-        """Name of the first that holds NaN or infinity, "" where none does."""
+        """Name of the first tensor that holds NaN or infinity, "" for none."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of them, in host memory."""
+        """A tensor in host memory. Raises KeyError for a tensor that `base` dropped."""
 
     def same_as(self, name: str) -> Hashable:
-        """The same for tied ones, under each of their names."""
-
-    def differ_by(self, name: str, old: "VersionTensors") -> float:
-        """About which share of its values is another one in `old`, which has it in the same dtype and shape."""
+        """Equal for tied tensors."""
 
     def encoded_since(self, old: "VersionTensors") -> dict[str, Encoded]:
-        """Look at them, and encode against `old` what costs less together with that."""
+        """Hash the tensors, and encode those whose difference from `old` is smaller than the tensor."""
+
+    def base(self) -> "VersionTensors":
+        """All that `encoded_since` of the next version needs: every entry, and the values of 16-bit tensors."""
 
 
 class HashedTensors(dict[str, Tensor]):
-    """See VersionTensors: those that are in host memory."""
+    """VersionTensors in host memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -66,7 +63,6 @@ class HashedTensors(dict[str, Tensor]):
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """What a manifest says of them."""
         return tuple(
             TensorEntry(name, tensor.dtype, tensor.shape, self._looks[name].xxh3)
             for name, tensor in sorted(self.items())
@@ -74,69 +70,83 @@ class HashedTensors(dict[str, Tensor]):
 
     @functools.cached_property
     def not_finite(self) -> str:
-        """Name of the first that holds NaN or infinity, "" where none does."""
         if self._known is not None:
             return self._known
         return next((name for name, look in self._looks.items() if not look.finite), "")
 
     def same_as(self, name: str) -> Hashable:
-        """See VersionTensors."""
         return id(self[name])
 
-    def differ_by(self, name: str, old: VersionTensors) -> float:
-        """See VersionTensors."""
-        return sampled_share(bits(old[name]), bits(self[name]))
-
     def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
-        """Hash them, and on the way encode against `old` what is of 16 bits and differs by a sample, so that a tensor is read
-        once for both. Nothing is encoded where they were hashed before, or where `old` is not on the host.
-        """
-        if "_looks" in self.__dict__ or not isinstance(old, HashedTensors):
-            return {}
+        """A tensor that is not hashed yet and differs by a sample is hashed in the pass that encodes it."""
+        tried: dict[str, Encoded] = {}
+        if "_looks" not in self.__dict__:
+            before = {entry.name: entry for entry in old.entries}
+            pairs = {name for name, tensor in self.items() if has_delta(before.get(name), tensor.dtype, tensor.shape)}
 
-        def look_at(name: str) -> tuple[Look, Encoded | None]:
-            tensor = self[name]
-            look = Look(tensor.dtype, is_finite=self._known is not None)
-            before = old.get(name)
-            fits = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
-            if fits and ITEM_BYTES[tensor.dtype] == 2 and self.differ_by(name, old) > 0:
-                return look, encode_tensor(old[name], tensor, look.take)
-            look.take(tensor.data)
-            return look, None
+            def look_at(name: str) -> tuple[Look, Encoded | None]:
+                tensor, look = self[name], Look(self[name].dtype, is_finite=self._known is not None)
+                if name in pairs and sampled_share(bits(old[name]), bits(tensor)) > 0:
+                    return look, encode_tensor(old[name], tensor, look.take)
+                look.take(tensor.data)
+                return look, None
 
-        found = in_threads(
-            look_at,
-            self,
-            size=lambda name: self[name].num_bytes,
-            same=lambda name: (old.same_as(name) if name in old else None, self.same_as(name)),
-        )
-        self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
-        return {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
+            found = in_threads(
+                look_at,
+                self,
+                size=lambda name: self[name].num_bytes,
+                same=lambda name: (old.same_as(name) if name in pairs else None, self.same_as(name)),
+            )
+            self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
+            tried = {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
+        return {name: one for name, one in tried.items() if one.encoder != "raw"} | encode_rest(self, old, tried)
+
+    def base(self) -> "HashedTensors":
+        kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
+        kept.__dict__["entries"] = self.entries
+        return kept
 
 
-class ShareLook(msgspec.Struct, frozen=True):
-    """entries: of the version. parent: of its parent, None where the process does not have it. dense_bytes: of values of 32
-    bits and more that differ, about.
+def has_delta(old: TensorEntry | None, dtype: str, shape: tuple[int, ...]) -> bool:
+    """True if a tensor of this dtype and shape can be encoded against `old`. Wider values nearly all change in every step."""
+    return old is not None and ITEM_BYTES[dtype] == 2 and (old.dtype, old.shape) == (dtype, shape)
+
+
+def encode_rest(new: VersionTensors, old: VersionTensors, tried: Collection[str]) -> dict[str, Encoded]:
+    """Encode the 16-bit tensors that changed and were not tried yet."""
+    before = {entry.name: entry for entry in old.entries}
+    sizes = {
+        entry.name: math.prod(entry.shape)
+        for entry in new.entries
+        if entry.name not in tried
+        and has_delta(parent := before.get(entry.name), entry.dtype, entry.shape)
+        and parent != entry
+    }
+    found = in_threads(
+        lambda name: encode_tensor(old[name], new[name]),
+        sizes,
+        size=sizes.__getitem__,
+        same=lambda name: (old.same_as(name), new.same_as(name)),
+    )
+    return {name: one for name, one in zip(sizes, found, strict=True) if one.encoder != "raw"}
+
+
+class EncodedShare(msgspec.Struct, frozen=True):
+    """What one process found. entries: of the version. parent: of its parent, None where the process does not have it.
+    not_finite: name of a tensor that must not be published. delta_bytes: of a delta. num_changed: values that differ from
+    the parent; all values of a tensor that a delta holds whole.
     """
 
     entries: tuple[TensorEntry, ...]
-    parent: tuple[TensorEntry, ...] | None
-    dense_bytes: float = 0.0
-
-
-class DeltaSize(msgspec.Struct, frozen=True):
-    """What a delta would be. num_bytes: encoded. num_changed: values. not_finite: name of a tensor that must not be
-    published.
-    """
-
-    num_bytes: int = 0
-    num_changed: int = 0
+    parent: tuple[TensorEntry, ...] | None = None
     not_finite: str = ""
+    delta_bytes: int = 0
+    num_changed: int = 0
 
 
 class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be put. folder: see `infra.policies.manifest`. version: that is published. parent: the delta's base.
-    delta, anchor: whether. slice: names, of all tensors.
+    delta, anchor: put one. slice: names, of all tensors.
     """
 
     folder: str
@@ -158,18 +168,14 @@ class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
     slice: tuple[Shard, ...] = ()
 
 
-class NewShard(msgspec.Struct, frozen=True):
-    """An object that is to be put. folder: its key without its name, which its content gives. suffix: of the name.
-    pieces: of its bytes, in order.
-    """
-
+class _NewShard(NamedTuple):
     folder: str
-    suffix: Literal["safetensors", "delta"]
+    suffix: str
     pieces: Pieces
 
 
 class Share:
-    """One process's tensors of a version. previous: the same of its parent, None for no delta. Calls block."""
+    """One process's tensors of a version. previous: those of its parent, None for no delta. Calls block."""
 
     def __init__(
         self, store: Store, tensors: VersionTensors, previous: VersionTensors | None, shard_bytes: int = SHARD_BYTES
@@ -180,35 +186,23 @@ class Share:
         self._shard_bytes = shard_bytes
         self._encoded: dict[str, Encoded] = {}
 
-    def look(self) -> ShareLook:
-        """Hash them."""
+    def encode(self) -> EncodedShare:
+        """Hash the tensors, and encode what changed since the parent."""
         if self._previous is None:
-            return ShareLook(self._tensors.entries, None)
+            return EncodedShare(self._tensors.entries, not_finite=self._tensors.not_finite)
         self._encoded = self._tensors.encoded_since(self._previous)
-        return ShareLook(self._tensors.entries, self._previous.entries, self._dense_bytes(self._previous))
-
-    def encode(self, *, delta: bool) -> DeltaSize:
-        """Encode what differs from the parent. delta: False only looks for values that are not finite."""
-        if not delta or self._previous is None:
-            self._encoded = {}
-            return DeltaSize(not_finite=self._tensors.not_finite)
-        names, old = differing(self._tensors.entries, self._previous.entries), self._previous
-        encoded = in_threads(
-            lambda name: self._encoded.get(name) or encode_tensor(old[name], self._tensors[name]),
-            names,
-            size=self._sizes.__getitem__,
-            same=lambda name: (old.same_as(name), self._tensors.same_as(name)),
-        )
-        self._encoded = dict(zip(names, encoded, strict=True))
-        return DeltaSize(
-            sum(len(one.payload) for one in encoded),
-            sum(one.changed for one in encoded),
-            # What does not differ from the parent was found finite with it.
-            next((name for name, one in self._encoded.items() if not one.finite), ""),
+        entries = {entry.name: entry for entry in self._tensors.entries}
+        whole = [name for name in self._changed if name not in self._encoded]
+        return EncodedShare(
+            self._tensors.entries,
+            self._previous.entries,
+            self._tensors.not_finite,
+            sum(len(one.payload) for one in self._encoded.values()) + sum(self._sizes[name] for name in whole),
+            sum(one.changed for one in self._encoded.values()) + sum(math.prod(entries[name].shape) for name in whole),
         )
 
     def put(self, wanted: WantedObjects) -> StoredShare:
-        """Store what is wanted of them, several objects at once. StoreError."""
+        """Store the wanted objects, several at once. Raises StoreError."""
         delta, parts = self._delta(wanted) if wanted.delta else ([], ())
         anchor = self._whole(wanted, "anchors", sorted(self._sizes)) if wanted.anchor else []
         sliced = self._whole(wanted, "slices", [name for name in wanted.slice if name in self._sizes])
@@ -217,7 +211,7 @@ class Share:
                 self._put_shard,
                 [*delta, *anchor, *sliced],
                 most=PUT_AT_ONCE,
-                size=lambda one: total_bytes(one.pieces),
+                size=lambda shard: total_bytes(shard.pieces),
             )
         )
         whole_from, slice_from = len(delta), len(delta) + len(anchor)
@@ -227,25 +221,17 @@ class Share:
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        """Bytes of each tensor."""
-        return {one.name: math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in self._tensors.entries}
+        return {entry.name: math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in self._tensors.entries}
 
-    def _dense_bytes(self, previous: VersionTensors) -> float:
-        """From a sample of each tensor."""
-        found, before = 0.0, {one.name: one for one in previous.entries}
-        for one in self._tensors.entries:
-            old = before.get(one.name)
-            if old is None or old.xxh3 == one.xxh3 or (old.dtype, old.shape) != (one.dtype, one.shape):
-                continue
-            if ITEM_BYTES[one.dtype] >= 4:
-                found += self._tensors.differ_by(one.name, previous) * self._sizes[one.name]
-        return found
+    @functools.cached_property
+    def _changed(self) -> list[str]:
+        return [] if self._previous is None else differing(self._tensors.entries, self._previous.entries)
 
-    def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[NewShard]:
+    def _whole(self, wanted: WantedObjects, folder: str, names: list[str]) -> list[_NewShard]:
         sizes = {name: self._sizes[name] for name in names}
         limit = min(self._shard_bytes, max(LEAST_BYTES, sum(sizes.values()) // PUT_AT_ONCE))
         return [
-            NewShard(
+            _NewShard(
                 f"{wanted.folder}/{folder}/{wanted.version}",
                 "safetensors",
                 list(pieces_of({name: self._tensors[name] for name in run})),
@@ -253,20 +239,21 @@ class Share:
             for run in split_runs(sizes, limit)
         ]
 
-    def _delta(self, wanted: WantedObjects) -> tuple[list[NewShard], tuple[DeltaPart, ...]]:
-        shards: list[NewShard] = []
+    def _delta(self, wanted: WantedObjects) -> tuple[list[_NewShard], tuple[DeltaPart, ...]]:
+        found = {name: self._encoded.get(name) or Encoded("raw", self._tensors[name].data, 0) for name in self._changed}
+        shards: list[_NewShard] = []
         parts: list[DeltaPart] = []
-        for names in split_runs({name: len(one.payload) for name, one in self._encoded.items()}, self._shard_bytes):
+        for names in split_runs({name: len(one.payload) for name, one in found.items()}, self._shard_bytes):
             offset = 0
             for name in names:
-                one = self._encoded[name]
+                one = found[name]
                 parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
                 offset += len(one.payload)
-            payloads = [self._encoded[name].payload for name in names]
-            shards.append(NewShard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", payloads))
+            payloads = [found[name].payload for name in names]
+            shards.append(_NewShard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", payloads))
         return shards, tuple(parts)
 
-    def _put_shard(self, new: NewShard) -> Shard:
+    def _put_shard(self, new: _NewShard) -> Shard:
         digest = digest_of(new.pieces)
         key = f"{new.folder}/{name_of(digest)}.{new.suffix}"
         reach("weights.before_shard")

@@ -6,10 +6,9 @@
 Guarantees: a place without room for the whole file is passed over, and so is one whose room others take meanwhile: the room
 of a tensor is reserved before its first byte. A file gets its name once it is filled and matches its manifest. A process that
 finds a file checks it again, and removes one that does not match. A named file is never written to. It loses its name with the
-last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed one, and what that one
-left goes when the next version is placed. What has lost its name may be written over (see `infra.policies.spare_file`), so
-whoever reads a file by its name locks it first. A process that asks for a version which another one fills waits for it, at most
-`wait_s`. Where no place can be used, the tensors are the process's own.
+last process that holds any of its tensors: each keeps a lock on it, which the kernel takes from a killed process, and what that
+process left goes when the next version is placed. A process that asks for a version which another one fills waits for it, at
+most `wait_s`. Where no place can be used, the tensors are the process's own.
 """
 
 import errno
@@ -22,17 +21,14 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from infra.observe.metrics import Metrics
 from infra.policies.delta import Part, decode_chain, decode_pieces
 from infra.policies.manifest import TensorEntry
-from infra.policies.spare_file import SpareFile, is_at
 from infra.policies.tensors import Seen, Tensor, layout, load_tensors, unseen
 from schemas.errors import PolicyRefused
 
@@ -82,7 +78,6 @@ class VersionFiles:
     ) -> None:
         asked = places or (MEMORY, Path(tempfile.gettempdir()))
         self._folders = [one / f"headrace-versions-{os.getuid()}" for one in asked if os.access(one, os.W_OK)]
-        self._spares = {one: SpareFile(one) for one in self._folders}
         self._free = free
         self._wait_s = wait_s
         self.metrics: Metrics | None = None
@@ -120,7 +115,7 @@ class VersionFiles:
         except FileNotFoundError:
             return None
         try:
-            if (tensors := _held(file, path, self._spares[path.parent])) is None:
+            if (tensors := _held(file, path)) is None:
                 return None
             check(tensors)
         except (PolicyRefused, ValueError) as error:
@@ -134,22 +129,20 @@ class VersionFiles:
     def _made(self, path: Path, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
         """What is filled now, here or by another who has begun. None where there is no room or the other takes too long."""
         _make_folder(path.parent)
-        plan, spare = _plan(entries), self._spares[path.parent]
-        part, deadline = path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
+        plan, part, deadline = _plan(entries), path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
         while time.monotonic() < deadline:
-            over = spare.take(part, plan.num_bytes)
-            if (file := _begun(part) if over is None else over) is None:
+            if (file := _begun(part)) is None:
                 time.sleep(POLL_S)
                 continue
             try:
                 if found := self._found(path, check):  # of the process that had the lock before
                     return found
-                if over is None and not self._has_room(path.parent, plan.num_bytes):
+                if not self._has_room(path.parent, plan.num_bytes):
                     return None
-                mapped = _filled(file, plan, fill, over=over is not None)
+                mapped = _filled(file, plan, fill)
                 os.fchmod(file, 0o400)
                 part.rename(path)
-                if found := _held(os.dup(file), path, spare, mapped):
+                if found := _held(os.dup(file), path, mapped):
                     return found
             finally:
                 if is_at(file, part):
@@ -159,9 +152,7 @@ class VersionFiles:
         return None
 
     def _has_room(self, folder: Path, num_bytes: int) -> bool:
-        """Whether so many bytes may still be written there, perhaps without the spare file."""
-        needed = num_bytes + MARGIN_BYTES
-        if self._free(folder) >= needed or (self._spares[folder].remove() and self._free(folder) >= needed):
+        if self._free(folder) >= num_bytes + MARGIN_BYTES:
             return True
         log.warning("version_file place=%s free=%d needed=%d: no room", folder, self._free(folder), num_bytes)
         self._count_no_room()
@@ -198,53 +189,23 @@ def _plan(entries: Sequence[TensorEntry]) -> _Plan:
     return _Plan(header, found, max((stop for _, stop in found.values()), default=begin))
 
 
-def _filled(file: int, plan: _Plan, fill: Fill, *, over: bool) -> mmap.mmap:
-    """The file, mapped, after `fill`. over: whether it has all its pages."""
-    if not over:
-        os.truncate(file, 0)
-        os.truncate(file, plan.num_bytes)
-    mapped = mmap.mmap(file, 0, access=mmap.ACCESS_WRITE if over else mmap.ACCESS_READ)
+def _filled(file: int, plan: _Plan, fill: Fill) -> mmap.mmap:
+    """The file, mapped, after `fill`."""
+    os.truncate(file, 0)
+    os.truncate(file, plan.num_bytes)
+    mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     _write(file, plan.header, 0)
-    fill(_putting(mapped, plan.places, _over(mapped) if over else _anew(file)))
+    fill(_putting(file, mapped, plan.places))
     return mapped
 
 
-Write = Callable[[Sequence[Part], Tensor, int, int], Iterator[memoryview]]
-"""Puts a tensor, moved on by deltas, from one byte of a file to another, and gives its pieces once they lie there."""
+def _putting(file: int, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]]) -> Put:
+    """Puts each tensor into its place of a file; a tensor without a place, or of another size, stays where it is.
 
-
-def _anew(file: int) -> Write:
-    """Into a file without pages. Reserved tensor by tensor, while other threads decode: a mapping of what is not there would
-    kill the process. Written, since a mapping that is written to costs a fault for each new page.
+    The room of a tensor is reserved, while other threads decode: a mapping of what is not there would kill the process. It is
+    written, since a mapping that is written to costs a fault for each new page.
     """
-
-    def write(since: Sequence[Part], tensor: Tensor, start: int, stop: int) -> Iterator[memoryview]:
-        if stop > start:
-            os.posix_fallocate(file, start, stop - start)
-        for piece in decode_pieces(since, tensor):
-            _write(file, piece, start)
-            yield piece
-            start += len(piece)
-
-    return write
-
-
-def _over(mapped: mmap.mmap) -> Write:
-    """Over the pages of a file, which threads do at once. They are read first: the kernel then maps many at a fault."""
-    whole = np.frombuffer(mapped, np.uint8)
-
-    def write(since: Sequence[Part], tensor: Tensor, start: int, stop: int) -> Iterator[memoryview]:
-        whole[start : stop : mmap.PAGESIZE].max(initial=0)
-        yield from decode_pieces(since, tensor, whole[start:stop])
-
-    return write
-
-
-def _putting(mapped: mmap.mmap, places: Mapping[str, tuple[int, int]], write: Write) -> Put:
-    """Puts each tensor into its place of a file. One that has none, or is of another size, stays where it is: it is found
-    later.
-    """
-    view = memoryview(mapped).toreadonly()
+    view = memoryview(mapped)
     lying: dict[str, Tensor] = {}
 
     def put(name: str, tensor: Tensor, since: Sequence[Part], seen: Seen = unseen) -> Tensor:
@@ -254,8 +215,13 @@ def _putting(mapped: mmap.mmap, places: Mapping[str, tuple[int, int]], write: Wr
         if not since and lying.get(name) is tensor:
             seen(memoryview(tensor.data))
             return tensor
-        for piece in write(since, tensor, start, stop):
+        if stop > start:
+            os.posix_fallocate(file, start, stop - start)
+        at = start
+        for piece in decode_pieces(since, tensor):
+            _write(file, piece, at)
             seen(piece)
+            at += len(piece)
         lying[name] = Tensor(tensor.dtype, tensor.shape, view[start:stop])
         return lying[name]
 
@@ -284,10 +250,17 @@ def _begun(part: Path) -> int | None:
     return file
 
 
-def _held(file: int, path: Path, spare: SpareFile, mapped: mmap.mmap | None = None) -> FileTensors | None:
+def is_at(file: int, path: Path) -> bool:
+    """True if an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _held(file: int, path: Path, mapped: mmap.mmap | None = None) -> FileTensors | None:
     """The tensors of an open file, which stays as long as one of them does; None where it was removed. Closes the file then,
-    and when the last of them goes. spare: of its folder. mapped: a mapping of it, where there is one: another would cost its
-    faults again.
+    and when the last of them goes. mapped: a mapping of the file, if there is one: another would cost its faults again.
     """
     held = False
     try:
@@ -299,24 +272,24 @@ def _held(file: int, path: Path, spare: SpareFile, mapped: mmap.mmap | None = No
     finally:
         if not held:
             os.close(file)
-    weakref.finalize(mapped, _let_go, file, path, spare, os.getpid())
+    weakref.finalize(mapped, _let_go, file, path, os.getpid())
     tensors = FileTensors(load_tensors(memoryview(mapped)))
     tensors.path = path
     return tensors
 
 
-def _let_go(file: int, path: Path, spare: SpareFile, owner: int) -> None:
-    """The last tensor is gone. A forked child shares the lock of its parent, and lets that be."""
+def _let_go(file: int, path: Path, owner: int) -> None:
+    """The last tensor is gone. A forked child shares the lock of its parent, and leaves the file."""
     if os.getpid() == owner:
         with suppress(OSError):  # another process holds it
-            _remove_unheld(file, path, spare)
+            _remove_unheld(file, path)
     os.close(file)
 
 
-def _remove_unheld(file: int, path: Path, spare: SpareFile | None = None) -> None:
-    """Remove a file that no process holds, or make it the spare one. BlockingIOError where one does."""
+def _remove_unheld(file: int, path: Path) -> None:
+    """Remove a file that no process holds. Raises BlockingIOError where a process does."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if is_at(file, path) and not (spare and spare.keep(file, path)):
+    if is_at(file, path):
         path.unlink()
 
 

@@ -202,7 +202,9 @@ class WholeWeights:
     def publish(self, store: Store, new: NewVersion, *, previous: Weights | None, probe: Probe | None) -> PolicyEvent:
         """See Weights."""
         before = previous.tensors if isinstance(previous, WholeWeights) else None
-        return publish(store, new, self.tensors, previous=before, probe=probe)
+        event = publish(store, new, self.tensors, previous=before, probe=probe)
+        self.tensors = self.tensors.base()  # all that the next delta needs
+        return event
 
     def let_go(self) -> None:
         """See Weights."""

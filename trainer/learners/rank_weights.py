@@ -12,7 +12,7 @@ import msgspec
 from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
 from infra.policies.publish import NewVersion, publish_shares
-from infra.policies.share import DeltaSize, Share, ShareLook, StoredShare, VersionTensors, WantedObjects
+from infra.policies.share import EncodedShare, Share, StoredShare, VersionTensors, WantedObjects
 from infra.store.store import Store
 from schemas.errors import PolicyRefused, StoreError
 from schemas.records import PolicyEvent
@@ -24,13 +24,12 @@ ERRORS: dict[str, type[Exception]] = {one.__name__: one for one in (StoreError, 
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 asks of all. previous: number of the weights that these are encoded against, -1 for none. delta, wanted: see
+    """What rank 0 asks of all. previous: number of the weights that these are encoded against, -1 for none. wanted: see
     Share. published: with "end".
     """
 
-    name: Literal["finite", "entries", "look", "encode", "put", "end"]
+    name: Literal["finite", "entries", "encode", "put", "end"]
     previous: int = -1
-    delta: bool = False
     wanted: WantedObjects | None = None
     published: bool = False
 
@@ -116,7 +115,13 @@ class RankWeights:
         published = False
         self._store = store
         try:
-            event = publish_shares(store, new, _RankShares(self, number), probe)
+            event = publish_shares(
+                store,
+                new,
+                lambda: self.ask(_Request(name="encode", previous=number), EncodedShare),
+                lambda wanted: self.ask(_Request(name="put", wanted=wanted), StoredShare),
+                probe,
+            )
             published = True
         finally:
             self._send_end(published=published)
@@ -157,14 +162,12 @@ class RankWeights:
                 return self._tensors.not_finite
             case _Request(name="entries"):
                 return self._tensors.entries
-            case _Request(name="look"):
+            case _Request(name="encode"):
                 assert self._store is not None, "a rank that serves has a store"
                 self._share = Share(self._store, self._tensors, self._base(request.previous))
-                return self._share.look()
-        assert self._share is not None, "they are looked at first"
-        if request.wanted is not None:
-            return self._share.put(request.wanted)
-        return self._share.encode(delta=request.delta)
+                return self._share.encode()
+        assert self._share is not None and request.wanted is not None, "they are encoded first"
+        return self._share.put(request.wanted)
 
     def _base(self, number: int) -> VersionTensors | None:
         if number < 0:
@@ -181,27 +184,8 @@ class RankWeights:
         self._ended = True
         self._share = None
         if published:
+            self._tensors = self._tensors.base()  # all that the next delta needs
             self._last.number, self._last.tensors = self.number, self._tensors
-
-
-class _RankShares:
-    """See `infra.policies.publish.Shares`."""
-
-    def __init__(self, weights: RankWeights, previous: int) -> None:
-        self._weights = weights
-        self._previous = previous
-
-    def look(self) -> list[ShareLook]:
-        """See Shares."""
-        return self._weights.ask(_Request(name="look", previous=self._previous), ShareLook)
-
-    def encode(self, *, delta: bool) -> list[DeltaSize]:
-        """See Shares."""
-        return self._weights.ask(_Request(name="encode", delta=delta), DeltaSize)
-
-    def put(self, wanted: WantedObjects) -> list[StoredShare]:
-        """See Shares."""
-        return self._weights.ask(_Request(name="put", wanted=wanted), StoredShare)
 
 
 def owners(num_bytes: Iterable[int], ranks: int) -> list[int]:

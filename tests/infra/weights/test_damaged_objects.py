@@ -32,8 +32,8 @@ def published() -> tuple[MemoryStore, list[PolicyEvent], list[dict[str, Tensor]]
     """Versions in deltas and slices, in shards of two tables' rows."""
     store = MemoryStore()
     generator = np.random.default_rng(5)
-    table = generator.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
-    other = np.zeros((4, 4), np.float32)
+    table = generator.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float16)
+    other = np.zeros((4, 4), np.float16)
     events: list[PolicyEvent] = []
     weights: list[dict[str, Tensor]] = []
     for version in range(NUM_VERSIONS):

@@ -9,8 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.policies.delta import decode_chain, decode_pieces, decode_tensor, encode_tensor
-from infra.policies.moves import CHAIN_VALUES, MANY_MOVES
+from infra.policies.delta import CHAIN_VALUES, MANY_MOVES, decode_chain, decode_pieces, decode_tensor, encode_tensor
 from infra.policies.tensors import ITEM_BYTES, Tensor, bits, from_numpy
 
 WIDTHS = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "F64"}
@@ -62,7 +61,7 @@ def test_every_special_value_may_become_every_other() -> None:
         ("k1", np.append(calm, pairs[:, 0]), np.append(calm, pairs[:, 1])),
         (None, pairs[:, 0].copy(), pairs[:, 1].copy()),
     ):
-        assert round_trip(of_bits(old), of_bits(new)) in (encoder, "bitmap", "planes", "raw")
+        assert round_trip(of_bits(old), of_bits(new)) in (encoder, "raw")
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 70_000])
@@ -96,18 +95,10 @@ def test_crossing_zero_by_one_ulp_is_one_ulp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "ulps", "encoder"), [(0.0, 1, "k1"), (0.01, 1, "k1"), (0.3, 2, "bitmap"), (1.0, 3, "bitmap")]
+    ("share", "ulps", "encoder"), [(0.0, 1, "k1"), (0.01, 1, "k1"), (0.2, 2, "k1"), (0.3, 2, "raw"), (1.0, 3, "raw")]
 )
 def test_how_much_changed_decides_the_encoder(share: float, ulps: int, encoder: str) -> None:
     assert round_trip(*changed_tensor(60_000, share, ulps)) == encoder
-
-
-def test_other_weights_altogether_fall_back_to_planes_or_raw() -> None:
-    old, _ = changed_tensor(60_000, 0, 1, seed=1)
-    new, _ = changed_tensor(60_000, 0, 1, seed=2)
-    assert round_trip(old, new) == "planes"  # exponents of weights compress, mantissas do not
-    noise = [of_bits(np.random.default_rng(seed).integers(0, 2**16, 5_000).astype(np.uint16)) for seed in (1, 2)]
-    assert round_trip(*noise) == "raw"
 
 
 def test_a_learning_step_is_ninety_times_smaller() -> None:
@@ -115,13 +106,9 @@ def test_a_learning_step_is_ninety_times_smaller() -> None:
     assert len(encode_tensor(old, new).payload) * 90 < new.num_bytes
 
 
-def test_a_float32_step_uses_the_planes_that_hardly_change() -> None:
-    generator = np.random.default_rng(0)
-    old = generator.normal(0, 0.02, 50_000).astype(np.float32)
-    new = old + generator.normal(0, 1e-6, 50_000).astype(np.float32)
-    encoded = encode_tensor(from_numpy(old), from_numpy(new))
-    assert encoded.encoder == "xor"
-    assert len(encoded.payload) < 0.6 * new.nbytes
+def test_a_tensor_of_wider_values_is_sent_whole() -> None:
+    old = np.random.default_rng(0).normal(0, 0.02, 50_000).astype(np.float32)
+    assert round_trip(from_numpy(old), from_numpy(old + np.float32(1e-6))) == "raw"
 
 
 def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
@@ -132,9 +119,6 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
 
 CASES = {
     "k1": changed_tensor(3_000, 0.02, 400),
-    "bitmap": changed_tensor(3_000, 0.3, 2),
-    "planes": (changed_tensor(3_000, 0, 1, seed=1)[0], changed_tensor(3_000, 0, 1, seed=2)[0]),
-    "xor": (of_bits(np.arange(900, dtype=np.uint32)), of_bits(np.arange(900, dtype=np.uint32) | 1)),
     "raw": tuple(of_bits(np.random.default_rng(s).integers(0, 2**16, 300).astype(np.uint16)) for s in (1, 2)),
 }
 
@@ -160,7 +144,7 @@ def test_damaged_payloads_raise_value_error_or_decode_to_the_right_size(encoder:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["k1", "bitmap", "xor", "planes", "raw", "pickle"]), st.binary(max_size=300))
+@given(st.sampled_from(["k1", "raw", "pickle"]), st.binary(max_size=300))
 def test_arbitrary_payloads_only_ever_raise_value_error(encoder: str, payload: bytes) -> None:
     old = of_bits(np.arange(64, dtype=np.uint16))
     try:
@@ -207,12 +191,12 @@ def test_a_chain_of_whole_values_and_differences_leads_to_its_end_at_once() -> N
         patterns[: int(3_000 * share)] += 1
         states.append(of_bits(patterns))
     steps = [encode_tensor(old, new) for old, new in itertools.pairwise(states)]
-    assert [one.encoder for one in steps] == ["planes", "k1", "bitmap"]
+    assert [one.encoder for one in steps] == ["raw", "k1", "raw"]
     assert decode_chain([(one.encoder, one.payload) for one in steps], states[0]) == states[-1]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, MANY_MOVES - 1, MANY_MOVES, 16])
-def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: int) -> None:
+def test_the_pieces_of_a_chain_lead_to_its_end(num_steps: int) -> None:
     size = 2 * CHAIN_VALUES + 1_001
     states = [changed_tensor(size, 0.0, 1)[0]]
     for seed in range(num_steps):
@@ -232,19 +216,6 @@ def test_pieces_of_a_chain_may_be_written_over_what_they_are_made_of(num_steps: 
         start, pieces = start + len(piece), pieces + 1
     assert (start, pieces) == (len(room), 3)
     assert bytes(room) == states[-1].data
-    over = np.frombuffer(states[0].data, np.uint8).copy()  # made in place
-    pieces = 0
-    for piece in decode_pieces(chain, Tensor(states[0].dtype, states[0].shape, over.data), over):
-        assert np.shares_memory(np.frombuffer(piece, np.uint8), over)
-        pieces += 1
-    assert pieces == 3 and bytes(over) == states[-1].data
-
-
-def test_pieces_of_a_tensor_that_does_not_move_are_put_where_they_are_wanted() -> None:
-    old = changed_tensor(CHAIN_VALUES + 7, 0.0, 1)[0]
-    room = np.zeros(old.num_bytes, np.uint8)
-    assert b"".join(decode_pieces((), old, room)) == bytes(room) == bytes(old.data)
-    assert not [*decode_pieces((), Tensor("BF16", (0,), b""), np.zeros(0, np.uint8))]
 
 
 def test_gaps_whose_sum_comes_round_to_the_beginning_again_are_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish, publish_shares
-from infra.policies.share import DeltaSize, HashedTensors, Share, ShareLook, StoredShare, WantedObjects
+from infra.policies.share import HashedTensors, Share
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -18,20 +18,15 @@ from schemas.errors import PolicyRefused
 from tests.infra.weights.test_publish import bf16, small_step
 
 
-class Several:
-    """The shares of several processes, in this one."""
-
-    def __init__(self, shares: list[Share]) -> None:
-        self.shares = shares
-
-    def look(self) -> list[ShareLook]:
-        return [one.look() for one in self.shares]
-
-    def encode(self, *, delta: bool) -> list[DeltaSize]:
-        return [one.encode(delta=delta) for one in self.shares]
-
-    def put(self, wanted: WantedObjects) -> list[StoredShare]:
-        return [one.put(wanted) for one in self.shares]
+def publish_all(store: Store, version: int, shares: list[Share]) -> PolicyEvent:
+    """Publish the shares of several processes, in this one."""
+    return publish_shares(
+        store,
+        new_version(version),
+        lambda: [share.encode() for share in shares],
+        lambda wanted: [share.put(wanted) for share in shares],
+        None,
+    )
 
 
 def new_version(version: int) -> NewVersion:
@@ -51,7 +46,7 @@ def put_shares(
 ) -> PolicyEvent:
     befores = previous if previous is not None else [None] * len(tensors)
     shares = [Share(store, one, before, shard_bytes) for one, before in zip(tensors, befores, strict=True)]
-    return publish_shares(store, new_version(version), Several(shares), None)
+    return publish_all(store, version, shares)
 
 
 @settings(max_examples=25)
@@ -108,7 +103,7 @@ def test_where_a_share_has_no_parent_all_of_the_version_is_whole() -> None:
     put_shares(store, 0, dealt(weights, owners, 2), None)
     shares = dealt(small_step(weights, 1, ("a",)), owners, 2)
     first = Share(store, shares[0], dealt(weights, owners, 2)[0])
-    event = publish_shares(store, new_version(1), Several([first, Share(store, shares[1], None)]), None)
+    event = publish_all(store, 1, [first, Share(store, shares[1], None)])
     assert event.stats["anchor"] == 1.0
     assert PolicyFetcher(store, "main").fetch(event).tensors == {
         name: one for part in shares for name, one in part.items()

@@ -171,17 +171,6 @@ def hold(folder: Path, told: Connection, kind: str) -> None:
         fill(to)
 
     files = VersionFiles([folder], free=lambda place: ROOMY)
-    if kind == "spares":
-        made(files, 1)
-        told.send("holds")
-        told.recv()
-
-        def half(to: Put) -> None:
-            to("l", from_numpy(np.full(2**18, -1.0, np.float32)), ())
-            told.send("half")
-            told.recv()
-
-        files.place(SHA256, LARGE_ENTRIES, half, check)
     placed = files.place(SHA256, ENTRIES, slowly if kind == "fills" else fill, check)
     told.send("holds")
     told.recv()
@@ -279,42 +268,20 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in left(folder)}
 
 
-def test_the_file_of_a_version_that_nobody_holds_is_written_over_by_the_next_and_goes_with_its_process(
-    tmp_path: Path,
-) -> None:
-    files = files_in(tmp_path)
-    one, _ = made(files, 1)
-    two, wanted_two = made(files, 2)
-    first = one.path.stat().st_ino
-    assert len(left(tmp_path)) == 2
-    del one
-    assert names_in(tmp_path) == {two.path.name, "spare", "users"}
-    three, wanted_three = made(files, 3)
-    assert three.path.stat().st_ino == first and three.path.stat().st_mode & 0o777 == 0o400
-    assert dict(three) == wanted_three and dict(two) == wanted_two and three.path.read_bytes() == save_tensors(three)
-    del two
-    four, wanted_four = made(files, 4)
-    del three, files
-    gc.collect()
-    assert dict(four) == wanted_four and names_in(tmp_path) == {four.path.name, "spare", "users"}
-    del four
-    gc.collect()
-    assert not left(tmp_path)
-
-
-def test_what_one_process_holds_is_never_written_over_by_another(tmp_path: Path) -> None:
-    mine, other = files_in(tmp_path), files_in(tmp_path)
-    one, wanted_one = made(mine, 1)
+def test_the_file_of_a_version_goes_with_the_last_tensor_of_it(tmp_path: Path) -> None:
+    files, other = files_in(tmp_path), files_in(tmp_path)
+    one, wanted_one = made(files, 1)
     same, _ = made(other, 1)
+    assert same.path == one.path
     piece = same["l"].data[10:20]
     del one, same
-    two, _ = made(mine, 2)
-    assert "spare" not in names_in(tmp_path) and bytes(piece) == bytes(wanted_one["l"].data[10:20])
+    two, wanted_two = made(files, 2)
+    assert len(left(tmp_path)) == 2 and bytes(piece) == bytes(wanted_one["l"].data[10:20])
     del piece
-    assert "spare" in names_in(tmp_path)
-    three, wanted_three = made(mine, 3)
-    assert dict(three) == wanted_three and "spare" not in names_in(tmp_path)
-    assert dict(two) == made(other, 2)[1]
+    assert names_in(tmp_path) == {two.path.name} and dict(two) == wanted_two
+    del two, files
+    gc.collect()
+    assert not left(tmp_path)
 
 
 def test_whoever_has_locked_a_file_by_its_name_may_read_it_after_all_others_let_go(tmp_path: Path) -> None:
@@ -326,54 +293,9 @@ def test_whoever_has_locked_a_file_by_its_name_may_read_it_after_all_others_let_
         del one
         two, _ = made(files, 2)
         reader.seek(0)
-        assert reader.read() == before and "spare" not in names_in(tmp_path)
+        assert reader.read() == before
     three, _ = made(files, 3)
     assert names_in(tmp_path) == {two.path.name, three.path.name}, "what nobody holds any more has gone"
-
-
-def test_a_spare_file_of_another_size_stays_until_room_is_short(tmp_path: Path) -> None:
-    room = [ROOMY]
-    tmp_path.mkdir(exist_ok=True)
-    files = VersionFiles([tmp_path], free=lambda place: room[0])
-    made(files, 1)
-    other, _ = made(files, 2, num_values=2**18 + 1)
-    assert "spare" in names_in(tmp_path)
-    room[0] = 0
-    wanted = {"l": from_numpy(np.zeros(2**18 + 2, np.float32))}
-    assert files.place("cd" * 32, entries_of(wanted), never, check) is None
-    assert names_in(tmp_path) == {other.path.name, "users"}
-
-
-def test_a_version_that_is_filled_wrongly_over_a_spare_file_leaves_nothing(tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    made(files, 1)
-
-    def wrong(to: Put) -> None:
-        to("l", LARGE["l"], ())
-        raise PolicyRefused("other values")
-
-    with pytest.raises(PolicyRefused):
-        files.place(SHA256, LARGE_ENTRIES, wrong, check)
-    assert names_in(tmp_path) == {"users"}
-
-
-def test_the_spare_file_of_killed_processes_goes_when_the_next_one_begins(tmp_path: Path) -> None:
-    other = Other(tmp_path, "spares")
-    assert names_in(tmp_path) == {"spare", "users"}
-    files_in(tmp_path)
-    assert names_in(tmp_path) == {"spare", "users"}, "its process lives"
-    other.kill()
-    files_in(tmp_path)
-    assert names_in(tmp_path) == {"users"}
-
-
-def test_what_a_killed_engine_left_half_written_over_is_never_read(tmp_path: Path) -> None:
-    other = Other(tmp_path, "spares")
-    other.told.send("go on")
-    assert other.told.recv() == "half" and names_in(tmp_path) == {f"{SHA256}.safetensors.part", "users"}
-    other.kill()
-    placed, wanted = made(files_in(tmp_path), 2)
-    assert dict(placed) == wanted and names_in(tmp_path) == {placed.path.name, "users"}
 
 
 def test_a_place_that_fills_up_while_a_file_is_written_is_passed_over_and_nothing_is_left_in_it(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from infra.policies.delta import BITMAP_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
+from infra.policies.delta import K1_SHARE, SAMPLE_VALUES, Encoded, Move, encode_moves
 from infra.policies.manifest import TensorEntry
-from infra.policies.share import HashedTensors, VersionTensors
+from infra.policies.share import HashedTensors, VersionTensors, encode_rest
 from infra.policies.tensors import CopiedTensors, Tensor, from_torch, place_of
 from infra.policies.threads import in_threads
 from infra.store.rooms import Rooms
@@ -105,41 +105,45 @@ class CardTensors:
         """See VersionTensors."""
         return id(self._card[name]) if name in self._card else self._host.same_as(name)
 
-    def differ_by(self, name: str, old: VersionTensors) -> float:
-        """See VersionTensors."""
-        if not (isinstance(old, CardTensors) and name in old._card and name in self._card):
-            return HashedTensors({name: self[name]}).differ_by(name, HashedTensors({name: old[name]}))
-        with self._beside():
-            before, after = _patterns(old._card[name]), _patterns(self._card[name])
-            stride = -(-before.numel() // SAMPLE_VALUES)
-            return float((before[::stride] != after[::stride]).float().mean())
-
     def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
-        """See VersionTensors: those of 16 bits that both have on the card, and of which few values changed."""
-        if not isinstance(old, CardTensors):
-            return {}
-        hashes = {one.name: one.xxh3 for one in old.entries}
-        names = [
-            name
-            for name, one in self._card.items()
-            if one.element_size() == 2
-            and hashes.get(name) not in (None, self._looks[name][0])
-            and (held := old._card.get(name)) is not None
-            and (held.dtype, held.shape) == (one.dtype, one.shape)
-        ]
+        """16-bit tensors that both have on the card are compared there; the others are encoded on the host."""
+        tried: dict[str, Encoded | None] = {}
+        if isinstance(old, CardTensors):
+            hashes = {entry.name: entry.xxh3 for entry in old.entries}
+            names = [
+                name
+                for name, value in self._card.items()
+                if value.element_size() == 2
+                and hashes.get(name) not in (None, self._looks[name][0])
+                and (held := old._card.get(name)) is not None
+                and (held.dtype, held.shape) == (value.dtype, value.shape)
+            ]
+            found = in_threads(
+                lambda name: self._encoded(old._card[name], self._card[name]),
+                names,
+                most=THREADS,
+                size=lambda name: self._card[name].nbytes,
+                same=lambda name: (old.same_as(name), self.same_as(name)),
+            )
+            tried = dict(zip(names, found, strict=True))
+        encoded = {name: one for name, one in tried.items() if one is not None}
+        return encoded | encode_rest(self, old, tried)
 
-        def encoded(name: str) -> Encoded | None:
-            if self.differ_by(name, old) >= BITMAP_SHARE:
+    def base(self) -> "CardTensors":
+        """See VersionTensors."""
+        kept = CardTensors(self._stream)
+        kept._card = {name: value for name, value in self._card.items() if value.element_size() == 2}
+        kept.__dict__ |= {"_host": self._host.base(), "entries": self.entries}
+        return kept
+
+    def _encoded(self, old: torch.Tensor, new: torch.Tensor) -> Encoded | None:
+        """None where many values changed: the tensor is then raw."""
+        with self._beside():
+            before, after = _patterns(old), _patterns(new)
+            stride = -(-before.numel() // SAMPLE_VALUES)
+            if float((before[::stride] != after[::stride]).float().mean()) >= K1_SHARE:
                 return None
-            new = self._card[name]
-            with self._beside():
-                return encode_moves(DTYPES[new.dtype], new.numel(), moves(old._card[name], new))
-
-        def same(name: str) -> Hashable:
-            return old.same_as(name), self.same_as(name)
-
-        found = in_threads(encoded, names, most=THREADS, size=lambda name: self._card[name].nbytes, same=same)
-        return {name: one for name, one in zip(names, found, strict=True) if one is not None}
+            return encode_moves(new.numel(), moves(old, new))
 
 
 def _patterns(tensor: torch.Tensor) -> torch.Tensor:
