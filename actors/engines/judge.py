@@ -66,7 +66,7 @@ class SchemaCompiler:
 
     def _started(self) -> "subprocess.Popen[bytes]":
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "actors.engines.judge"]
+        command = [sys.executable, "-P", "-m", "actors.engines.judge"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._process = process
         if self._closed or _answer(process, msgspec.msgpack.encode(self._spellings), START_S) != "done":

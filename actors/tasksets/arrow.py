@@ -35,7 +35,7 @@ def read_apart(path: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[tuple[s
         "PYTHONPATH": os.pathsep.join(one or os.getcwd() for one in sys.path),
         "ARROW_DEFAULT_MEMORY_POOL": "system",
     }
-    command = [sys.executable, "-m", "actors.tasksets.arrow", str(path), str(memory_bytes)]
+    command = [sys.executable, "-P", "-m", "actors.tasksets.arrow", str(path), str(memory_bytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         try:

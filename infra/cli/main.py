@@ -12,6 +12,7 @@ import typer
 
 from infra.cli.commands import again, capacity, data, govern, keys, look, mend, repeat, roles, see, start, weights
 from infra.cli.options import umask_of
+from infra.local.process import SAFE_PATH
 from infra.observe.release import full_release
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "README.md"
@@ -106,6 +107,9 @@ def main() -> None:
     # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(umask_of(os.environ))
+    os.environ[SAFE_PATH] = (
+        "1"  # of every process that this one or its libraries start; programs and tools do not inherit it
+    )
     app()
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 import typer
 
-from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED
+from infra.cli.exit_codes import DONE, FAILED, INTERRUPTED, exit_code, leaves
 
 ConfigOption = Annotated[
     Path,
@@ -82,7 +82,7 @@ def exit_with(
         code = INTERRUPTED
     except BrokenPipeError:  # `headrace peek … | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        code = DONE
     except Exception as error:
         code = _tell(error)
     raise typer.Exit(code)
@@ -91,20 +91,12 @@ def exit_with(
 def _tell(error: Exception) -> int:
     """Print what we raise on purpose as one line each and return the exit code; any other error deserves its traceback."""
     from infra.cli.terminal import printable
-    from schemas.errors import ConfigError, FencedOut, HeadraceError
+    from schemas.errors import HeadraceError
 
-    errors = _leaves(error)
-    if not all(isinstance(one, HeadraceError) for one in errors):
+    errors = leaves(error)
+    if not all(isinstance(leaf, HeadraceError) for leaf in errors):
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
-        return 1
-    for line in dict.fromkeys(f"headrace: {one}" for one in errors):
+        return FAILED
+    for line in dict.fromkeys(f"headrace: {leaf}" for leaf in errors):
         print(printable(line), file=sys.stderr)
-    if any(isinstance(one, FencedOut) for one in errors):
-        return FENCED_OUT
-    return CONFIG_ERROR if all(isinstance(one, ConfigError) for one in errors) else 1
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _leaves(one)]
-    return [error]
+    return exit_code(errors)

@@ -1,51 +1,83 @@
-"""The account of a run: what became of every published experience. Records go in, an Account comes out.
+"""The account of a run: the fate of every published experience. Records go in, an Account comes out.
 
-Precedence, as promised: trained, else dropped with a reason, else pending. A batch whose step was skipped or rolled back
-trained nothing: what no other batch trained is then dropped for that reason.
+Precedence: trained, else dropped with a reason, else pending. A batch whose step was skipped or rolled back trained nothing:
+what no other batch trained is then dropped for that reason.
 
-    records ─> facts, few bytes each ─> a spool, dealt by group ─> an account of each part ─> their sum
-
-Guarantee: the memory it takes is that of one part, whatever the log's length; the disk, see `infra.ledger.spool`.
+Guarantee: memory does not grow with the log. SQLite spills its tables to a file without a name (see TMPDIR), so nothing is left
+however the process ends.
 """
 
+import itertools
+import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from infra.ledger.facts import (
-    Buffered,
-    Closed,
-    Fact,
-    FactReader,
-    GroupDropped,
-    LeftOut,
-    Letter,
-    Masked,
-    Published,
-    Stub,
-    Trained,
-)
-from infra.ledger.spool import ScratchSpool
 from infra.log.log import LogMessage
+from schemas import Batch, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
+from schemas.errors import BadFrame, ConfigError, UnknownMajor
 from schemas.fields import CANCELLED
+from schemas.journal import Effective, JournalRecord
+from schemas.ranges import Ranges
 
-Fate = Literal["trained", "dropped", "pending"]
 VALIDATION = "kept for validation"
 MAX_IDS = 100_000
+ROWS_AT_ONCE = 10_000
+CACHE_KIB = 65_536
+
+# Ranks of an experience's own reasons: the highest counts.
+HELD_OUT, LETTER, STUB, LEFT_OUT = range(4)
+SCHEMA = f"""
+PRAGMA cache_size = -{CACHE_KIB}; PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
+CREATE TABLE published (id TEXT PRIMARY KEY, grp TEXT, attempt INT) WITHOUT ROWID;
+CREATE TABLE reasons (id TEXT, rank INT, reason TEXT, PRIMARY KEY (id, rank)) WITHOUT ROWID;
+CREATE TABLE closures (grp TEXT, attempt INT, outcome TEXT, reason TEXT, drops BLOB, PRIMARY KEY (grp, attempt)) WITHOUT ROWID;
+CREATE TABLE group_drops (grp TEXT PRIMARY KEY, reason TEXT) WITHOUT ROWID;
+CREATE TABLE buffered (id TEXT PRIMARY KEY, lane TEXT) WITHOUT ROWID;
+CREATE TABLE trained (id TEXT, step INT, lane TEXT, revision INT, use INT, buffer_offset INT);
+CREATE TABLE masked (step INT, count INT);
+CREATE TABLE undone (step INT PRIMARY KEY, reason TEXT);
+CREATE VIEW effective AS SELECT * FROM trained WHERE step NOT IN (SELECT step FROM undone);
+BEGIN;
+"""
+PUBLISHED = "INSERT OR IGNORE INTO published VALUES (?, ?, ?)"
+REASON = "INSERT OR IGNORE INTO reasons VALUES (?, ?, ?)"
+NEWEST_REASON = "INSERT OR REPLACE INTO reasons VALUES (?, ?, ?)"
+CLOSED = "INSERT OR REPLACE INTO closures VALUES (?, ?, ?, ?, ?)"
+GROUP_DROPPED = "INSERT OR REPLACE INTO group_drops VALUES (?, ?)"
+BUFFERED = "INSERT OR REPLACE INTO buffered VALUES (?, ?)"
+TRAINED = "INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?)"
+MASKED = "INSERT INTO masked VALUES (?, ?)"
+# Ids begin with group and attempt, so the members of a group are neighbours in the order of their ids.
+FATES = """
+SELECT p.grp, p.attempt, p.id, EXISTS (SELECT 1 FROM effective e WHERE e.id = p.id),
+  (SELECT u.reason FROM trained t JOIN undone u USING (step) WHERE t.id = p.id ORDER BY t.rowid DESC LIMIT 1),
+  (SELECT r.reason FROM reasons r WHERE r.id = p.id ORDER BY r.rank DESC LIMIT 1),
+  (SELECT b.lane FROM buffered b WHERE b.id = p.id), c.outcome, c.reason, c.drops, d.reason
+FROM published p LEFT JOIN closures c USING (grp, attempt) LEFT JOIN group_drops d USING (grp) ORDER BY p.id
+"""
+USES = """
+SELECT lane, uses, count(*) FROM (SELECT lane, count(*) AS uses FROM effective GROUP BY lane, id) GROUP BY lane, uses
+"""
+TWICE = "SELECT DISTINCT id FROM (SELECT id FROM trained GROUP BY id, revision, use HAVING count(*) > 1) ORDER BY id LIMIT ?"
+UNKNOWN = """
+SELECT DISTINCT id FROM effective WHERE buffer_offset >= ? AND id NOT IN (SELECT id FROM published)
+  AND id NOT IN (SELECT id FROM buffered) ORDER BY id LIMIT ?
+"""
 
 
 class Account(msgspec.Struct, frozen=True):
-    """published = trained + dropped + pending. uses: lane → times trained → experiences. trained_twice: ids whose
-    (revision, use) the journal lists more than once; always empty unless a promise is broken. unknown: trained ids that
-    were neither published nor are in the buffer, where processors put what they make. waiting: lane → of the pending, those
-    in the buffer that are drawn without order (demonstrations): a drain does not use them up. repeated: deliveries of what was
-    delivered before, which count once. masked: sampled tokens of the trained that were too old to be targets. cancelled:
-    reason → episodes that were stopped, of which nothing was published. Of ids the first MAX_IDS of each kind.
+    """The fates of all published experiences.
 
-    published: experiences. trained: of them, at least once. dropped: reason to experiences. pending: neither. pending_ids: of
-    these.
+    published: experiences. trained: of these, at least once. dropped: by reason. pending, pending_ids: neither.
+    uses: lane → times trained → experiences. trained_twice: ids whose (revision, use) the journal lists more than once, empty
+    unless a promise is broken. unknown: trained ids that were neither published nor are in the buffer, where processors put
+    synthetic experiences. waiting: lane → pending experiences in the buffer that are drawn without order (demonstrations),
+    which a drain does not use up. repeated: second deliveries, not in `published`. masked: sampled tokens of trained
+    experiences that were too old to be targets. cancelled: reason → stopped episodes, of which nothing was published. Lists
+    of ids end after MAX_IDS.
     """
 
     published: int
@@ -75,171 +107,161 @@ class Account(msgspec.Struct, frozen=True):
 class Ledger:
     """Folds the topics of one app, each in its own order; the order between topics does not matter.
 
-    buffer_begins: oldest kept offset of `buffer`; where what was trained from below it came from is unknown.
+    buffer_begins: oldest kept offset of `buffer`; the origin of what was trained from below it is unknown.
     """
 
-    def __init__(self, run: str, buffer_begins: int = 0, spool: ScratchSpool | None = None) -> None:
-        """spool: its own by default, closed with the ledger."""
-        self.spool = ScratchSpool() if spool is None else spool
-        self._reader = FactReader(run)
+    def __init__(self, run: str, buffer_begins: int = 0) -> None:
+        self.database = sqlite3.connect("", isolation_level=None)  # a temporary file of SQLite's own
+        self.database.executescript(SCHEMA)
         self._buffer_begins = buffer_begins
+        self._journal = Effective(run)
+        self._skipped, self._rolled_back = Ranges(), Ranges()
+        self._deliveries = 0
+        self._rows: dict[str, list[Sequence[Any]]] = {}
+        self._num_rows = 0
 
     def fold(self, topic: str, message: LogMessage) -> None:
-        """A record of a topic, named as in `schemas.topics`. Raises OSError where the disk is full."""
-        for fact in self._reader.facts(topic, message):
-            self.spool.add(fact)
-
-    def parts(self) -> Iterator[Account]:
-        """The account as of what was folded in, group by group in many parts; `together` adds them up."""
-        for part in range(self.spool.num_parts):
-            yield account_of(self.spool.read(part), self._reader.without_effect, self._buffer_begins)
+        """Take in a record of a topic, named as in `schemas.topics`. Raises ConfigError where the disk is full."""
+        for insert, row in self._rows_of(topic, message.value):
+            self._rows.setdefault(insert, []).append(row)
+            self._num_rows += 1
+        if self._num_rows >= ROWS_AT_ONCE:
+            self._write()
 
     def account(self) -> Account:
-        """The account as of what was folded in."""
-        total = account_of((), self._reader.without_effect)
-        for part in self.parts():
-            total = together(total, part)
-        return total
+        """The account of all records folded in so far. Raises ConfigError where the disk is full."""
+        self._write()
+        self.database.execute("CREATE INDEX IF NOT EXISTS trained_by_id ON trained (id)")
+        steps = self.database.execute("SELECT step FROM trained UNION SELECT step FROM masked").fetchall()
+        undone = [(step, reason) for (step,) in steps if (reason := self._without_effect(step))]
+        self.database.executemany("INSERT OR REPLACE INTO undone VALUES (?, ?)", undone)
+        dropped, waiting, pending_ids = Counter[str](), Counter[str](), list[str]()
+        published = trained = pending = 0
+        for name, is_trained, reason, lane in self._fates():
+            published += 1
+            trained += is_trained
+            if not is_trained and reason:
+                dropped[reason] += 1
+            elif not is_trained:
+                pending += 1
+                if lane not in ("", "usual"):  # a step that is to come takes all of the usual lane
+                    waiting[lane] += 1
+                if len(pending_ids) < MAX_IDS:
+                    pending_ids.append(name)
+        uses: dict[str, dict[int, int]] = {}
+        for lane, times, count in self.database.execute(USES):
+            uses.setdefault(lane, {})[times] = count
+        cancelled = self.database.execute(
+            "SELECT reason, count(*) FROM reasons WHERE rank = ? GROUP BY reason", (STUB,)
+        )
+        masked = "SELECT coalesce(sum(count), 0) FROM masked WHERE step NOT IN (SELECT step FROM undone)"
+        return Account(
+            published=published,
+            trained=trained,
+            dropped=most_first(dropped),
+            pending=pending,
+            uses=uses,
+            trained_twice=tuple(name for (name,) in self.database.execute(TWICE, (MAX_IDS,))),
+            unknown=tuple(name for (name,) in self.database.execute(UNKNOWN, (self._buffer_begins, MAX_IDS))),
+            pending_ids=tuple(pending_ids),
+            waiting=dict(sorted(waiting.items())),
+            repeated=self._deliveries - published,
+            cancelled=most_first({reason: count for reason, count in cancelled if reason in CANCELLED}),
+            masked=self.database.execute(masked).fetchone()[0],
+        )
 
     def close(self) -> None:
-        """Give back what it holds on the disk."""
-        self.spool.close()
+        """Give back the disk space."""
+        self.database.close()
+
+    def _rows_of(self, topic: str, value: object) -> Iterator[tuple[str, Sequence[Any]]]:
+        match topic:
+            case "experiences" | "experts" if isinstance(value, Block):
+                for member in value.experiences:
+                    if not member.suite:  # evals are not trained and have an account of their own
+                        self._deliveries += 1
+                        yield PUBLISHED, (member.id, member.group, member.attempt)
+                        if member.held_out:
+                            yield REASON, (member.id, HELD_OUT, VALIDATION)
+            case "verified" if isinstance(value, DropMarker):
+                yield REASON, (value.id, STUB, value.reason)
+            case "buffer" if isinstance(value, Block):
+                for member in value.experiences:
+                    yield BUFFERED, (member.id, member.lane)
+            case "progress" if isinstance(value, Closure):
+                drops = msgspec.json.encode(value.drops) if value.drops else None
+                yield CLOSED, (value.group, value.attempt, value.outcome, value.reason, drops)
+            case "progress" if isinstance(value, Drawn):
+                for group, reason in value.dropped.items():
+                    yield GROUP_DROPPED, (group, reason)
+            case "batches" if isinstance(value, JournalRecord):
+                yield from self._journaled(value)
+            case "dead-letters" if isinstance(value, DeadLetter):
+                for name in _ids_in(value):
+                    yield REASON, (name, LETTER, value.reason)
+
+    def _journaled(self, record: JournalRecord) -> Iterator[tuple[str, Sequence[Any]]]:
+        if not self._journal.counts(record):
+            return
+        if isinstance(record, Skip):
+            self._skipped.add(record.step, record.step)
+        elif isinstance(record, Rollback):
+            self._rolled_back.add(record.from_step, record.to_step)
+        elif isinstance(record, Batch):
+            for item in record.items:
+                yield TRAINED, (item.id, record.step, item.lane, item.revision, item.use, item.offset)
+            for item, reason in zip(record.dropped, record.dropped_because, strict=False):
+                yield NEWEST_REASON, (item.id, LEFT_OUT, reason)
+            if record.masked:
+                yield MASKED, (record.step, record.masked)
+
+    def _without_effect(self, step: int) -> str:
+        if step in self._rolled_back:
+            return "rolled back"
+        return "step skipped" if step in self._skipped else ""
+
+    def _write(self) -> None:
+        try:
+            for insert, rows in self._rows.items():
+                self.database.executemany(insert, rows)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            raise ConfigError(
+                "TMPDIR: the disk of temporary files is full; set TMPDIR to a folder with more room"
+            ) from error
+        self._rows, self._num_rows = {}, 0
+
+    def _fates(self) -> Iterator[tuple[str, bool, str, str]]:
+        """Each published experience: id, whether it was trained, else why it was dropped, its lane in the buffer."""
+        for _, rows in itertools.groupby(self.database.execute(FATES), key=lambda row: row[:2]):
+            members = list(rows)
+            drops = Counter(msgspec.json.decode(members[0][9], type=dict[str, int]) if members[0][9] else {})
+            # A member with a reason of its own has its marker already, and the closure counts it, too.
+            drops -= Counter(own for *_, own, _, _, _, _, _ in members if own)
+            left_out = spread({reason: count for reason, count in drops.items() if reason not in CANCELLED})
+            for _, _, name, is_trained, undone, own, lane, outcome, closed_because, _, dropped_by_trainer in members:
+                reason = undone or own
+                if outcome == "buffered" and lane is None and not reason and not is_trained:
+                    reason = next(left_out)
+                elif outcome in ("buffered", None):
+                    reason = reason or dropped_by_trainer
+                else:
+                    reason = reason or closed_because or outcome
+                yield name, bool(is_trained), reason or "", lane or ""
 
 
-class _Folded:
-    """Facts of some groups by what they are about."""
-
-    def __init__(self, facts: Iterable[Fact]) -> None:
-        self.published: dict[str, tuple[str, int]] = {}  # id → (group, attempt)
-        self.repeated = 0
-        self.stubs: dict[str, str] = {}  # id → reason, as are the next four
-        self.cancelled: dict[str, str] = {}
-        self.letters: dict[str, str] = {}
-        self.kept_apart: dict[str, str] = {}
-        self.left_out: dict[str, str] = {}
-        self.closures: dict[tuple[str, int], Closed] = {}
-        self.group_drops: dict[str, str] = {}
-        self.buffered: dict[str, str] = {}  # id → lane
-        self.trained: list[Trained] = []
-        self.masked: list[Masked] = []
-        for fact in facts:
-            self._fold(fact)
-
-    def _fold(self, fact: Fact) -> None:
-        match fact:
-            case Published():
-                # A second delivery, which verify drops as a duplicate, shares the fate of the first.
-                self.repeated += fact.id in self.published
-                self.published[fact.id] = (fact.group, fact.attempt)
-                if fact.held_out:
-                    self.kept_apart[fact.id] = VALIDATION
-            case Trained():
-                self.trained.append(fact)
-            case Buffered():
-                self.buffered[fact.id] = fact.lane
-            case Closed():
-                self.closures[fact.group, fact.attempt] = fact
-            case Stub():
-                self.stubs.setdefault(fact.id, fact.reason)
-                if fact.reason in CANCELLED:
-                    self.cancelled[fact.id] = fact.reason
-            case Letter():
-                self.letters.setdefault(fact.id, fact.reason)
-            case GroupDropped():
-                self.group_drops[fact.group] = fact.reason
-            case LeftOut():
-                self.left_out[fact.id] = fact.reason
-            case Masked():
-                self.masked.append(fact)
-
-    def group_reasons(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Experiences that ended with their group: id → reason. own: reasons of their own."""
-        members: dict[tuple[str, int], list[str]] = {}
-        for name, place in self.published.items():
-            members.setdefault(place, []).append(name)
-        found: dict[str, str] = {}
-        for (group, attempt), names in members.items():
-            closure = self.closures.get((group, attempt))
-            trainer = self.group_drops.get(group, "")
-            if closure is None:
-                found |= dict.fromkeys(names, trainer)
-            elif closure.outcome == "buffered":
-                found |= dict.fromkeys(names, trainer)
-                left_out = sorted(name for name in names if name not in self.buffered and name not in own)
-                # Those with a drop marker have their reason already, and the closure counts it too.
-                others = Counter(closure.drops) - Counter(own[name] for name in names if name in own)
-                others = Counter({reason: count for reason, count in others.items() if reason not in CANCELLED})
-                found |= dict(zip(left_out, spread(others, len(left_out)), strict=True))
-            else:
-                found |= dict.fromkeys(names, closure.reason or closure.outcome)
-        return {name: reason for name, reason in found.items() if reason}
-
-
-def account_of(facts: Iterable[Fact], without_effect: Callable[[int], str], buffer_begins: int = 0) -> Account:
-    """The account of some groups, of which these are all facts. without_effect: why a step trained nothing, "" if it did."""
-    folded = _Folded(facts)
-    trained = [one for one in folded.trained if not without_effect(one.step)]
-    undone = {one.id: why for one in folded.trained if (why := without_effect(one.step))}
-    counts = {one.id for one in trained}
-    repeated = Counter((one.id, one.revision, one.use) for one in folded.trained)
-    own = folded.kept_apart | folded.letters | folded.stubs | folded.left_out
-    by_group = folded.group_reasons(own)
-    dropped: Counter[str] = Counter()
-    pending = []
-    for name in folded.published:
-        if name in counts:
-            continue
-        reason = undone.get(name) or own.get(name) or by_group.get(name)
-        if reason:
-            dropped[reason] += 1
-        else:
-            pending.append(name)
-    known = folded.published.keys() | folded.buffered.keys()
-    lanes = [folded.buffered.get(name, "") for name in pending]
-    return Account(
-        published=len(folded.published),
-        trained=sum(1 for name in folded.published if name in counts),
-        dropped=dict(dropped),
-        pending=len(pending),
-        uses=uses_by_lane(trained),
-        trained_twice=first({name for (name, _, _), count in repeated.items() if count > 1}),
-        unknown=first({one.id for one in trained if one.id not in known and one.offset >= buffer_begins}),
-        pending_ids=first(pending),
-        # Of the others, a step that is to come takes them all.
-        waiting=dict(Counter(lane for lane in lanes if lane not in ("", "usual"))),
-        repeated=folded.repeated,
-        cancelled=dict(Counter(folded.cancelled.values())),
-        masked=sum(one.count for one in folded.masked if not without_effect(one.step)),
-    )
-
-
-def together(one: Account, other: Account) -> Account:
-    """The account of both, which have no group in common."""
-    uses = {lane: Counter(one.uses.get(lane)) + Counter(other.uses.get(lane)) for lane in one.uses | other.uses}
-    waiting = Counter(one.waiting) + Counter(other.waiting)
-    return Account(
-        published=one.published + other.published,
-        trained=one.trained + other.trained,
-        dropped=most_first(Counter(one.dropped) + Counter(other.dropped)),
-        pending=one.pending + other.pending,
-        uses={lane: dict(sorted(uses[lane].items())) for lane in sorted(uses)},
-        trained_twice=first((*one.trained_twice, *other.trained_twice)),
-        unknown=first((*one.unknown, *other.unknown)),
-        pending_ids=first((*one.pending_ids, *other.pending_ids)),
-        waiting=dict(sorted(waiting.items())),
-        repeated=one.repeated + other.repeated,
-        cancelled=most_first(Counter(one.cancelled) + Counter(other.cancelled)),
-        masked=one.masked + other.masked,
-    )
-
-
-def first(ids: Iterable[str]) -> tuple[str, ...]:
-    """The first MAX_IDS, in order."""
-    return tuple(sorted(ids)[:MAX_IDS])
+def _ids_in(letter: DeadLetter) -> tuple[str, ...]:
+    """Ids of the experiences in a dead letter, none where it cannot be decoded."""
+    try:
+        inner = decode(letter.value)
+    except (BadFrame, UnknownMajor):
+        return ()
+    return tuple(member.id for member in inner.experiences) if isinstance(inner, Block) else ()
 
 
 def most_first(counts: Mapping[str, int]) -> dict[str, int]:
-    """Reasons in order of how many there are.
+    """Reasons in order of their counts.
 
     >>> most_first({"b": 1, "a": 1, "c": 2})
     {'c': 2, 'a': 1, 'b': 1}
@@ -247,22 +269,12 @@ def most_first(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def uses_by_lane(trained: Iterable[Trained]) -> dict[str, dict[int, int]]:
-    """Lane → how often trained → experiences."""
-    counts = Counter((one.lane, one.id) for one in trained)
-    uses: dict[str, Counter[int]] = {}
-    for (lane, _), count in counts.items():
-        uses.setdefault(lane, Counter())[count] += 1
-    return {lane: dict(sorted(found.items())) for lane, found in sorted(uses.items())}
+def spread(drops: Mapping[str, int]) -> Iterator[str]:
+    """A reason for each next member of a group whose closure says only how many were dropped for which reason.
 
-
-def spread(drops: Mapping[str, int], count: int) -> list[str]:
-    """Reasons for `count` members of which a closure says only how many were dropped for what.
-
-    >>> spread({"too short": 2, "odd": 1}, 2)
-    ['too short', 'too short']
+    >>> list(itertools.islice(spread({"too short": 2, "odd": 1}), 4))
+    ['too short', 'too short', 'odd', 'dropped in collect']
     """
-    reasons = [
-        reason for reason, times in sorted(drops.items(), key=lambda pair: (-pair[1], pair[0])) for _ in range(times)
-    ]
-    return (reasons + ["dropped in collect"] * count)[:count]
+    for reason, times in most_first(drops).items():
+        yield from itertools.repeat(reason, times)
+    yield from itertools.repeat("dropped in collect")

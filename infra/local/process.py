@@ -1,4 +1,7 @@
-"""Starting a process so that neither it nor anything it started outlives this one."""
+"""Starting a process so that neither it nor anything it started outlives this one.
+
+Guarantee: no Python process that is started here imports a module from the current folder.
+"""
 
 import os
 import signal
@@ -7,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+SAFE_PATH = "PYTHONSAFEPATH"  # Python then leaves the current folder out of sys.path
 WATCH = Path(__file__).with_name("parent_watch.py")
 
 
@@ -60,7 +64,7 @@ def start_watched(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=stderr,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, SAFE_PATH: "1", **(env or {})},
                 cwd=cwd,
                 pass_fds=(read_end, *pass_fds),
                 start_new_session=True,

@@ -26,24 +26,23 @@ SAMPLE_S = 1.0
 FIRST_BACKOFF_S = 0.3
 MAX_BACKOFF_S = 10.0
 SLOW = 8  # failures after which the backoff is the longest
-HEALTHY_S = 30.0
-BEGIN_S = 300.0  # an end within so long of the first start is a start that failed
+ALARM_AFTER = 3  # failed starts in a row
+HEALTHY_S = 300.0  # a death within so long of a start is a start that failed: an engine takes minutes to load
 
 logger = logging.getLogger(__name__)
 
-EventKind = Literal["started", "exited", "restarting", "gave_up", "stopped"]
+EventKind = Literal["started", "exited", "restarting", "failing", "gave_up", "stopped"]
 
 
 class Child(msgspec.Struct, frozen=True, kw_only=True):
     """One process to keep running.
 
-    env: added to this process's. final_codes: exit codes after which it has done its work, or cannot, and stays down.
-    mistakes: exit codes of what a restart may not mend, a mistake in the settings: at its start (the first end, within
-    BEGIN_S) it is given up, later it is tried again for ever, since what it ran into came after it and may go.
-    max_failures: deaths in a row (each within HEALTHY_S of its start) before it is given up. max_backoff_s: the longest
-    wait before a restart. tier: the highest is stopped first, members of a tier together. stop_s: from SIGTERM to SIGKILL.
-
-    name: its own. argv: the command. log: file that its output is appended to. cwd: its folder, None for this process's.
+    name: unique. argv: its command. log: file to which its output is appended. env: added to this process's
+    environment. cwd: None for this process's folder. final_codes: exit codes after which it stays down. mistakes: exit
+    codes of a cause that a restart may not mend: at the first start the child is given up, later it is tried again for
+    ever, since the cause came after the start and may go. max_failures: failed starts in a row before it is given up,
+    None for never. max_backoff_s: longest wait before a restart. tier: the highest is stopped first, members of a tier
+    together. stop_s: from SIGTERM to SIGKILL.
 
     Example: Child(name="train", argv=(sys.executable, "-m", "infra.cli.main", "train"), log=Path("logs/train.log"))
     """
@@ -55,17 +54,17 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     cwd: Path | None = None
     final_codes: tuple[int, ...] = (0,)
     mistakes: tuple[int, ...] = ()
-    max_failures: int = 20
+    max_failures: int | None = None
     max_backoff_s: float = MAX_BACKOFF_S
     tier: int = 1
     stop_s: float = 15.0
 
 
 class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a child. exit_code is negative for a signal.
+    """A change of a child's state.
 
-    name: of the child. kind: what happened. pid: of the process. exit_code: None while it runs; -n for signal n. restarts: so
-    far.
+    name, pid: of the child. kind: failing comes once, after ALARM_AFTER failed starts in a row. exit_code: None while
+    it runs, -n for signal n. restarts: so far.
     """
 
     name: str
@@ -76,16 +75,18 @@ class ChildEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildState(msgspec.Struct, kw_only=True):
-    """What is known of a child now. pid leads its process group; peak_rss_bytes is of its whole process tree.
+    """State of a child now.
 
-    name: of the child. pid: None while it does not run. restarts: so far. exit_code: of its last end. given_up: it is not
-    started again. rss_bytes, peak_rss_bytes: resident, now and at most.
+    name: of the child. pid: leader of its process group, None while it does not run. restarts: so far. exit_code: of
+    its last end. failures: failed starts in a row. given_up: it is not started again. rss_bytes, peak_rss_bytes:
+    resident bytes of its process tree, now and at most.
     """
 
     name: str
     pid: int | None = None
     restarts: int = 0
     exit_code: int | None = None
+    failures: int = 0
     given_up: bool = False
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
@@ -158,7 +159,7 @@ class Supervisor:
         return True
 
     async def _keep(self, child: Child) -> None:
-        state, failures = self._states[child.name], 0
+        state = self._states[child.name]
         while child.name not in self._stopping:
             started_s = time.monotonic()
             await self._run_once(child, state)
@@ -168,15 +169,17 @@ class Supervisor:
             if state.exit_code in child.final_codes:
                 return
             lived_s = time.monotonic() - started_s
-            failures = 1 if lived_s > HEALTHY_S else failures + 1
+            state.failures = 1 if lived_s > HEALTHY_S else state.failures + 1
             is_mistake = state.exit_code in child.mistakes
-            if is_mistake and (state.restarts or lived_s > BEGIN_S):
-                failures = max(failures, SLOW)
-            elif is_mistake or failures > child.max_failures:
+            too_many = child.max_failures is not None and state.failures > child.max_failures
+            if (is_mistake and not state.restarts and lived_s <= HEALTHY_S) or (too_many and not is_mistake):
                 state.given_up = True
                 self._tell(child, "gave_up")
                 return
-            await self._pause(child.name, min(FIRST_BACKOFF_S * 2 ** min(failures - 1, SLOW), child.max_backoff_s))
+            if state.failures == ALARM_AFTER:
+                self._tell(child, "failing")
+            doublings = SLOW if is_mistake else min(state.failures - 1, SLOW)
+            await self._pause(child.name, min(FIRST_BACKOFF_S * 2**doublings, child.max_backoff_s))
             if child.name not in self._stopping:
                 state.restarts += 1
                 self._tell(child, "restarting")
@@ -231,7 +234,7 @@ class Supervisor:
 
     def _tell(self, child: Child, kind: EventKind) -> None:
         state = self._states[child.name]
-        level = logging.WARNING if kind in ("restarting", "gave_up") else logging.INFO
+        level = logging.WARNING if kind in ("restarting", "failing", "gave_up") else logging.INFO
         logger.log(level, "child.%s name=%s pid=%s code=%s", kind, child.name, state.pid, state.exit_code)
         if self._on_event is not None:
             self._on_event(

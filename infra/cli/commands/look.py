@@ -71,7 +71,8 @@ def audit(
 ) -> None:
     """Account for every published experience: trained, dropped with a reason, or pending.
 
-    Reads the whole kept log and may run at any time. What it takes of the disk (TMPDIR) for a long log is printed before.
+    Reads the whole kept log and may run at any time. A long log takes room for temporary files (TMPDIR), about 400 MB per
+    million experiences.
     After a drain nothing is pending but what waits in the buffer to be drawn without an issue order, such as demonstrations.
     A drained app stays drained, also over restarts, until --then-continue.
     Exits with 1 if an experience was trained twice, trained without having been published, or is still on its way

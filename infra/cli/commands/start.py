@@ -86,7 +86,8 @@ def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B
     """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
 
     A role that dies, or that something else ends by a signal, is started again; what each says goes to logs/ beside the
-    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start ends all.
+    TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start for a
+    cause that a restart cannot mend ends all; the console may fail alone.
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """

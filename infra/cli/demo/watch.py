@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infra.local.supervisor import ChildEvent, ChildState
+from infra.cli.exit_codes import CONFIG_ERROR
+from infra.local.supervisor import ALARM_AFTER, ChildEvent, ChildState
 from infra.log.log import Log, LogMessage
 from infra.policies.channel import Stable, fenced, moved
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, topics
-
-CONFIG_ERROR = 2
 
 
 @dataclass
@@ -49,7 +48,9 @@ class Watch:
             state.name
             for states in self.children
             for state in states.values()
-            if state.given_up or (state.pid is None and state.exit_code == CONFIG_ERROR)
+            if state.given_up
+            or state.failures >= ALARM_AFTER
+            or (state.pid is None and state.exit_code == CONFIG_ERROR)
         ]
 
     def take(self, message: LogMessage) -> None:

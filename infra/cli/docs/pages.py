@@ -39,8 +39,17 @@ COMMANDS = f"""\
 
 For whoever types `headrace`: each command with its arguments and options.
 
-{BY}`headrace COMMAND --help` prints the same. Exit codes: 0 done, 1 failed, 2 a mistake in settings or on the command
-line, 130 stopped with Ctrl-C.
+{BY}`headrace COMMAND --help` prints the same.
+
+| exit code | cause | a role with it, under `headrace up` |
+|---|---|---|
+| 0 | done | is not started again |
+| 1 | failed: a broker or store that is away, a library's error \
+| is started again after growing waits, at most 30 s; alarm after three failed starts |
+| 2 | a mistake in settings or on the command line, missing rights, a model that does not fit \
+| ends `up` at its first start; later it is started again each 30 s |
+| 3 | another process has taken over the role | is not started again |
+| 130 | stopped with Ctrl-C | |
 
 A command that reads the settings also takes `--config FILE` (`-c`, default `headrace.toml`) and, as often as wanted,
 `--set A.B=C`, which overrides one key.

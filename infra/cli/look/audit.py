@@ -39,12 +39,7 @@ async def run_audit(
                 if drained:
                     account = await drain(log, run, operator(), timeout_s, lambda now: status.update(words(now)))
                 else:
-                    account = await audit(
-                        log,
-                        run,
-                        lambda topic, left: status.update(reading_words(topic, left)),
-                        lambda room: console.print(f"takes room in {room}", style="dim"),
-                    )
+                    account = await audit(log, run, lambda topic, left: status.update(reading_words(topic, left)))
             finally:
                 if then_continue:
                     await go_on(log, operator())
@@ -78,7 +73,7 @@ def words(now: Draining) -> str:
 
 def reading_words(topic: str, left: int) -> str:
     """How far an audit is, in a line."""
-    return f"reading {topic}: {left:,} records left" if topic else f"adding up: {left:,} parts left"
+    return f"reading {topic}: {left:,} records left" if topic else "adding up"
 
 
 def shown(account: Account) -> str:

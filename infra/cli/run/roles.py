@@ -12,6 +12,7 @@ from pathlib import Path
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
+from infra.cli.exit_codes import is_final, root_cause
 from infra.cli.run.early import until_begun
 from infra.cli.run.private import open_to_others
 from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
@@ -74,8 +75,11 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
         try:
             await _run(role, settings, stop)
             return stop_code if stop.is_set() else 0
-        except HeadraceError as error:
-            await say_failed(role, settings, str(error))
+        except Exception as error:
+            cause = root_cause(error)
+            await say_failed(role, settings, cause)
+            if not isinstance(error, HeadraceError) and is_final(cause):
+                raise ConfigError(cause) from error
             raise
 
 
@@ -196,10 +200,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     try:
         role = role_of("serve", settings, log, metrics, stop)
-        reads_feedback = any(source.from_.webhook == FEEDBACK_PATH for source in settings.feedback)
-        await run_gateway(
-            role, config, engine, tokenizer, webhooks=webhooks, reads_feedback=reads_feedback, listening=listening
-        )
+        await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
     finally:
         await log.bus.close()
 

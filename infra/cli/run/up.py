@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +13,12 @@ import msgspec
 from rich.console import Console
 
 from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
-from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
 from infra.local.folder_lock import lock_folder
-from infra.local.supervisor import Child, ChildEvent, ChildState, Supervisor
+from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
 from infra.roles.unless import unless
 from schemas.errors import BrokerUnavailable, ConfigError
@@ -30,8 +30,7 @@ CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # see infra.cli.console.serve
 METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
-TAIL_BYTES = 4096
-STOPPED = 143  # of a role that a signal ended: 128 and SIGTERM, as a shell says it
+MAX_BACKOFF_S = 30.0  # of a role
 
 
 class Stopped(Exception):
@@ -71,6 +70,7 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
         env=child_environment(settings) | metrics_environment(settings, role) | {CODE_VARIABLE: str(STOPPED)},
         final_codes=(0, FENCED_OUT),
         mistakes=(CONFIG_ERROR,),
+        max_backoff_s=MAX_BACKOFF_S,
         tier=2 if role == "master" else 1,
     )
 
@@ -118,15 +118,6 @@ async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s
         await create_topics(log, settings)
 
 
-def last_words(log: Path) -> str:
-    """The last line a process wrote, "" for none."""
-    with suppress(FileNotFoundError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-        return printable(lines[-1]) if lines else ""
-    return ""
-
-
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
     from infra.log.access import access_of
     from infra.log.kafka import answers
@@ -134,10 +125,9 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
     quieten_client()
     while True:
         state = supervisor.states.get(BROKER)
-        if state is not None and (state.given_up or state.exit_code == CONFIG_ERROR):
-            words = last_words(settings.folder / "logs" / "kafka.log")
+        if state is not None and (state.failures >= ALARM_AFTER or state.exit_code == CONFIG_ERROR):
             kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
-            raise kind(words.removeprefix("headrace: ") or "the broker did not start")
+            raise kind(last_error(settings.folder / "logs" / "kafka.log") or "the broker did not start")
         try:
             address = bootstrap_of(settings)
         except ConfigError:
@@ -162,14 +152,10 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
+    tell_user = teller(settings.folder / "logs", console)
+
     def tell(event: ChildEvent) -> None:
-        if said := words_of(event):
-            console.print(said)
-        if event.kind == "exited" and event.exit_code not in (0, None, STOPPED):
-            words = last_words(settings.folder / "logs" / f"{event.name}.log")
-            console.print(f"  {words}", style="red")
-        if event.kind == "exited" and event.exit_code == FENCED_OUT:
-            console.print(f"  {event.name} runs elsewhere now, and is not started here again", style="red")
+        tell_user(event)
         if event.kind == "gave_up" and event.name in roles_of(settings):
             stop.set()
 
@@ -178,7 +164,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         try:
             await unless(stop.wait(), wait_for_broker(settings, first, _patience_s(settings)), Stopped)
         except Stopped:
-            return 130
+            return INTERRUPTED
         console.print(
             f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
@@ -204,13 +190,52 @@ def failed_of(states: Iterable[ChildState]) -> list[str]:
     return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
 
 
+def teller(logs: Path, console: Console) -> Callable[[ChildEvent], None]:
+    """A printer of events for the terminal of `up`; it prints the cause of a child's end once, until there is another."""
+    causes: dict[str, str] = {}
+
+    def tell(event: ChildEvent) -> None:
+        cause = cause_of(event, logs / f"{event.name}.log") if event.kind == "exited" else ""
+        if cause and causes.get(event.name) != cause:
+            causes[event.name] = cause
+            console.print(f"{event.name} exited (exit code {event.exit_code})")
+            console.print(f"  {cause}", style="red", soft_wrap=True)
+        elif words := words_of(event):
+            console.print(words)
+
+    return tell
+
+
+def cause_of(event: ChildEvent, log: Path) -> str:
+    """Why a child has ended, "" where it was stopped or has done its work."""
+    if event.exit_code in (0, None, STOPPED):
+        return ""
+    if event.exit_code < 0:
+        memory = ", perhaps for want of memory" if event.exit_code == -signal.SIGKILL else ""
+        return f"ended by signal {-event.exit_code}{memory}"
+    cause = printable(last_error(log))
+    if event.exit_code == FENCED_OUT:
+        return f"{event.name} runs elsewhere now, and is not started here again: {cause}"
+    return cause
+
+
 def words_of(event: ChildEvent) -> str:
-    """What `up` says of an event, "" for nothing. Of a role that a signal ended, its new start alone."""
-    if event.exit_code == STOPPED:
-        restarted = f"{event.name} was ended by a signal that headrace up did not send: it is started again"
-        return restarted if event.kind == "restarting" else f"{event.name} stopped" if event.kind == "stopped" else ""
-    code = "" if event.exit_code is None else f" (exit code {event.exit_code})"
-    return f"{event.name} {event.kind}{code}"
+    """The line of `up` about an event, "" for none."""
+    name = event.name
+    match event.kind:
+        case "started" | "restarting" if event.restarts and event.exit_code != STOPPED:
+            return ""
+        case "restarting":
+            return f"{name} was ended by a signal that headrace up did not send: it is started again"
+        case "exited" if event.exit_code != 0:
+            return ""
+        case "failing":
+            return (
+                f"{name} has failed {ALARM_AFTER} times in a row; it is tried again at least every {MAX_BACKOFF_S:g} s"
+            )
+        case "gave_up":
+            return f"{name} is not started again: a restart cannot mend this"
+    return f"{name} {event.kind}"
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:

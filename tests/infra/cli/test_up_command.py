@@ -1,6 +1,7 @@
 """`headrace up`: what it starts, and how it gives up."""
 
 import asyncio
+import io
 import os
 import signal
 import socket
@@ -15,12 +16,15 @@ import msgspec
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
+from infra.cli.exit_codes import exit_code, is_final, last_error
 from infra.cli.run.roles import gateway_of
-from infra.cli.run.up import ROLES, broker_child, failed_of, index_child, last_words, role_child, roles_of
+from infra.cli.run.up import ROLES, broker_child, failed_of, index_child, role_child, roles_of, teller
 from infra.cli.settings import load_settings
+from infra.cli.terminal import Screen
 from infra.local.folder_lock import lock_folder
-from infra.local.supervisor import Supervisor
+from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
+from schemas.errors import BrokerDenies, BrokerUnavailable, ConfigError, FencedOut, StoreError, UnknownMajor
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -100,11 +104,85 @@ def test_a_second_up_in_the_same_folder_is_refused_with_the_process_that_runs_it
     )
 
 
-def test_the_last_words_of_a_role_are_printed_without_what_moves_the_cursor(tmp_path: Path) -> None:
-    log = tmp_path / "serve.log"
-    assert last_words(log) == ""
-    log.write_bytes(b"x" * 10_000 + b"\nheadrace: cannot \x1b[2Jlisten\n\n")
-    assert last_words(log) == "headrace: cannot \\x1b[2Jlisten"
+VLLM = """\
+11-27 03:00:00 INFO started role=explore pid=7 metrics_port=1 release=0.1.0
+(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510]   File "kv_cache_utils.py", line 1030, in check
+(EngineCore pid=9) ERROR 11-27 03:00:09 [core.py:1510] ValueError: To serve at least one request with the model's max seq len \
+(4096), (0.5 GiB KV cache is needed, which is larger than the available KV cache memory (0.1 GiB).
+(EngineCore pid=9) Traceback (most recent call last):
+(EngineCore pid=9) ValueError: To serve at least one request with the model's max seq len (4096), (0.5 GiB KV cache is needed, \
+which is larger than the available KV cache memory (0.1 GiB).
+Traceback (most recent call last):
+  File "utils.py", line 1432, in wait
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "final"),
+    [
+        (None, "", False),
+        ("", "", False),
+        ("a line\n", "a line", False),
+        ("x" * 100_000 + "\nheadrace: cannot \x1b[2Jlisten\n\n", "cannot \x1b[2Jlisten", False),
+        ("ValueError: old\nINFO started role=train pid=2\nINFO killed\n", "INFO killed", False),
+        ("torch.OutOfMemoryError: no room\nWARNING bye\n", "torch.OutOfMemoryError: no room", False),
+        (VLLM, "ValueError: To serve at least one request with the model's max seq len (4096), (0.5 GiB KV cache is "
+         "needed, which is larger than the available KV cache memory (0.1 GiB).", True),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_role_s_end_is_read_from_its_log(
+    tmp_path: Path, log: str | None, cause: str, final: bool
+) -> None:
+    if log is not None:
+        (tmp_path / "serve.log").write_text(log)
+    assert last_error(tmp_path / "serve.log") == cause and is_final(cause) == final
+
+
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        ([ConfigError("a"), BrokerDenies("b")], 2),
+        ([UnknownMajor("a")], 2),
+        ([ConfigError("a"), BrokerUnavailable("b")], 1),
+        ([StoreError("a")], 1),
+        ([ConfigError("a"), FencedOut("b")], 3),
+    ],
+)
+def test_the_exit_code_tells_whether_a_restart_can_help(errors: list[BaseException], code: int) -> None:
+    assert exit_code(errors) == code
+
+
+def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(tmp_path: Path) -> None:
+    said = io.StringIO()
+    tell = teller(tmp_path, Screen(file=said, width=200))
+    code = "import sys; print('ValueError: no room', file=sys.stderr); sys.exit(1)"
+    child = Child(name="explore", argv=(sys.executable, "-S", "-c", code), log=tmp_path / "explore.log", max_failures=4)
+
+    async def run() -> None:
+        child_ = msgspec.structs.replace(child, max_backoff_s=0.01)
+        async with Supervisor([child_], tell) as supervisor:
+            await supervisor.wait()
+
+    asyncio.run(run())
+    assert said.getvalue().splitlines() == [
+        "explore started",
+        "explore exited (exit code 1)",
+        "  ValueError: no room",
+        "explore has failed 3 times in a row; it is tried again at least every 30 s",
+        "explore is not started again: a restart cannot mend this",
+    ]
+
+
+def test_up_obeys_nothing_that_a_role_wrote(tmp_path: Path) -> None:
+    said = io.StringIO()
+    (tmp_path / "serve.log").write_text("headrace: cannot \x1b[2Jlisten")
+    event = ChildEvent(name="serve", kind="exited", pid=1, exit_code=1)
+    teller(tmp_path, Screen(file=said, width=200))(event)
+    assert "cannot \\x1b[2Jlisten" in said.getvalue() and "\x1b" not in said.getvalue()
 
 
 def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_path: Path) -> None:

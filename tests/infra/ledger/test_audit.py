@@ -2,13 +2,18 @@
 
 import asyncio
 import itertools
+from contextlib import closing
 
+import pytest
+
+from infra.ledger.account import Ledger
 from infra.ledger.audit import audit
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import topics
-from tests.infra.ledger.ledger_records import RUN, batch, block, closure
+from schemas.errors import ConfigError
+from tests.infra.ledger.ledger_records import RUN, batch, block, closure, message
 
 
 async def log_of_a_run() -> Log:
@@ -32,6 +37,28 @@ def test_the_account_of_a_log() -> None:
         assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
 
     asyncio.run(main())
+
+
+def test_an_audit_tells_how_many_records_are_left() -> None:
+    async def main() -> None:
+        log, left = Log(MemoryBus(), "t"), dict[str, list[int]]()
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for number in range(600):
+            await log.publish(topics.EXPERIENCES, block(f"task-{number}.0"))
+        await audit(log, RUN, lambda topic, count: left.setdefault(topic, []).append(count))
+        assert left["experiences"][0] == 600 and left["experiences"][-1] == 0 and len(left["experiences"]) > 2
+        assert list(left)[-1] == "", "then it adds up"
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_of_temporary_files() -> None:
+    with closing(Ledger(RUN)) as ledger:
+        ledger.database.execute("PRAGMA max_page_count = 20")
+        for number in range(2000):
+            ledger.fold("experiences", message("experiences", block(f"task-{number}.0")))
+        with pytest.raises(ConfigError, match="TMPDIR: the disk of temporary files is full"):
+            ledger.account()
 
 
 def test_a_record_that_comes_during_the_audit_is_pending_at_most() -> None:
