@@ -25,7 +25,7 @@ from schemas import DeadLetter, UnknownMajor, decode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge
 from schemas.records import MAX_LETTER_BYTES
 from schemas.topics import DEAD_LETTERS, by_name
-from streams.reprocess.ranges import Range, messages_of
+from streams.reprocess.ranges import Range, messages_in
 from streams.sources.event import event_table
 from streams.sources.langfuse import LANGFUSE
 from streams.stages.verify import REDELIVERED
@@ -64,7 +64,7 @@ async def redeliver(
     try:
         await marks.read_on((await log.bounds(DEAD_LETTERS))[1])
         for one in ranges:
-            async with aclosing(messages_of(log, one)) as messages:
+            async with aclosing(messages_in(log, one)) as messages:
                 async for message in messages:
                     on_progress(1)
                     letter = message.value

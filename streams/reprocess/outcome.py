@@ -1,4 +1,4 @@
-"""What became of one experience, small enough to compare millions: as the log records it, or as it would be.
+"""Outcomes of experiences, tasks and closures, small enough to compare millions: as recorded, or as they come out now.
 
 Guarantee: two outcomes without a difference are equal in fate, scores, reward, advantage, priority, lane, tokens,
 logprobs and text, to the bit.
@@ -15,14 +15,13 @@ ENDING = "closure "
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Reprocessed(msgspec.Struct, frozen=True, array_like=True):
-    """One experience (or task, or closure) as it is compared.
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """The outcome of an experience, a task or a closure.
 
-    key: what it is known by in both runs. dropped: reason, "" for kept. scores: in the order given. reward, advantage,
-    priority, lane: as the experience has them. content: hash of what it holds, or what a closure says. parent: the experience
-    it was made from.
+    key: its name in both runs. dropped: reason, "" for kept. content: hash of its content, or the text of a closure. parent:
+    the experience it was made from. scores, reward, advantage, priority, lane: of the experience.
 
-    Example: Reprocessed("add-3745.2.0-7-0", dropped="too short")
+    Example: Outcome("add-3745.2.0-7-0", dropped="too short")
     """
 
     key: str
@@ -37,10 +36,8 @@ class Reprocessed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One thing that is not as recorded.
-
-    kind: "re-scored", "newly dropped" and the like. reason: of a drop, or the name of a score. old: as recorded, for people.
-    new: as it comes out now.
+    """One difference from the record. kind: "re-scored", "newly dropped" and others. reason: of a drop, or the name of a score.
+    old, new: for people.
 
     Example: Difference("re-scored", "judge", "0.4", "0.7")
     """
@@ -51,11 +48,11 @@ class Difference(msgspec.Struct, frozen=True):
     new: str
 
 
-def kept(experience: Experience) -> Reprocessed:
-    """An experience that is kept. An eval answer that the chain dropped is kept as failed, and counts as dropped."""
+def kept_outcome(experience: Experience) -> Outcome:
+    """Return the outcome of a kept experience. A dropped answer of an eval is kept as failed, and counts as dropped."""
     if experience.suite and experience.failure:
-        return dropped(experience, experience.failure)
-    return Reprocessed(
+        return dropped_outcome(experience, experience.failure)
+    return Outcome(
         key=dedupe_key(experience),
         scores=experience.scores,
         reward=experience.reward,
@@ -67,14 +64,12 @@ def kept(experience: Experience) -> Reprocessed:
     )
 
 
-def dropped(experience: Experience | DropMarker, reason: str) -> Reprocessed:
-    """An experience that goes no further."""
+def dropped_outcome(experience: Experience | DropMarker, reason: str) -> Outcome:
     key = f"{experience.id}/{experience.revision}" if experience.revision else experience.id
-    return Reprocessed(key=key, dropped=reason)
+    return Outcome(key=key, dropped=reason)
 
 
-def ending(closure: Closure) -> Reprocessed:
-    """How a group ended."""
+def ending(closure: Closure) -> Outcome:
     drops = ", ".join(f"{count} {label}" for label, count in sorted(closure.drops.items()))
     ending = f"{closure.outcome} {closure.experiences}{' ' + closure.reason if closure.reason else ''}"
     reward = "" if closure.mean_reward is None else f", mean reward {closure.mean_reward:.9g}"
@@ -83,29 +78,27 @@ def ending(closure: Closure) -> Reprocessed:
         if not closure.ratings
         else f", rated {', '.join(f'{one.source} {one.value:.9g}' for one in closure.ratings)}"
     )
-    return Reprocessed(key=ending_key(closure), content=f"{ending}{f' ({drops})' if drops else ''}{reward}{rated}")
+    return Outcome(key=_ending_key(closure), content=f"{ending}{f' ({drops})' if drops else ''}{reward}{rated}")
 
 
-def left_out(closure: Closure) -> Reprocessed:
-    """Why a member of the group is not in the buffer, as far as its closure tells."""
+def left_out(closure: Closure) -> Outcome:
+    """Return the reason why a member of the group is not in the buffer, as far as the closure tells."""
     reason = closure.reason if closure.outcome == "dropped" else ""
     if closure.drops and not reason:
         reason = max(sorted(closure.drops), key=lambda label: closure.drops[label])
-    return Reprocessed(key=f"left out of {ending_key(closure)}", dropped=reason or "left out in collect")
+    return Outcome(key=f"left out of {_ending_key(closure)}", dropped=reason or "left out in collect")
 
 
-def ending_key(closure: Closure) -> str:
-    """The key of the closure of one attempt at one revision."""
+def _ending_key(closure: Closure) -> str:
     return f"{ENDING}{closure.group} {closure.attempt} {closure.revision}"
 
 
 def task_content(task: Task) -> str:
-    """Hash of all a task says."""
     return _hash(_encoder.encode(task))
 
 
-def differences(old: Reprocessed, new: Reprocessed) -> list[Difference]:
-    """What is not as recorded, most telling first; empty for the same."""
+def differences(old: Outcome, new: Outcome) -> list[Difference]:
+    """Return the differences from the record, the most telling first."""
     if old.dropped or new.dropped:
         if old.dropped == new.dropped:
             return []
@@ -134,11 +127,11 @@ def differences(old: Reprocessed, new: Reprocessed) -> list[Difference]:
     return found
 
 
-def _values(outcome: Reprocessed) -> dict[str, float]:
+def _values(outcome: Outcome) -> dict[str, float]:
     return {score.name if score.at is None else f"{score.name}@{score.at}": score.value for score in outcome.scores}
 
 
-def _text(outcome: Reprocessed) -> str:
+def _text(outcome: Outcome) -> str:
     return "kept" if outcome.reward is None else f"kept, reward {outcome.reward:g}"
 
 

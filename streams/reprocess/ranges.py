@@ -1,9 +1,9 @@
-"""Which part of the log: places as a person writes them, and the offsets they mean.
+"""Parts of the log: places as a person writes them, and their offsets.
 
 beginning | end | 981 (every partition) | 3:981,4:12 (these partitions only) | 2026-11-21T12:00 (local time, or with Z)
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from typing import Literal
@@ -131,39 +131,13 @@ async def first_time_ms(log: Log, ranges: Sequence[Range]) -> int:
     """Log-append time of the earliest record in the ranges, 0 if they are empty."""
     times = []
     for one in ranges:
-        async with aclosing(messages_of(log, one, max_records=1)) as messages:
+        async with aclosing(messages_in(log, one, max_records=1)) as messages:
             async for message in messages:
                 times.append(message.timestamp_ms)
                 break
     return min(times, default=0)
 
 
-def messages_of(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
+def messages_in(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
     """The records of a range."""
     return log.scan(one.topic, {one.partition: one.start}, {one.partition: one.stop}, max_records=max_records)
-
-
-class TimedEvent(msgspec.Struct, frozen=True):
-    """Something that happened at a time of the log.
-
-    time_ms: log time.
-    """
-
-    time_ms: int
-
-
-async def in_time_order(streams: Sequence[AsyncIterator["TimedEvent"]]) -> AsyncGenerator["TimedEvent", None]:
-    """All of several streams, each in its own order, the earliest head first."""
-    heads: dict[int, TimedEvent] = {}
-    for index, stream in enumerate(streams):
-        head = await anext(stream, None)
-        if head is not None:
-            heads[index] = head
-    while heads:
-        index = min(heads, key=lambda index: (heads[index].time_ms, index))
-        yield heads[index]
-        head = await anext(streams[index], None)
-        if head is None:
-            del heads[index]
-        else:
-            heads[index] = head

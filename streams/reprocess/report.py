@@ -1,20 +1,79 @@
-"""What a reprocessing found: totals, and what is not as recorded, by kind and reason with a few examples each."""
+"""The report of a reprocessing: totals, and differences from the record by kind and reason, with a few examples each."""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 
-from streams.reprocess.outcome import Difference, Reprocessed, differences
-from streams.reprocess.shelf import OutcomeShelf
+from streams.reprocess.outcome import Difference, Outcome, differences
 
 EXAMPLES = 3
+FLUSH = 2000
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Outcome)
+
+
+class OutcomeTable:
+    """Recorded outcomes by key, on disk, the first of each key. Not safe for concurrent use."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        self._connection.executescript(
+            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
+            "CREATE TABLE recorded (key TEXT PRIMARY KEY, parent TEXT NOT NULL, data BLOB NOT NULL) WITHOUT ROWID;"
+            "CREATE TABLE met (key TEXT PRIMARY KEY) WITHOUT ROWID;"
+        )
+        self._new: dict[str, Outcome] = {}
+        self._met: set[str] = set()
+
+    def put(self, outcome: Outcome) -> None:
+        """Add a recorded outcome; a second outcome of a key (a repeated send) changes nothing."""
+        self._new.setdefault(outcome.key, outcome)
+        if len(self._new) >= FLUSH:
+            self._flush()
+
+    def get(self, key: str) -> Outcome | None:
+        found = self._new.get(key)
+        if found is not None:
+            return found
+        row = self._connection.execute("SELECT data FROM recorded WHERE key = ?", (key,)).fetchone()
+        return None if row is None else _decoder.decode(row[0])
+
+    def meet(self, key: str) -> bool:
+        """Note that the range has an outcome `key`; False if that was known."""
+        if key in self._met or self._connection.execute("SELECT 1 FROM met WHERE key = ?", (key,)).fetchone():
+            return False
+        self._met.add(key)
+        if len(self._met) >= FLUSH:
+            self._flush()
+        return True
+
+    def orphans(self) -> Iterator[Outcome]:
+        """Yield recorded outcomes made from an outcome of the range, and missing from the range."""
+        self._flush()
+        rows = self._connection.execute(
+            "SELECT data FROM recorded WHERE parent != '' AND parent IN (SELECT key FROM met)"
+            " AND key NOT IN (SELECT key FROM met)"
+        )
+        for (data,) in rows:
+            yield _decoder.decode(data)
+
+    def _flush(self) -> None:
+        rows = [(key, outcome.parent, _encoder.encode(outcome)) for key, outcome in self._new.items()]
+        self._connection.execute("BEGIN")
+        self._connection.executemany("INSERT OR IGNORE INTO recorded VALUES (?, ?, ?)", rows)
+        self._connection.executemany("INSERT OR IGNORE INTO met VALUES (?)", [(key,) for key in self._met])
+        self._connection.execute("COMMIT")
+        self._new.clear()
+        self._met.clear()
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class Example(msgspec.Struct, frozen=True):
-    """One case of a change.
-
-    key: of the experience. old: as recorded. new: as it comes out now.
-
-    Example: Example("add-1.0.0-3-0", "kept, reward 1", "too short")
-    """
+    """One case of a change. key: of the experience. old: as recorded. new: as it comes out now."""
 
     key: str
     old: str
@@ -24,7 +83,7 @@ class Example(msgspec.Struct, frozen=True):
 class Change(msgspec.Struct):
     """All differences of one kind and reason.
 
-    kind, reason: as in Difference. count: how many there are. examples: the first EXAMPLES of them.
+    kind, reason: as in Difference. count: their number. examples: the first EXAMPLES of them.
     """
 
     kind: str
@@ -34,14 +93,14 @@ class Change(msgspec.Struct):
 
 
 class ReprocessReport(msgspec.Struct):
-    """What a reprocessing found.
+    """The result of a reprocessing.
 
-    stage: that was run. records: read from the range. kept: experiences (tasks) as they come out now. dropped: reason to count
-    of the others. repeated: experiences that came out before. compared: of them, with what is recorded. unrecorded: those that
-    the log has no record of. behind: records of the range that the workers have not committed yet, left out of a comparison.
-    open_groups: those that wait for records behind the range. published: records written to the other app. reused_scores:
-    verdicts taken from the log instead of being asked for again. other_code: of the scores reused, those recorded under the
-    same version by other code, by name. changes: what is not as recorded, the most frequent first.
+    stage: that was run. records: read from the range. kept: experiences (tasks) that go on. dropped: the others, by reason.
+    repeated: experiences that came out before. compared: experiences that the log has a record of; unrecorded: the others.
+    behind: records of the range that the workers have not committed yet, left out of a comparison. open_groups: groups that
+    wait for records behind the range. reused_scores: verdicts taken from the log instead of being asked for again.
+    other_code: reused scores that were recorded under the same version by other code, by name. changes: differences from
+    the record, the most frequent first.
     """
 
     stage: str
@@ -53,36 +112,29 @@ class ReprocessReport(msgspec.Struct):
     unrecorded: int = 0
     behind: int = 0
     open_groups: int = 0
-    published: int = 0
     reused_scores: int = 0
     other_code: dict[str, int] = {}
     changes: list[Change] = []
 
     @property
     def is_same(self) -> bool:
-        """Everything came out as recorded."""
         return not self.changes
 
-    def count(self, new: Reprocessed) -> None:
-        """One experience as it comes out now."""
-        if new.dropped:
-            self.dropped[new.dropped] = self.dropped.get(new.dropped, 0) + 1
-        else:
-            self.kept += 1
+    def take(self, kept: int, dropped: Mapping[str, int], records: int) -> None:
+        """Add the counts of one step."""
+        self.records += records
+        self.kept += kept
+        for reason, count in dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
 
-    def drop(self, reason: str, count: int) -> None:
-        """Experiences dropped without a trace of their own, such as repeated deliveries."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def compare(self, shelf: OutcomeShelf, new: Reprocessed, absent: Reprocessed | None = None) -> None:
-        """Compare with what is recorded; absent: what it means when nothing is recorded under the key."""
-        if not shelf.meet(new.key):
+    def compare(self, table: OutcomeTable, new: Outcome, absent: Outcome | None = None) -> None:
+        """Compare with the record; absent: the outcome that is meant if nothing is recorded under the key."""
+        if not table.meet(new.key):
             self.repeated += 1
             return
-        old = shelf.get(new.key) or absent
+        old = table.get(new.key) or absent
         if old is None:
-            made = new.parent and shelf.get(new.parent) is not None
-            if made:
+            if new.parent and table.get(new.parent) is not None:
                 self.note(Difference("newly made", "", "", f"from {new.parent}"), new.key)
             else:
                 self.unrecorded += 1
@@ -103,8 +155,8 @@ class ReprocessReport(msgspec.Struct):
         if len(change.examples) < EXAMPLES:
             change.examples.append(Example(key, difference.old, difference.new))
 
-    def finish(self, shelf: OutcomeShelf) -> None:
-        """Note what is recorded and no longer made, and bring the changes in order."""
-        for gone in shelf.orphans():
+    def finish(self, table: OutcomeTable) -> None:
+        """Note recorded outcomes that are no longer made, and sort the changes."""
+        for gone in table.orphans():
             self.note(Difference("no longer made", "", f"from {gone.parent}", ""), gone.key)
         self.changes.sort(key=lambda change: (-change.count, change.kind, change.reason))

@@ -1,4 +1,4 @@
-"""The commands that go over the log once more: reprocess.
+"""`headrace reprocess`.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -27,7 +27,6 @@ class ReprocessFlags(msgspec.Struct, frozen=True):
         Path | None, typer.Option("--with", help="Judge with the stages of this TOML instead.", metavar="FILE")
     ] = None
     diff: Annotated[bool, typer.Option("--diff", help="Compare with what the log records.")] = False
-    publish: Annotated[str, typer.Option(help="Write the result into the topics of this app.", metavar="APP")] = ""
     rescore: Annotated[bool, typer.Option("--rescore", help="Ask for outside verdicts again that are on record.")] = (
         False
     )
@@ -46,7 +45,6 @@ def reprocess(
 
     The app that is read is only read; with the settings and processors that made the record, nothing differs.
     Offsets are those of the stage's input: taskset.raw, experiences (or --topic), verified.
-    With --publish a counterfactual app is filled, from which a trainer can be started.
     dead-letters delivers each letter that decodes by now once more to where it came from.
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]

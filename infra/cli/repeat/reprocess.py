@@ -40,14 +40,14 @@ async def run_reprocess(
         add_plugin_folders(judged_by.folder, judged_by.plugins)
     console = Screen(stderr=as_json)
     if stage == "dead-letters":
-        refused = [name for name in ("diff", "publish", "rescore") if options.get(name)]
+        refused = [name for name in ("diff", "rescore") if options.get(name)]
         if refused or other is not None:
             raise ConfigError(f"reprocess dead-letters: takes no --{refused[0] if refused else 'with'}")
         letters = await _letters(settings, order, console)
         print(printable_json(msgspec.json.encode(letters).decode())) if as_json else show_letters(console, letters)
         return 1 if letters.refused else 0
     report = await _stage(settings, judged_by, order, console)
-    print(printable_json(to_json(report))) if as_json else show(console, report, order, settings)
+    print(printable_json(to_json(report))) if as_json else show(console, report, order)
     return 0
 
 
@@ -93,7 +93,7 @@ def to_json(report: "ReprocessReport") -> str:
     return msgspec.json.encode(msgspec.to_builtins(report) | {"same": report.is_same}).decode()
 
 
-def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder", settings: Settings) -> None:
+def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -> None:
     """Totals, then every change with its examples."""
     totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
     totals.add_column()
@@ -111,10 +111,6 @@ def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder", s
                 changes.add_row(*first, example.key, example.old, example.new)
                 first = ("", "", "")
         console.print(changes)
-    if order.publish:
-        console.print(
-            f"{report.published:,} records written to app {order.publish}; {next_step(order, settings)}", markup=False
-        )
 
 
 def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
@@ -127,30 +123,30 @@ def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
 
 
 def totals_of(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:
-    """Rows of the table of totals; those that are always there first."""
-    rows = [("records", report.records), ("kept", report.kept)]
-    rows += [(f"dropped: {reason}", count) for reason, count in sorted(report.dropped.items(), key=lambda one: -one[1])]
+    """Rows of the table of totals; the rows that are always there first."""
+    inputs = {"tasks": "tasks", "verify": "blocks of answers", "collect": "records of verified"}
+    kept = (
+        "tasks"
+        if report.stage == "tasks"
+        else "experiences, evals included"
+        if report.stage == "verify"
+        else "experiences"
+    )
+    rows = [(f"read: {inputs[report.stage]}", report.records), (f"kept: {kept}", report.kept)]
+    by_count = sorted(report.dropped.items(), key=lambda item: -item[1])
+    rows += [(f"dropped: {reason}", count) for reason, count in by_count]
     if order.diff:
-        rows.append(("compared", report.compared))
+        rows.append(("compared with the record", report.compared))
     rest = [
         ("not recorded (yet)", report.unrecorded),
         ("delivered more than once", report.repeated),
-        ("behind the workers, left out", report.behind),
+        ("not compared: records that the workers have not committed yet", report.behind),
         ("groups still open at the end", report.open_groups),
         ("scores reused", report.reused_scores),
     ]
     for name, count in sorted(report.other_code.items()):
         rest.append((f"of them by other code of {name}: raise its version, or --rescore", count))
     return rows + [row for row in rest if row[1]]
-
-
-def next_step(order: "ReprocessOrder", settings: Settings) -> str:
-    """The command that continues after what was published."""
-    if order.stage == "verify":
-        return f"next: headrace reprocess collect --set app={order.publish} --publish ANOTHER"
-    run = f" --set run={order.publish}" if settings.run else ""
-    # A policy name of its own: manifests and weights of the run that was read stay as they are.
-    return f"next: headrace train --set app={order.publish}{run} --set policy.name={order.publish}"
 
 
 def show_letters(console: Console, report: "LettersReport") -> None:

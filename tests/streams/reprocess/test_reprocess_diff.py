@@ -159,7 +159,6 @@ def test_a_tampered_record_is_found(tmp_path: Path) -> None:
         ({"start": "7:0"}, "no partition 7"),
         ({"start": "100000"}, "has no offset 100000"),
         ({"topic": "buffer"}, "--topic: got 'buffer'"),
-        ({"publish": "app"}, "the app that is read"),
     ],
 )
 def test_an_order_that_cannot_hold_is_one_clear_line(tmp_path: Path, fields: dict[str, str], words: str) -> None:

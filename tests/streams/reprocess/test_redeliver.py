@@ -1,16 +1,14 @@
-"""A counterfactual written to another app: what verify and collect would have made, ready for a trainer."""
+"""Dead letters are delivered again once, whole, and only if they decode."""
 
 import asyncio
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 
 from infra.log.log import Log
-from schemas import Block, Closure, DeadLetter, DropMarker, Feedback, Tick, encode
-from schemas.errors import ConfigError
-from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, PROGRESS, VERIFIED
+from schemas import Block, DeadLetter, encode
+from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, VERIFIED
 from streams.processors.dedupe import dedupe_key
 from streams.reprocess.letters import MARK, redeliver
 from streams.reprocess.ranges import LogPlace, ranges_of
@@ -18,7 +16,7 @@ from tests.simulator.virtual_loop import run_virtual
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import values
 from tests.streams.memory_worker import settled, working
-from tests.streams.reprocess.recorded_run import CONFIG, recorded_log, run
+from tests.streams.reprocess.recorded_run import CONFIG, recorded_log
 
 PLAIN = msgspec.structs.replace(CONFIG, processor=())
 
@@ -30,61 +28,6 @@ async def buffered(log: Log) -> dict[str, tuple[object, ...]]:
         if isinstance(record, Block)
         for one in record.experiences
     }
-
-
-async def closures(log: Log) -> dict[tuple[str, int, int], Closure]:
-    """Without the moments: a block that verify makes again stands for the time of what it was made from."""
-    found = [timeless(one) for one in await values(log, PROGRESS) if isinstance(one, Closure)]
-    return {(one.group, one.attempt, one.revision): one for one in found}
-
-
-def timeless(closure: Closure) -> Closure:
-    ratings = tuple(msgspec.structs.replace(rating, time_ms=0) for rating in closure.ratings or ())
-    return msgspec.structs.replace(closure, answered_ms=min(0, closure.answered_ms), ratings=ratings)
-
-
-def test_verify_and_collect_published_unchanged_make_the_same_buffer(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await recorded_log(tmp_path)
-        first = await run(log, "verify", publish="again", diff=False)
-        assert first.published > 100
-        again = Log(log.bus, "again")
-        passed = [one for one in await values(again, VERIFIED) if isinstance(one, Feedback | Tick)]
-        assert len(passed) == len([one for one in await values(log, VERIFIED) if isinstance(one, Feedback | Tick)])
-        await run(again, "collect", publish="third", diff=False)
-        third = Log(log.bus, "third")
-        assert await buffered(third) == await buffered(log)
-        assert await closures(third) == await closures(log)
-
-    run_virtual(main())
-
-
-def test_a_counterfactual_holds_what_the_other_configuration_makes(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await recorded_log(tmp_path)
-        report = await run(log, "verify", PLAIN, publish="plain")
-        assert not report.is_same
-        plain = Log(log.bus, "plain")
-        stubs = {one.reason for one in await values(plain, VERIFIED) if isinstance(one, DropMarker)}
-        assert "third" not in stubs
-        assert "third" in {one.reason for one in await values(log, VERIFIED) if isinstance(one, DropMarker)}
-
-    run_virtual(main())
-
-
-def test_an_app_that_is_read_or_was_written_to_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await recorded_log(tmp_path, groups=4)
-        await run(log, "collect", publish="once", diff=False)
-        for stage, target, words in (
-            ("collect", "once", "is not empty"),
-            ("collect", "app", "the app that is read"),
-            ("tasks", "other", "expected one of verify, collect"),
-        ):
-            with pytest.raises(ConfigError, match=words):
-                await run(log, stage, publish=target, diff=False)
-
-    run_virtual(main())
 
 
 async def whole(log: Log) -> list:  # type: ignore[type-arg]
