@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import AHEAD, NO_LIMITS, Filled, ShareLimits, filled_from, is_open, room_of, strata
+from trainer.buffer.draw_share import AHEAD, NO_LIMITS, Filled, ShareLimits, filled_from, is_open, room_of
 from trainer.buffer.draw_share import fill as fill_pool
 from trainer.buffer.draw_spread import draw_spread
 from trainer.buffer.pool import pool_of
@@ -47,7 +47,7 @@ def test_a_tenant_alone_is_not_held_back() -> None:
 def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
     filled = fill(pool(a=90, b=40), 32, ShareLimits(tenant=0.5))
     assert drawn(pool(a=90, b=40), 32, ShareLimits(tenant=0.5)) == {"a": 16, "b": 16}
-    assert filled.held_back == 74 and filled.full == {("a",)}
+    assert filled.held_back == 74
 
 
 def test_an_even_split_is_always_allowed() -> None:
@@ -74,19 +74,18 @@ def test_users_are_limited_within_their_tenant_too() -> None:
     filled = fill(candidates, 10, ShareLimits(tenant=0.5, subject=0.2))
     subjects = Counter(candidates[place].subject for place in filled.taken)
     assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
-    assert filled.full == {("a", "heavy")}
 
 
 @pytest.mark.parametrize(
     ("first", "share", "asked"),
     [
-        ("", 1.0, {False: [11], True: [11]}),  # a group more than is wanted
-        ("", 0.5, {False: [AHEAD * 11], True: [AHEAD * 11]}),
-        ("aaaaaa", 0.5, {False: [AHEAD * 11], True: [AHEAD * 11, 1000]}),  # a share is full, and so is the batch
-        ("a" * AHEAD * 11, 0.5, {False: [AHEAD * 11, 1000], True: [AHEAD * 11, 1000]}),  # the batch is not full
+        ("", 1.0, [11]),  # a group more than is wanted
+        ("", 0.5, [AHEAD * 11]),
+        ("aaaaaa", 0.5, [AHEAD * 11]),  # a share is full, and so is the batch
+        ("a" * AHEAD * 11, 0.5, [AHEAD * 11, 1000]),  # the batch is not full
     ],
 )
-def test_no_more_is_ordered_than_a_batch_needs(first: str, share: float, asked: dict[bool, list[int]]) -> None:
+def test_no_more_is_ordered_than_a_batch_needs(first: str, share: float, asked: list[int]) -> None:
     candidates = [one(at, tenant) for at, tenant in enumerate((first + 500 * "ab")[:1000])]
     held = pool_of(candidates)
     room = room_of(held, 10, ShareLimits(tenant=share))
@@ -96,10 +95,8 @@ def test_no_more_is_ordered_than_a_batch_needs(first: str, share: float, asked: 
         numbers.append(num)
         return np.arange(num)
 
-    for whole_where_full, expected in asked.items():
-        numbers.clear()
-        place_F, filled = filled_from(held, ordered, room, whole_where_full=whole_where_full)
-        assert numbers == expected and len(filled.taken) == 10 and filled.taken[-1] < len(place_F) == numbers[-1]
+    place_F, filled = filled_from(held, ordered, room)
+    assert numbers == asked and len(filled.taken) == 10 and filled.taken[-1] < len(place_F) == numbers[-1]
 
 
 PARTIES = st.lists(
@@ -139,38 +136,6 @@ def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
     assert Counter(member.tenant for member in first.taken)["a"] == 10
 
 
-def test_weights_are_of_each_ones_own_pool_where_a_share_is_full() -> None:
-    """Of a tenant held to half of the batch the weighted mean is still that of all it has, and so it is for the others."""
-    random = np.random.default_rng(0)
-    values = np.concatenate([random.uniform(0.1, 0.4, 300), random.uniform(0.3, 1.0, 40)])
-    candidates = pool_of(one(at, "a" if at < 300 else "b", priority=value) for at, value in enumerate(values.tolist()))
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for seed in range(2000):
-        for member in draw_by_priority(
-            candidates, num_experiences=40, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
-        ).taken:
-            sums[member.tenant] += member.weight * values[member.offset]
-            counts[member.tenant] += 1
-    assert counts["a"] == counts["b"]
-    assert sums["a"] / counts["a"] == pytest.approx(values[:300].mean(), rel=0.02)
-    assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
-
-
-@pytest.mark.parametrize("sizes", [(1, 3, 2, 1), (1,)])
-def test_of_a_tenant_all_of_whose_groups_are_drawn_none_is_weighed_where_another_is_full(
-    sizes: tuple[int, ...],
-) -> None:
-    few = [one(60 + at, "b", size=size, priority=0.1 * size) for at, size in enumerate(sizes)]
-    candidates = pool_of(pool(a=60) + few)
-    for seed in range(50):
-        drawn = draw_by_priority(
-            candidates, num_experiences=20, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
-        ).taken
-        assert Counter(member.tenant for member in drawn) == {"a": sum(sizes), "b": len(sizes)}
-        assert {member.weight for member in drawn if member.tenant == "b"} == {1.0}
-
-
 def test_groups_without_tokens_have_a_weight_where_the_mean_is_over_tokens() -> None:
     candidates = pool_of(pool(a=60, b=4))
     drawn = draw_by_priority(
@@ -179,10 +144,14 @@ def test_groups_without_tokens_have_a_weight_where_the_mean_is_over_tokens() -> 
     assert len(drawn) == 8 and {member.weight for member in drawn} == {0.0}, "nothing of them is in the mean"
 
 
-def test_without_a_word_nothing_is_limited_and_nobody_held_back() -> None:
-    assert ShareLimits() == ShareLimits(tenant=1.0, subject=1.0, least=1)
-    assert Filled((0,)) == Filled((0,), frozenset(), 0)
-    assert fill([one(0), one(1, "a")], 1) == Filled((0,))
+@pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
+def test_a_draw_counts_what_a_share_held_back(draw) -> None:
+    limits = ShareLimits(tenant=0.5)
+    held = [
+        draw(pool_of(pool(a=9, b=2)), num_experiences=8, max_uses=1, seed=at, limits=limits).held_back
+        for at in range(20)
+    ]
+    assert 0 < max(held) <= 7
 
 
 def test_a_share_matters_only_where_two_have_something() -> None:
@@ -199,15 +168,6 @@ def test_a_share_matters_only_where_two_have_something() -> None:
         assert is_open(pool_of(candidates), limits) is expected
 
 
-def test_a_group_is_drawn_among_its_users_before_its_tenants_before_all() -> None:
-    order = pool_of([one(0, "a", "u"), one(1, "a", "v"), one(2, "b", "w"), one(3, "c", "w"), one(4, "a", "u")])
-    among = strata(order, frozenset({("a",), ("a", "u")})).tolist()
-    assert among[0] == among[4] and among[2] == among[3] == -1 and len(set(among)) == 3
-    among = strata(order, frozenset({("a",), ("b", "w")})).tolist()
-    assert among[0] == among[1] == among[4] and among[3] == -1 and len(set(among)) == 3
-    assert set(strata(order, frozenset()).tolist()) == {-1}
-
-
 def test_one_whole_group_may_be_above_the_share() -> None:
     order = [one(0, "a", size=9), one(1, "a"), one(2, "b", size=5), one(3, "b", size=5)]
     filled = fill(order, 10, ShareLimits(tenant=0.5))
@@ -215,17 +175,10 @@ def test_one_whole_group_may_be_above_the_share() -> None:
     assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, ShareLimits(tenant=0.5)).taken == (0, 1, 2)
 
 
-def test_who_is_full_as_a_user_and_as_a_tenant_is_full_as_a_user() -> None:
-    order = [one(at, "a", "u") for at in range(6)] + [one(6, "b", "w"), one(7, "b", "x")]
-    filled = fill(order, 8, ShareLimits(tenant=0.5, subject=0.5))
-    assert filled.full == {("a", "u")}
-    assert filled.taken == (0, 1, 6, 7) and filled.held_back == 4
-
-
 def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_order() -> None:
     order = [one(at, "a", size=2) for at in range(5)] + [one(5, "b", size=2)]
     filled = fill(order, 12, ShareLimits(tenant=0.5, least=7))
-    assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4 and filled.full == {("a",)}
+    assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4
     assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
 
 
@@ -256,18 +209,7 @@ def test_users_of_one_name_at_two_tenants_are_two() -> None:
     assert fill(order, 4, ShareLimits(subject=0.25)).taken == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("draw", [draw_spread, draw_by_priority])
-def test_a_draw_tells_how_many_it_held_back(draw) -> None:
-    held = [
-        draw(
-            pool_of(pool(a=9, b=2)), num_experiences=8, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5)
-        ).held_back
-        for seed in range(20)
-    ]
-    assert 0 <= min(held) < max(held) <= 7
-
-
 def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
     order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
     filled = fill(order, 10, ShareLimits(tenant=0.5))
-    assert filled == Filled((0, 2), frozenset({("a",), ("b",)}), 6)
+    assert filled == Filled((0, 2), 6)

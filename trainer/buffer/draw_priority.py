@@ -1,36 +1,38 @@
-"""The draw by priority: whole groups without replacement, the higher their priority the sooner. Pure.
+"""The draw by priority: whole groups without replacement, those of high priority more often. Pure.
 
-Guarantees: what is drawn follows from the candidates' order, their priorities and the seed; a weight is in the candidate,
-so that the journal holds it.
+Guarantees: candidates in their order, priorities and seed decide what is drawn; a candidate carries its weight, so that the
+journal holds it. The weighted mean of a step is, in expectation, the mean of the pool (`correction` 1), at any share of it.
 
-Priority sampling (Duffield, Lund and Thorup, J. ACM 54(6), 2007): with u even in (0, 1] a group's key is p / u, the groups
-with the largest keys are drawn, and given the keys of all others a group is drawn with chance min(1, p / τ), τ being the
-largest key at which they leave it no room. Summed with the weights 1 / chance, whatever is drawn gives the pool's sum
-without bias, at any share of the pool. Divided by the pool's size, in what the lane's mean counts, and multiplied by what
-was drawn, as the loss divides by that again, these are the weights of `correction` 1: a step's weighted mean is, in
-expectation, the mean of what waits; a single step's weights need not sum to what was drawn, so its scale varies too.
+Two steps. First each group gets a chance: proportional to its priority, at most 1, scaled down where a tenant or user would
+expect more than its share. The pool alone decides the chances. Then one systematic sample (Madow, Annals of Mathematical
+Statistics 20(3), 1949) takes groups with exactly these chances: groups lie on a line, each as long as its chance, users and
+tenants side by side and in random order within a user, and a comb of unit spacing with a random start takes what its teeth
+hit. So a step has a fixed number of groups, and a party gets its expected number, rounded up or down.
 
-That is another mean than the one over all that ever came. Where every group leaves after its only use, what waits is
-what was passed over before: its mean leans to low priorities, and those weights would turn priority into its opposite. There
-each group is trained once whatever its priority, which only says when, so that weights of 1 (`correction` 0) give the mean
-of all that came, as long as all of it is drawn in the end. No weight gives both: a group drawn surely at once would need
-weight 1 for the one and its share of the pool for the other.
+A weight is 1 / chance times the chance of an even draw within the group's stratum (Horvitz and Thompson, JASA 47(260), 1952).
+A stratum is a user or tenant that is at its share, or all others: a share limits what a party weighs, and within the share
+every group counts alike. The mean weight is 1.
 
-Variance: a share FAIR of every chance is an even draw's (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so that
-whatever the priorities, groups of low priority still differ and weights stay around 1 / FAIR at most: in a draw of 40 groups
-of equal length hardly one is above twice that. There is no other cap; it would bring the bias back.
+That is another mean than the mean over all groups that ever came. Where every group leaves after its only use, the pool holds
+what earlier draws passed over: its mean leans to low priorities, and these weights would turn priority into its opposite. There
+each group is trained once whatever its priority, and weights of 1 (`correction` 0) give the mean of all that came, as long as
+all of it is drawn in the end.
+
+Variance: FAIR of every chance is that of an even draw (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so that a
+weight is hardly above 1 / FAIR. There is no other cap; it would bring the bias back.
 """
-
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from trainer.buffer.draw import Draw
-from trainer.buffer.draw_share import NO_LIMITS, Filled, ShareLimits, filled_from, room_of, strata
-from trainer.buffer.pool import Pool, lowest
+from trainer.buffer.draw_share import NO_LIMITS, Room, ShareLimits, room_of
+from trainer.buffer.pool import Pool
 
 FAIR = 0.1
+MAX_ROUNDS = 50  # each caps at least one group, user or tenant more, or is the last
+CLOSE = 1e-9
+NOBODY = -1
 
 
 def draw_by_priority(
@@ -43,89 +45,113 @@ def draw_by_priority(
     by_tokens: bool = False,
     limits: ShareLimits = NO_LIMITS,
 ) -> Draw:
-    """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing.
+    """Whole groups worth `num_experiences` in expectation, exactly where groups are equally large; at least one.
 
-    correction: exponent β of the weights (Schaul et al., arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the
-    lane's mean is over sampled tokens, else over experiences.
+    Takes what there is when there is less; waits when there is nothing. correction: exponent of the weights (Schaul et al.,
+    arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the lane's mean is over sampled tokens, else over
+    experiences.
     """
     usable = pool.chosen(pool.column("uses") < max_uses)
-    num = len(usable)
-    if not num:
+    if not len(usable):
         return Draw(wait=True)
-    priority_N = blended(usable.column("priority"))
-    key_N = priority_N / (1.0 - np.random.default_rng(seed).random(num))
-    room = room_of(usable, num_experiences, limits)
-    is_weighted = correction > 0
-    # where a share is full, a weight is by all that a group is drawn among
-    first, filled = filled_from(usable, lambda num: lowest(-key_N, num), room, whole_where_full=is_weighted)
-    order = usable.chosen(first)
-    weight_F = np.ones(len(order))
-    if is_weighted:
-        unit = "num_tokens" if by_tokens else "num_experiences"
-        share = _Share(order.column(unit), int(usable.column(unit).sum()))
-        weight_F = _weights(order, filled, key_N[first], priority_N[first], num_experiences, share) ** correction
-    taken = (
+    random = np.random.default_rng(seed)
+    order = usable.chosen(_parties_together(usable, random))
+    room = room_of(order, num_experiences, limits)
+    chance_N, stratum_N = chances(order, room)
+    taken = np.flatnonzero(systematic(chance_N, random.random()))
+    weight_T = np.ones(len(taken))
+    if correction > 0:
+        unit_N = order.column("num_tokens" if by_tokens else "num_experiences")
+        weight_T = _weights(chance_N, stratum_N, unit_N, taken) ** correction
+    drawn = tuple(
         msgspec.structs.replace(order[place], weight=weight)
-        for place, weight in zip(filled.taken, weight_F[list(filled.taken)].tolist(), strict=True)
+        for place, weight in zip(taken.tolist(), weight_T.tolist(), strict=True)
     )
-    return Draw(taken=tuple(taken), held_back=filled.held_back)
+    waits_N = (stratum_N != NOBODY) & ~np.isin(np.arange(len(order)), taken)
+    return Draw(taken=drawn, held_back=int(order.column("num_experiences")[waits_N].sum()))
 
 
-class _Share(NamedTuple):
-    """What the lane's mean counts: unit_F of each in order, total of all that wait."""
+def chances(order: Pool, room: Room) -> tuple[np.ndarray, np.ndarray]:
+    """The chance of each group to be drawn, [N] float64, and its stratum, [N]: code of a party at its share, or NOBODY.
 
-    unit_F: np.ndarray
-    total: int
+    The chances sum to a whole number of groups, unless the shares leave room for part of one more.
+    """
+    size_N, priority_N = order.column("num_experiences"), blended(order.column("priority"))
+    allowed_C = None if room.allowed_C is None else room.allowed_C.astype(np.float64)
+    for _ in range(MAX_ROUNDS):
+        if allowed_C is None:
+            break
+        most = float((size_N * _scaled(np.ones(len(order)), order, allowed_C)[0]).sum())
+        if most >= room.least - CLOSE:
+            break
+        allowed_C *= room.least / max(most, 1.0)  # filled up past the shares
+    expected_N, stratum_N = _solved(order, priority_N, allowed_C, size_N.astype(np.float64), room.size)
+    num_groups = max(1, int(np.ceil(expected_N.sum() - CLOSE)))
+    if num_groups - expected_N.sum() > CLOSE:
+        expected_N, stratum_N = _solved(order, priority_N, allowed_C, np.ones(len(order)), num_groups)
+    return expected_N, stratum_N
 
 
-def _weights(
-    order: Pool, filled: Filled, key_F: np.ndarray, priority_F: np.ndarray, num_experiences: int, share: _Share
-) -> np.ndarray:
-    """1 / chance of each that is taken, on the scale of `correction` 1; what is not taken has no meaning. [F] float64"""
-    size_F = order.column("num_experiences")
-    taken_F = np.zeros(len(order), bool)
-    taken_F[list(filled.taken)] = True
-    if not filled.full:
-        scale = share.unit_F[taken_F].sum() / max(1, share.total)
-        weight_F: np.ndarray = inverse_chances(key_F, priority_F, size_F, num_experiences) * scale
-        return weight_F
-    weight_F = np.ones(len(order))
-    stratum_F = strata(order, filled.full)
-    for number in np.unique(stratum_F).tolist():
-        among = np.flatnonzero(stratum_F == number)
-        taken_A, unit_A = taken_F[among], share.unit_F[among]
-        wanted = num_experiences if len(among) == len(order) else _reached(size_F[among], taken_A)
-        scale = unit_A[taken_A].sum() / max(1, unit_A.sum())
-        weight_F[among] = inverse_chances(key_F[among], priority_F[among], size_F[among], wanted) * scale
-    return weight_F
+def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
+    """Which groups a comb with teeth at `start`, `start` + 1, … hits, [N] bool: each with its chance, over starts in [0, 1)."""
+    is_sure_N = chance_N >= 1.0 - CLOSE
+    ends_N = np.round(np.cumsum(np.where(is_sure_N, 0.0, chance_N)), 9)
+    hit_N: np.ndarray = is_sure_N | (np.diff(np.floor(ends_N - start), prepend=np.floor(-start)) > 0)
+    return hit_N
 
 
 def blended(priority_N: np.ndarray) -> np.ndarray:
-    """What chances go by: priorities with a share FAIR of their mean, so that the highest of them cannot take all."""
+    """What chances are proportional to: priorities with a share FAIR of their mean, so that the highest cannot take all."""
     positive_N = np.maximum(priority_N, 0.0)
     mean = positive_N.mean()
     return (1 - FAIR) * positive_N + FAIR * mean if mean > 0 else np.ones_like(positive_N)
 
 
-def inverse_chances(
-    key_RN: np.ndarray, priority_RN: np.ndarray, size_RN: np.ndarray, num_experiences: int
-) -> np.ndarray:
-    """1 / chance that a drawn group had to be drawn, given the keys of all others. All [..., N], by falling key.
+def _parties_together(pool: Pool, random: np.random.Generator) -> np.ndarray:
+    """Places in an order in which the groups of a tenant, and in it those of a user, are neighbours; else random. [N]"""
+    mixed_N = random.permutation(len(pool))
+    party_N = pool.column("tenant").astype(np.int64) * len(pool.codes) + pool.column("user")
+    return mixed_N if (party_N == party_N[0]).all() else mixed_N[np.argsort(party_N[mixed_N], kind="stable")]
 
-    A group is drawn while the sizes of those before it sum to less than `num_experiences`; so it would have been down to
-    the key at which the others alone reach that sum.
+
+def _solved(
+    order: Pool, priority_N: np.ndarray, allowed_C: np.ndarray | None, counted_N: np.ndarray, wanted: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The chances under which `counted_N` sums to `wanted`, or to as much as the shares allow; and strata.
+
+    The sum grows with the factor that multiplies priorities, ever more slowly, as more and more is at a limit: Newton's method
+    from below never overshoots.
     """
-    until_RN = np.cumsum(np.broadcast_to(size_RN, key_RN.shape), axis=-1)
-    inverse_RN = np.ones(key_RN.shape)
-    num_N = key_RN.shape[-1]
-    for size in np.unique(size_RN):
-        place_R1 = (until_RN < num_experiences + size).sum(axis=-1, keepdims=True)
-        threshold_R1 = np.take_along_axis(key_RN, np.minimum(place_R1, num_N - 1), axis=-1)
-        threshold_R1 = np.where(place_R1 < num_N, threshold_R1, 0.0)
-        inverse_RN = np.where(size_RN == size, np.maximum(1.0, threshold_R1 / priority_RN), inverse_RN)
-    return inverse_RN
+    factor = wanted / max(float((priority_N * counted_N).sum()), CLOSE)
+    for _ in range(MAX_ROUNDS):
+        chance_N = np.minimum(1.0, factor * priority_N)
+        stratum_N = np.full(len(order), NOBODY)
+        if allowed_C is not None:
+            chance_N, stratum_N = _scaled(chance_N, order, allowed_C)
+        missing = wanted - float((chance_N * counted_N).sum())
+        slope = float((priority_N * counted_N)[(chance_N < 1.0) & (stratum_N == NOBODY)].sum())
+        if missing <= CLOSE * wanted or slope <= 0:
+            break
+        factor += missing / slope
+    return chance_N, stratum_N
 
 
-def _reached(size_N: np.ndarray, drawn_N: np.ndarray) -> int:
-    """A number of experiences that the drawn groups reach, and all but the last of them do not; where all are drawn, all."""
-    return int(size_N.sum() if drawn_N.all() else size_N[drawn_N][:-1].sum() + 1)
+def _scaled(chance_N: np.ndarray, order: Pool, allowed_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chances under which no party expects more than it is allowed, users first; and the party at its share, or NOBODY."""
+    size_N, stratum_N = order.column("num_experiences"), np.full(len(chance_N), NOBODY)
+    for party_N in (order.column("user"), order.column("tenant")):
+        expected_C = np.bincount(party_N, weights=size_N * chance_N, minlength=len(allowed_C))
+        over_C = expected_C > allowed_C * (1 + CLOSE)
+        chance_N = chance_N * np.where(over_C, allowed_C / np.maximum(expected_C, CLOSE), 1.0)[party_N]
+        stratum_N = np.where(over_C[party_N], party_N, stratum_N)
+    return chance_N, stratum_N
+
+
+def _weights(chance_N: np.ndarray, stratum_N: np.ndarray, unit_N: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """1 / chance times the even chance within its stratum, of what was taken; on the scale of what was drawn. [T] float64"""
+    _, number_N = np.unique(stratum_N, return_inverse=True)
+    expected_S = np.bincount(number_N, weights=unit_N * chance_N)
+    even_S = expected_S / np.maximum(np.bincount(number_N, weights=unit_N), 1.0)
+    drawn = float(unit_N[taken].sum()) / max(float(expected_S.sum()), CLOSE)  # the loss divides by what was drawn
+    weight_T: np.ndarray = even_S[number_N[taken]] / chance_N[taken] * drawn
+    return weight_T

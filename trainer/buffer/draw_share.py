@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from trainer.buffer.pool import Party, Pool, enough
+from trainer.buffer.pool import Pool, enough
 
 
 class ShareLimits(msgspec.Struct, frozen=True):
@@ -37,12 +37,10 @@ AHEAD = 4  # times as many are looked at first where some may be passed over
 class Filled(msgspec.Struct, frozen=True):
     """What fits into a batch.
 
-    taken: places in the order that was filled from. full: parties that reached a share and have more. held_back: experiences
-    that were passed over for it.
+    taken: places in the order that was filled from. held_back: experiences that were passed over for a share.
     """
 
     taken: tuple[int, ...]
-    full: frozenset[Party] = frozenset()
     held_back: int = 0
 
 
@@ -67,19 +65,13 @@ def fill(order: Pool, room: Room) -> Filled:
     sums: dict[int, int] = {}
     taken: list[int] = []
     passed: list[int] = []
-    full: set[int] = set()
     total = 0
     rows = zip(*(order.column(name).tolist() for name in ("num_experiences", "tenant", "user")), strict=True)
     for place, (size, *parties) in enumerate(rows):
         if total >= room.size:
             break
-        over = [
-            party
-            for party in parties
-            if party in sums and sums[party] + size > room.allowed_C[party]  # a first group is always let in
-        ]
-        if over:
-            full.add(over[-1])
+        # A first group of a party is always let in.
+        if any(party in sums and sums[party] + size > room.allowed_C[party] for party in parties):
             passed.append(place)
             continue
         for party in parties:
@@ -90,38 +82,22 @@ def fill(order: Pool, room: Room) -> Filled:
         more = first(size_N[passed], room.least - total)
         taken = sorted([*taken, *passed[:more]])
         passed = passed[more:]
-    names = {code: party for party, code in order.codes.items() if code in full} if full else {}
-    return Filled(tuple(taken), frozenset(names.values()), int(size_N[passed].sum()) if passed else 0)
+    return Filled(tuple(taken), int(size_N[passed].sum()) if passed else 0)
 
 
-def filled_from(
-    pool: Pool, ordered: Callable[[int], np.ndarray], room: Room, *, whole_where_full: bool
-) -> tuple[np.ndarray, Filled]:
+def filled_from(pool: Pool, ordered: Callable[[int], np.ndarray], room: Room) -> tuple[np.ndarray, Filled]:
     """Places of the pool in order, as far as a batch reaches, and which of these are taken.
 
-    ordered: at least so many places in order. whole_where_full: order the whole pool where a party reached its share.
+    ordered: returns at least a number of places, in order.
     """
     num = enough(pool, room.wanted)
     place_F = ordered(num if room.allowed_C is None else AHEAD * num)
     filled = fill(pool.chosen(place_F), room)
-    if len(place_F) == len(pool):
-        return place_F, filled
-    reached = int(pool.column("num_experiences")[place_F[list(filled.taken)]].sum()) >= room.size
-    if reached and not (whole_where_full and filled.full):
+    taken_F = place_F[list(filled.taken)]
+    if len(place_F) == len(pool) or int(pool.column("num_experiences")[taken_F].sum()) >= room.size:
         return place_F, filled
     place_F = ordered(len(pool))
     return place_F, fill(pool.chosen(place_F), room)
-
-
-def strata(pool: Pool, full: frozenset[Party]) -> np.ndarray:
-    """Whom a group is drawn among, as a number: those of its user or its tenant where these are full, else all others, -1.
-
-    Of the same number are those that are drawn among each other. [N] int32
-    """
-    is_full_C = np.zeros(len(pool.codes), bool)
-    is_full_C[[pool.codes[party] for party in full]] = True
-    tenant_N, user_N = pool.column("tenant"), pool.column("user")
-    return np.where(is_full_C[user_N], user_N, np.where(is_full_C[tenant_N], tenant_N, -1))
 
 
 def is_open(pool: Pool, limits: ShareLimits) -> bool:

@@ -15,7 +15,7 @@ def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, l
     if not len(usable):
         return Draw(wait=True)
     room = room_of(usable, num_experiences, limits)
-    first, filled = filled_from(usable, lambda num: _least_used(usable, seed, num), room, whole_where_full=False)
+    first, filled = filled_from(usable, lambda num: _least_used(usable, seed, num), room)
     order = usable.chosen(first)
     return Draw(taken=tuple(order[place] for place in filled.taken), held_back=filled.held_back)
 

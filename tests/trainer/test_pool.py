@@ -1,18 +1,12 @@
-"""Draws by columns decide what draws over lists of candidates decide, to the last bit, and the columns are the candidates'."""
+"""The rows of a lane: columns hold the numbers of the candidates as they come and go, in memory bounded by what is held."""
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer import plain_draws
 from trainer.buffer.draw import Candidate
-from trainer.buffer.draw_joined import joins_of, united
-from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import ShareLimits
-from trainer.buffer.draw_spread import draw_spread
-from trainer.buffer.pool import FIRST_ROWS, LaneRows, Pool, lowest, pool_of
+from trainer.buffer.pool import FIRST_ROWS, LaneRows, Pool, lowest
 
 CANDIDATES = st.builds(
     Candidate,
@@ -30,58 +24,6 @@ CANDIDATES = st.builds(
     join=st.sampled_from(["", "", "j0", "j1", "j2"]),
 )
 LISTS = st.lists(CANDIDATES, max_size=60, unique_by=lambda one: one.offset)
-LIMITS = st.builds(ShareLimits, tenant=st.floats(0.05, 1), subject=st.floats(0.05, 1), least=st.integers(1, 20))
-OPEN = st.just(ShareLimits())
-
-
-@given(LISTS, st.integers(1, 80), st.integers(1, 4), st.integers(0, 2**32), LIMITS | OPEN)
-def test_an_even_draw_by_columns_is_the_one_over_the_list(candidates, wanted, max_uses, seed, limits) -> None:
-    given_ = {"num_experiences": wanted, "max_uses": max_uses, "seed": seed, "limits": limits}
-    assert draw_spread(pool_of(candidates), **given_) == plain_draws.draw_spread(candidates, **given_)
-
-
-@given(LISTS, st.integers(1, 80), st.integers(0, 2**32), LIMITS | OPEN, st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_a_draw_by_priority_by_columns_is_the_one_over_the_list_with_its_weights(
-    candidates, wanted, seed, limits, by_tokens, correction
-) -> None:
-    given_ = {
-        "num_experiences": wanted, "max_uses": 3, "seed": seed, "limits": limits, "by_tokens": by_tokens,
-        "correction": correction,
-    }  # fmt: skip
-    assert draw_by_priority(pool_of(candidates), **given_) == plain_draws.draw_by_priority(candidates, **given_)
-
-
-@given(LISTS)
-def test_joins_by_columns_are_those_of_the_list(candidates) -> None:
-    pool = pool_of(candidates)
-    joins = joins_of(pool)
-    assert joins == plain_draws.joins_of(candidates)
-    expected = plain_draws.united(candidates, joins)
-    whole = united(pool, joins)
-    assert list(whole) == expected
-    assert_same_numbers(whole, expected)
-
-
-@pytest.mark.parametrize("limits", [ShareLimits(), ShareLimits(tenant=0.3), ShareLimits(tenant=0.25, subject=0.02)])
-def test_a_large_draw_is_the_one_over_the_list(limits: ShareLimits) -> None:
-    random = np.random.default_rng(4)
-    columns = (
-        random.integers(1, 5, 5000), random.random(5000), random.integers(0, 3, 5000),
-        random.choice(list("abcdef"), 5000, p=[0.3, 0.3, 0.3, 0.04, 0.03, 0.03]), random.choice(list("uvwxyz"), 5000),
-    )  # fmt: skip
-    candidates = [
-        Candidate(
-            group=f"l.{at}", lane="live", offset=at, num_experiences=size, priority=priority, num_tokens=9, uses=uses,
-            tenant=tenant, subject=subject,
-        )
-        for at, (size, priority, uses, tenant, subject) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        )
-    ]  # fmt: skip
-    for seed in range(5):
-        given_ = {"num_experiences": 100, "max_uses": 9, "seed": seed, "limits": limits}
-        assert draw_spread(pool_of(candidates), **given_) == plain_draws.draw_spread(candidates, **given_)
-        assert draw_by_priority(pool_of(candidates), **given_) == plain_draws.draw_by_priority(candidates, **given_)
 
 
 @given(st.lists(st.integers(0, 9) | st.floats(0, 9), max_size=50), st.integers(1, 60))
