@@ -12,11 +12,12 @@ import pytest
 from actors.engines.engine import LoadReport, Sampling
 from actors.engines.reload import PolicyFollower
 from actors.engines.scripted import TENSOR, ScriptedEngine
-from actors.engines.vllm.exchange import Exchange
+from actors.engines.vllm.engine import in_a_file
 from infra.observe.metrics import Metrics
 from infra.policies.policy import Policy
 from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy
+from infra.policies.version_files import VersionFiles
 from infra.store.host_cache import CachedStore, HostCache
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
@@ -160,16 +161,14 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
 class PassingEngine(ScriptedEngine):
     """One that passes weights on through files, as vLLM's does."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, files: VersionFiles) -> None:
         super().__init__(num_vocabulary=VOCABULARY)
-        self._exchange = exchange
+        self._files = files
 
     async def load(self, policy: Policy) -> LoadReport:
-        path = self._exchange.write(policy.tensors)
-        try:
-            return await super().load(policy)
-        finally:
-            self._exchange.discard(path)
+        file = in_a_file(self._files, policy.tensors)
+        assert file.path.exists()
+        return await super().load(policy)
 
 
 def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_and_nothing_is_left(
@@ -181,7 +180,7 @@ def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_
 
     async def run() -> str:
         log, metrics = await memory_log(), Metrics("explore")
-        engine = PassingEngine(Exchange([tmp_path], free=lambda place: room[0]))
+        engine = PassingEngine(VersionFiles([tmp_path], free=lambda place: room[0]))
         await engine.start()
         heard = TopicArrivals(log, POLICIES)
         follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)

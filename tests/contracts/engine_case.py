@@ -11,11 +11,10 @@ import numpy as np
 from actors.engines.engine import Completion, Engine, KvMode
 from actors.engines.reload import ReadsFiles
 from actors.engines.scripted import TENSOR, ScriptedEngine
+from actors.engines.vllm.engine import in_a_file
 from infra.model.model import load_tokenizer
-from infra.policies.manifest import entries_of, sha256_hex
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
-from infra.policies.version_files import Put, VersionFiles
 
 Tensors = dict[str, Tensor]
 Reference = Callable[[Tensors, Sequence[int], float], list[float]]
@@ -75,7 +74,9 @@ class Case(Started):
         self.newest += 1
         sequences = ((1, 20, 30, 40, 50), (1, 7, 9))
         made = Probe(sequences, tuple(tuple(self.reference(tensors, tokens, 1.0)) for tokens in sequences))
-        lying = in_a_file(self.engine.version_files, tensors) if isinstance(self.engine, ReadsFiles) else tensors
+        lying = dict(tensors)
+        if isinstance(self.engine, ReadsFiles):
+            lying = in_a_file(self.engine.version_files, tensors)
         return Policy(version=self.newest, tensors=lying, touched=frozenset(tensors), probe=made if probe else None)
 
     async def load(self, policy: Policy) -> None:
@@ -107,19 +108,6 @@ class Case(Started):
                 rtol=0,
             )
         assert stop == len(completion.tokens) == len(completion.logprobs)
-
-
-def in_a_file(files: VersionFiles, tensors: Tensors) -> Tensors:
-    """As a follower puts them. A policy made of some of them by a test lies in none."""
-
-    def fill(put: Put) -> None:
-        for name, tensor in tensors.items():
-            put(name, tensor, ())
-
-    entries = entries_of(tensors)
-    placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)
-    assert placed is not None
-    return placed
 
 
 def scripted(_: Path, kv: KvMode = "rebuild") -> Case:

@@ -15,7 +15,7 @@ from tests.infra.tiny_families import build_family
 from tests.tiny_models import FAMILIES, build_tiny_model
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
 
 
@@ -43,8 +43,19 @@ def test_three_adapters_of_a_family_are_too(tmp_path: Path, family: str) -> None
     three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine, LoraConfig(rank=4))
 
 
-def test_experts_are_too_in_vllm(tmp_path: Path) -> None:
-    three_versions(str(build_family(tmp_path / "model", "qwen3_moe")), vllm_engine)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("qwen3_moe", False),
+        ("llama", True),
+        *(
+            pytest.param(family, True, marks=pytest.mark.full)
+            for family in ("qwen2", "gemma2", "gemma3_text", "granite")
+        ),
+    ],
+)
+def test_a_family_is_too_in_vllm_with_embeddings_tied_or_not(tmp_path: Path, family: str, tied: bool) -> None:
+    three_versions(str(build_family(tmp_path / "model", family, tie_word_embeddings=tied)), vllm_engine)
 
 
 def three_versions(folder: str, engine: Callable[[str], Engine], lora: LoraConfig | None = None) -> None:

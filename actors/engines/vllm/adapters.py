@@ -19,7 +19,6 @@ from actors.engines.vllm.attempts import Attempts
 from schemas.errors import ConfigError, PolicyRefused
 
 _log = logging.getLogger(__name__)
-READING_S = 0.005  # from one look whether an adapter is read to the next
 MIN_SLOTS = 2  # what serves, and what is being proved
 
 
@@ -92,23 +91,18 @@ class Adapters:
         from vllm.lora.request import LoRARequest
 
         self._count += 1
-        one = LoadedAdapter(label, LoRARequest(label, self._count, path))
+        adapter = LoadedAdapter(label, LoRARequest(label, self._count, path))
         try:
-            await self._llm.collective_rpc("headrace_read_adapter", args=(self._count, label, path))
-            while not all(await self._llm.collective_rpc("headrace_adapter_is_read")):  # noqa: ASYNC110  another process
-                await asyncio.sleep(READING_S)
-            placed = await self._llm.collective_rpc("headrace_place_adapter")
+            placed = await self._llm.collective_rpc("headrace_add_adapter", args=(self._count, label, path))
         except Exception as error:
             if self._llm.errored:
                 raise EngineStopped(f"vLLM's process is gone: {error}") from error
-            self._loaded.append(one)
-            self.retire(one)
-            raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
-        self._loaded.append(one)
+            placed = [(0.0, f"vLLM could not load it: {error}")]
+        self._loaded.append(adapter)
         if reason := next((reason for _, reason in placed if reason), ""):
-            self.retire(one)
+            self.retire(adapter)
             raise PolicyRefused(f"policy {label}: {reason}")
-        return one, max(took_ms for took_ms, _ in placed)
+        return adapter, max(took_ms for took_ms, _ in placed)
 
     def serve(self, one: LoadedAdapter) -> None:
         """New requests begin under it."""

@@ -17,6 +17,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from actors.engines.checks import (
@@ -34,8 +35,6 @@ from actors.engines.request_images import RequestImages
 from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
 from actors.engines.vllm.adapters import Adapters, check_adapted
 from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.exchange import Exchange
-from actors.engines.vllm.layers import names_to_send
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.routing import layers_that_route, routing_options
 from actors.engines.vllm.settings import (
@@ -45,17 +44,20 @@ from actors.engines.vllm.settings import (
     check_release,
     engine_arguments,
     environment,
+    errors_of_children,
+    give_cache,
     load_libraries,
 )
 from actors.engines.vllm.streaming import stream, whole
-from actors.engines.vllm.swap import Scores, Sent, Swap
-from infra.model.adapter import adapter_shapes, find_adapter
+from actors.engines.vllm.swap import Scores, Swap, parts_of
+from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter, described
+from infra.policies.manifest import entries_of, sha256_hex
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor
-from infra.policies.version_files import VersionFiles
+from infra.policies.version_files import FileTensors, Put, VersionFiles
 from infra.store.images import Pixels
 from schemas.errors import ConfigError, PolicyRefused
 
@@ -93,7 +95,6 @@ class VllmEngine:
         self._vocabulary: TokenSpellings | None = None
         self._judge: SchemaCompiler | None = None
         self._attempts = Attempts("keep" if self._keeps else "rebuild")
-        self._exchange = Exchange()
         self.version_files = VersionFiles()
         self._version = 0
         self._held: Mapping[str, Tensor] = {}
@@ -150,9 +151,7 @@ class VllmEngine:
         await self._llm.update_weight_version(label)
         await self._llm.collective_rpc("headrace_leave_out_amx")
         await self._llm.collective_rpc("headrace_unlink_shared_memory")
-        if self._adapter is None:
-            await self._llm.collective_rpc("headrace_begin")
-        else:
+        if self._adapter is not None:
             await check_adapted(self._llm, sorted(self._shapes), self._folder)
             self._adapters = Adapters(self._llm, slots=int(self._llm.vllm_config.lora_config.max_loras), base=label)
         self._requests = Requests(
@@ -164,7 +163,9 @@ class VllmEngine:
             routed_layers=layers_that_route(self._names) if self._records_routing else (),
         )
         self._requests.born = label
-        self._swap = Swap(self._llm, self._requests, self._exchange, sees=self._vision is not None)
+        self._swap = Swap(self._llm, self._requests, sees=self._vision is not None)
+        if self._adapter is None:
+            await self._swap.begin()
         await asyncio.gather(*(self.generate((0,), Sampling(max_tokens=3)) for _ in range(4)))
         seen = (self._vision.token,) * self._vision.num_places if self._vision else ()
         await self.score_tokens((*seen, 0, 0))
@@ -184,7 +185,6 @@ class VllmEngine:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = requests = self._swap = None
             gc.collect()  # it is part of cycles, and would shut down again, noisily, when the interpreter ends
-            self._exchange.close()
 
     async def generate(
         self,
@@ -240,8 +240,8 @@ class VllmEngine:
             return scores
 
     async def core_memory_mb(self) -> float:
-        """Resident memory of the processes that hold the model."""
-        return float(sum(one["rss_mb"] for one in await self._llm.collective_rpc("headrace_memory")))
+        """Anonymous memory of the processes that hold the model."""
+        return float(sum(await self._llm.collective_rpc("headrace_memory")))
 
     def _running(self) -> Requests:
         if self._requests is None:
@@ -283,14 +283,19 @@ class VllmEngine:
             adapter=self._adapter,
         )
         arguments["structured_outputs_config"] = StructuredOutputsConfig(**GRAMMARS)
-        with environment(on_cpu=on_cpu), cached_byte_code():
+        with environment(on_cpu=on_cpu), cached_byte_code(), errors_of_children() as errors:
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if self._adapter is not None:
                 _check_adapted(self._folder, config.model_config)
             if on_cpu:
-                _check_on_cpu(self._folder, config.model_config, reloads=self._adapter is None)
-            # Not returned: the thread's future would keep it alive after `close`.
-            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
+                _check_on_cpu(self._folder, config.model_config)
+                give_cache(config)
+            errors.listen(config)
+            try:
+                # Not returned: the thread's future would keep it alive after `close`.
+                self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=bool(arguments["disable_log_stats"]))
+            except RuntimeError as error:
+                raise errors.explained(error, str(self._folder)) from error
 
     async def _load(self, policy: Policy) -> LoadReport:
         async with self._loading:
@@ -299,14 +304,14 @@ class VllmEngine:
                 raise PolicyRefused(
                     f"policy {policy.version}: got {got}, expected {expected}, with which vLLM was started"
                 )
-            if self._adapters is not None:
-                return await self._load_adapter(policy, self._adapters)
-            names = await asyncio.to_thread(self._check, policy)
-            sent = Sent(await asyncio.to_thread(self._exchange.written, policy.tensors, names), names)
+            if self._adapters is not None and policy.adapter is not None:
+                return await self._load_adapter(policy, policy.adapter, self._adapters)
+            parts = await asyncio.to_thread(self._check, policy)
+            file = await asyncio.to_thread(in_a_file, self.version_files, policy.tensors)
             label = self._attempts.begin(policy.version)
             try:
                 try:
-                    pause_ms, scores = await self._put(sent, label, policy.probe, keep=self._keeps)
+                    pause_ms, scores = await self._put(file, parts, label, policy.probe, keep=self._keeps)
                     difference = self._gate.check(policy, scores)
                 except PolicyRefused:
                     await self._undo()
@@ -322,16 +327,14 @@ class VllmEngine:
             self._attempts.decide(label, True)
             return LoadReport(pause_ms, difference)
 
-    async def _load_adapter(self, policy: Policy, adapters: Adapters) -> LoadReport:
+    async def _load_adapter(self, policy: Policy, adapter: Adapter, adapters: Adapters) -> LoadReport:
         """Prove an adapter beside the one that serves, then let new requests begin under it."""
         await asyncio.to_thread(self._check_adapter, policy)
         await adapters.make_room()
-        path = await asyncio.to_thread(self._exchange.write, policy.tensors, policy.adapter)
         label = self._attempts.begin(policy.version, proved=True)  # no request has it before the verdict
-        try:
-            one, took_ms = await adapters.add(label, str(path))
-        finally:
-            self._exchange.discard(path)
+        with TemporaryDirectory(prefix="headrace-adapter-") as folder:
+            await asyncio.to_thread(write_adapter_folder, Path(folder), adapter, policy.tensors)
+            one, took_ms = await adapters.add(label, folder)
         try:
             with adapters.used(one):
                 sequences = policy.probe.sequences if policy.probe else ()
@@ -349,25 +352,48 @@ class VllmEngine:
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
 
     async def _undo(self) -> None:
-        """Put all served tensors back: what differs need not be what was sent. Raises EngineStopped where that cannot be
-        done: then nothing it would say is true.
-        """
+        """Put all served tensors back: other modules than were sent may differ. Raises EngineStopped where that fails."""
         try:
-            names = list(self._held)
-            sent = Sent(await asyncio.to_thread(self._exchange.written, self._held, names), names)
-            await self._put(sent, self._attempts.begin(self._version, proved=True), None, keep=False)
+            file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
+            label = self._attempts.begin(self._version, proved=True)
+            await self._put(file, parts_of(self._held, self._held), label, None, keep=False)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
-    async def _put(self, sent: Sent, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
+    async def _put(
+        self, file: FileTensors, parts: list[list[str]], label: str, probe: Probe | None, *, keep: bool
+    ) -> tuple[float, Scores]:
         if self._swap is None:
             raise EngineStopped("the engine is not running")
-        return await self._swap.put(sent, label, probe, keep=keep)
+        return await self._swap.put(file.path, parts, label, probe, keep=keep)
 
-    def _check(self, policy: Policy) -> list[str]:
+    def _check(self, policy: Policy) -> list[list[str]]:
+        """The names of the tensors to send, in parts."""
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
-        return names_to_send(changed_names(self._held, policy.tensors), policy.tensors)
+        return parts_of(changed_names(self._held, policy.tensors), policy.tensors)
+
+
+def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:
+    """The tensors where vLLM's workers can read them, as long as the result is held. Blocks. Raises PolicyRefused where there
+    is no room.
+    """
+    if isinstance(tensors, FileTensors):
+        return tensors
+
+    def fill(put: Put) -> None:
+        for name, tensor in tensors.items():
+            put(name, tensor, ())
+
+    entries = entries_of(tensors)
+    placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)
+    if placed is None:
+        num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        raise PolicyRefused(
+            f"a reload needs {num_bytes:,} bytes to pass the weights to vLLM, more than is free in /dev/shm and in the "
+            "folder for temporary files; give the container a larger /dev/shm, or set TMPDIR to a folder with room"
+        )
+    return placed
 
 
 def _check_adapted(folder: Path, config: Any) -> None:
@@ -381,17 +407,10 @@ def _check_adapted(folder: Path, config: Any) -> None:
         )
 
 
-def _check_on_cpu(folder: Path, config: Any, *, reloads: bool) -> None:
-    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model. reloads: whether its own
-    weights will be loaded again.
-    """
+def _check_on_cpu(folder: Path, config: Any) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. config: vLLM's of the model."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    if reloads and config.hf_config.tie_word_embeddings:
-        raise ConfigError(
-            f"model: {folder} ties its embeddings, and vLLM on a CPU keeps a stale output matrix after a "
-            "reload; save it with tie_word_embeddings=false and its own lm_head.weight, or use the torch engine"
-        )
     size, known = config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if size not in known:
         raise ConfigError(

@@ -4,119 +4,122 @@
                                        │                               └─ sums = sums ──┘        │
                                        └─────────── some columns = output of one-hot inputs ─────┘
 
-Sums are exact: of the bits of each row and of each column, as integers, so that no value changes, moves or stays behind unseen.
+Sums are exact: the bits of each row and of each column, added as integers, so that every changed or moved value shows.
 On a CPU vLLM packs a matrix into a kernel that cannot be read. There the output for a one-hot input is a column of the matrix
-to the bit, since all other products are zero; some columns are compared, others at each load. What was not sent again must be
-what it was, since the engine started.
+to the bit, since all other products are zero; each load compares other columns. A module that a load does not send must hold
+what it held when the engine started.
 
-Trusted is that vLLM's loaders put a tensor where it belongs: a fault there shows in float32, where the tests of the engine
-compare every logprob.
+The comparison trusts vLLM's loaders to put a tensor where it belongs: a fault there shows in float32, where the tests of the
+engine compare every logprob.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-COLUMNS = 64  # of a packed matrix, per load
+COLUMNS = 32  # of a packed matrix, compared at each load
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sums = tuple[torch.Tensor, torch.Tensor]  # [R] of each row, [C] of each column
 
 
-class Wanted(NamedTuple):
-    """What modules should hold. sums: of each part of each. columns: of packed matrices, and which they are."""
+class HoldsOther(Exception):
+    """A module of vLLM's model, by name, holds something else than was sent."""
 
-    sums: dict[str, dict[str, Sums]]
-    columns: dict[str, tuple[tuple[int, ...], torch.Tensor]]
+
+class Expected(NamedTuple):
+    """What a module should hold: the sums of its parameters; of a packed matrix also columns, and which they are."""
+
+    sums: dict[str, Sums]
+    at: tuple[int, ...] = ()
+    columns: torch.Tensor | None = None
 
 
 class Held:
-    """What the modules of a worker's model should hold. Begins with what they hold. modules: by name, those with parameters."""
+    """What the modules of a worker's model should hold; at first what they hold.
+
+    modules: those with parameters, by name. Modules that share one matrix share one kernel too: a model with tied embeddings
+    would multiply with its old output matrix otherwise, since vLLM packs again only the module that it loads.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Not of torch's generator, from which vLLM draws tokens.
+        # Not torch's generator, from which vLLM draws tokens.
         self._random = np.random.default_rng()
-        self.modules: dict[str, Any] = {name: one for name, one in model.named_modules() if one._parameters}
-        columns_of = {
-            name: (at, columns(module, at))
-            for name, module in self.modules.items()
-            if is_packed(module)
-            for at in [self._drawn(module)]
+        self.modules: dict[str, Any] = {name: module for name, module in model.named_modules() if module._parameters}
+        first: dict[int, str] = {}
+        weights = {name: module._parameters.get("weight") for name, module in self.modules.items()}
+        self._tied = {  # of two modules with one matrix the second, and the first
+            name: source
+            for name, weight in weights.items()
+            if weight is not None and (source := first.setdefault(id(weight), name)) != name
         }
-        self._wanted = Wanted({name: _sums_of(module) for name, module in self.modules.items()}, columns_of)
+        self._expected = {name: self._read(module) for name, module in self.modules.items()}
+        self.expect({})
 
-    @contextmanager
-    def loading(self, sent: Mapping[str, torch.Tensor], modules: Mapping[str, Any]) -> Iterator[Wanted]:
-        """Note what the modules should hold after the load inside the `with`. sent: by the names of vLLM's caller. modules:
-        that are loaded, by name: the model's own, or what stands for them.
-        """
-        wanted = Wanted({name: dict(parts) for name, parts in self._wanted.sums.items()}, dict(self._wanted.columns))
-        plain = {name: module for name, module in modules.items() if not _has_method(module)}
-        before = {name: _sums_of(module) for name, module in plain.items()}
-        methods = {id(module.quant_method): module.quant_method for module in modules.values() if _has_method(module)}
-        names = {id(module): name for name, module in modules.items()}
-        for method in methods.values():
-            method.process_weights_after_loading = self._noting(method.process_weights_after_loading, names, wanted)
-        try:
-            yield wanted
-        finally:
-            for method in methods.values():
-                del method.process_weights_after_loading
-        for name, module in plain.items():
-            after = _sums_of(module)
-            for part, found in after.items():
-                value, given = module._parameters[part], sent.get(f"{name}.{part}")
-                if value is not None and given is not None and given.shape == value.shape:
-                    wanted.sums[name][part] = sums(given.to(value.dtype))
-                elif not same(before[name].get(part), found):
-                    wanted.sums[name][part] = found
-
-    def expect(self, wanted: Wanted) -> None:
-        """What the modules should hold from now on."""
-        self._wanted = wanted
-
-    def unlike(self, compared: Mapping[str, Any] = {}) -> str:
-        """The first module that holds something else, "" for none. compared: kernels that need not be, by their module."""
-        for name, module in self.modules.items():
-            found, expected = _sums_of(module), self._wanted.sums[name]
-            if found.keys() != expected.keys() or not all(same(expected[part], one) for part, one in found.items()):
-                return name
-            is_new = name in self._wanted.columns and module.cpu_linear is not compared.get(name)
-            if is_new and differs(module, *self._wanted.columns[name]):
-                return name
-        return ""
-
-    def _drawn(self, module: Any) -> tuple[int, ...]:
-        """The columns that are looked at next."""
+    def drawn(self, module: Any) -> tuple[int, ...]:
+        """Columns to compare next."""
         return tuple(self._random.permutation(_width(module))[:COLUMNS].tolist())
 
-    def _noting(
-        self, process: Callable[[Any], None], names: Mapping[int, str], wanted: Wanted
-    ) -> Callable[[Any], None]:
-        """vLLM's last step of loading a module, which packs what its loaders made, with a note of both."""
+    def expect(self, loaded: Mapping[str, Expected]) -> None:
+        """Note what a load should have left, and have modules that share a matrix compute with the loaded one's."""
+        self._expected |= loaded
+        for name, source in self._tied.items():
+            made, other = (name, source) if name in loaded else (source, name)
+            expected = self._expected[made]
+            sums_of_both = {**self._expected[other].sums, "weight": expected.sums["weight"]}
+            self._expected[other] = Expected(sums_of_both, expected.at, expected.columns)
+            if is_packed(self.modules[made]):
+                self.modules[other].cpu_linear = self.modules[made].cpu_linear
 
-        def noted(module: Any) -> None:
-            name = names.get(id(module), "")
-            if name in wanted.columns:
-                at = self._drawn(module)
-                wanted.columns[name] = at, module.weight.detach()[:, list(at)].clone()
-            process(module)
-            if name:
-                wanted.sums[name] = _sums_of(module)
+    def groups(self, num_bytes: float) -> list[list[str]]:
+        """All modules, in groups of about so many bytes."""
+        found: list[list[str]] = [[]]
+        size = 0
+        for name, module in self.modules.items():
+            if size >= num_bytes:
+                found.append([])
+                size = 0
+            found[-1].append(name)
+            size += sum(value.nbytes for value in module._parameters.values() if value is not None)
+            if (columns := self._expected[name].columns) is not None:
+                size += columns.nbytes // columns.shape[1] * _width(module)
+        return found
 
-        return noted
+    def check(self, names: Iterable[str]) -> None:
+        """Raise HoldsOther, naming the first of these modules that holds something else."""
+        for name in names:
+            module, expected = self.modules[name], self._expected[name]
+            found = sums_of(module)
+            if found.keys() != expected.sums.keys() or not all(
+                same(expected.sums[part], held) for part, held in found.items()
+            ):
+                raise HoldsOther(name)
+            if expected.columns is not None and not torch.equal(
+                _normal(expected.columns), _normal(columns(module, expected.at))
+            ):
+                raise HoldsOther(name)
+
+    def _read(self, module: Any) -> Expected:
+        if not is_packed(module):
+            return Expected(sums_of(module))
+        at = self.drawn(module)
+        return Expected(sums_of(module), at, columns(module, at))
 
 
 def sums(tensor: torch.Tensor) -> Sums:
-    """Of the bits of each row and of each column, modulo 2^64; all but the last dimension are rows."""
+    """The bits of each row and of each column, added modulo 2^64; all but the last dimension are rows."""
     data = tensor.detach().contiguous()
     bits = data.view(INTEGERS[data.element_size()]).reshape(-1, data.shape[-1] if data.dim() else 1)
     return bits.sum(1, dtype=torch.int64).cpu(), bits.sum(0, dtype=torch.int64).cpu()
 
 
-def columns(module: Any, at: tuple[int, ...]) -> torch.Tensor:
+def sums_of(module: Any) -> dict[str, Sums]:
+    """The sums of a module's parameters."""
+    return {name: sums(value) for name, value in module._parameters.items() if value is not None and value.numel()}
+
+
+def columns(module: Any, at: Sequence[int]) -> torch.Tensor:
     """Columns of the matrix [N, K] that a module on a CPU computes with, [N, len(at)]."""
     inputs = torch.zeros((len(at), _width(module)), dtype=module.weight.dtype)
     inputs[torch.arange(len(at)), list(at)] = 1
@@ -124,14 +127,14 @@ def columns(module: Any, at: tuple[int, ...]) -> torch.Tensor:
     return outputs.T.contiguous()
 
 
-def differs(module: Any, at: tuple[int, ...], wanted: torch.Tensor) -> bool:
-    """Whether columns of a packed matrix are others than wanted, [N, len(at)]."""
-    return not torch.equal(_normal(wanted), _normal(columns(module, at)))
-
-
 def is_packed(module: Any) -> bool:
     """Whether vLLM multiplies with a kernel that has a copy of the matrix of its own."""
     return hasattr(module, "cpu_linear") and module.weight.dim() <= 2
+
+
+def same(left: Sums, right: Sums) -> bool:
+    """Whether two sums are of the same bits."""
+    return torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
 
 
 def _width(module: Any) -> int:
@@ -139,21 +142,6 @@ def _width(module: Any) -> int:
     if module.weight.dim() == 2:
         return int(module.weight.shape[1])
     return int(getattr(module, "input_size_per_partition", module.input_size))
-
-
-def _has_method(module: Any) -> bool:
-    return hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
-
-
-def _sums_of(module: torch.nn.Module) -> dict[str, Sums]:
-    return {name: sums(value) for name, value in module._parameters.items() if value is not None and value.numel()}
-
-
-def same(one: Sums | None, other: Sums | None) -> bool:
-    """Whether two sums are of the same bits; None is of nothing."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
 def _normal(values: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,23 @@ What the user sets always wins, except where another value would break the engin
 """
 
 import ast
+import copy
 import difflib
 import importlib.util
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import msgspec
+
+from actors.engines.engine import EngineStopped
 from actors.engines.vllm.adapters import MIN_SLOTS
 from infra.model.vision import Vision, probe_picture
 from infra.policies.adapter import Adapter
@@ -44,8 +52,8 @@ CPU_DEFAULTS: dict[str, object] = {
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     "max_num_seqs": 256,
-    "kv_cache_memory_bytes": 256 * 1024 * 1024,
 }
+CACHE_BYTES = 2**30  # for keys and values on a CPU, where one request does not need more
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the "uni" executor; the core process stays
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,6 +62,8 @@ CPU_ENVIRONMENT = {
     # them again costs nothing measurable.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "MALLOC_ARENA_MAX": "2",
+    # A matrix lies in a mapping of its own: what a load replaces goes back to the machine at once.
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
 }
 
 
@@ -143,6 +153,94 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
         # Not the output matrix among them: vLLM scores a prompt with the adapter of another request there.
         "lora_target_modules": list(adapter.targets),
     }
+
+
+def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
+    """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES where one request
+    does not need more, and at most half of what is free. config: vLLM's, changed. Raises ConfigError where one request of
+    `max_model_len` does not fit, or does not fit what the settings give.
+    """
+    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
+    token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    token *= model.dtype.itemsize
+    block = int(cache.block_size or 128)
+    length = int(model.max_model_len)
+    one = (-(-length // block) + 1) * block * token
+    free = (free_bytes or _free_bytes)() // (2 * parallel.world_size)
+    given = cache.kv_cache_memory_bytes
+    if given is None and one <= free:
+        cache.kv_cache_memory_bytes = min(config.scheduler_config.max_num_seqs * one, max(one, min(CACHE_BYTES, free)))
+    elif one > (given or free):
+        fitting = max(0, ((given or free) // token // block - 1) * block)
+        setting = "free memory" if given is None else "engine.options.kv_cache_memory_bytes"
+        raise ConfigError(
+            f"engine.options.max_model_len: got {length}; keys and values of one request of that length take "
+            f"{one / 2**20:,.0f} MiB, and {setting} gives {(given or free) / 2**20:,.0f} MiB; set max_model_len to at most "
+            f"{fitting}" + ("" if given is None else f", or kv_cache_memory_bytes to at least {one}")
+        )
+
+
+def _free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that may still be taken, within the limit of the container."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):  # no limit
+        free = min(free, int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()))
+    return max(0, free)
+
+
+class ErrorFile(logging.Handler):
+    """Appends the kind and the words of logged exceptions to a file, in whichever process."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's exception, if it has one."""
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            with suppress(OSError), open(self._path, "ab") as file:  # the file goes once vLLM has started
+                file.write(msgspec.json.encode((type(error).__name__, str(error))) + b"\n")
+
+
+class ChildErrors:
+    """What vLLM's processes log when they do not start: their parent says no more than that they did not."""
+
+    def __init__(self, folder: str) -> None:
+        self.log = Path(folder, "errors.jsonl")
+        self._settings = Path(folder, "logging.json")
+
+    def listen(self, config: Any) -> None:
+        """Have vLLM's processes note their errors here, unless the user has them log otherwise. config: vLLM's, changed."""
+        from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+        if config.logging_config.pylogging_config_file or not config.logging_config.configure_logging:
+            return
+        found: dict[str, Any] = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
+        for logger in found["loggers"].values():
+            logger["handlers"] = [*logger["handlers"], "headrace"]
+        found["handlers"]["vllm"]["level"] = config.logging_config.log_level
+        found["handlers"]["headrace"] = {"class": f"{__name__}.ErrorFile", "path": str(self.log)}
+        self._settings.write_bytes(msgspec.json.encode(found))
+        config.logging_config = replace(config.logging_config, pylogging_config_file=str(self._settings))
+
+    def explained(self, error: Exception, model: str) -> Exception:
+        """The first error of vLLM's processes: ConfigError for one that a restart does not mend; `error` if there is none."""
+        lines = self.log.read_bytes().splitlines() if self.log.exists() else []
+        if not lines:
+            return error
+        kind, said = msgspec.json.decode(lines[0], type=tuple[str, str])
+        if kind in ("ValueError", "ValidationError", "NotImplementedError"):
+            return ConfigError(f"engine: vLLM does not start with {model}: {said}")
+        return EngineStopped(f"vLLM does not start with {model}: {kind}: {said}")
+
+
+@contextmanager
+def errors_of_children() -> Iterator[ChildErrors]:
+    """Collects why vLLM does not start."""
+    with TemporaryDirectory(prefix="headrace-vllm-") as folder:
+        yield ChildErrors(folder)
 
 
 @contextmanager

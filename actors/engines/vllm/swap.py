@@ -1,7 +1,7 @@
-"""Putting tensors in place between two steps of vLLM, while its requests wait.
+"""Putting a version in place between two steps of vLLM, while its requests wait.
 
-    stage ── pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores
-    (between steps)   keep: new requests begin with another salt
+    stage ── pause ── salt ── apply ── caches ── label ── resume, and the probe enters ── probe's scores ── compare
+    (between steps)   keep: new requests begin with another salt                                  (between steps)
                       rebuild: running requests are preempted, and what was cached is forgotten
 
 Guarantee: no request has a salt before vLLM's last step under older weights. A pause is in vLLM's queue before whatever is
@@ -9,80 +9,93 @@ sent after it, and nothing is sent between its sending and the change of the sal
 """
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NoReturn, cast
 
-from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.turns import Turn
 from infra.policies.policy import Probe
+from infra.policies.tensors import Tensor
 from schemas.errors import PolicyRefused
 
 Scores = list[tuple[float, ...]]
-
-
-class Sent(NamedTuple):
-    """Tensors of a safetensors file that go to the workers."""
-
-    path: Path
-    names: list[str]
+Loaded = tuple[float, str]  # of a worker, see `actors.engines.vllm.worker`
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+# Above this share of the bytes everything is sent: a partial load makes vLLM complain about each layer left out.
+WHOLE_MODEL_SHARE = 0.5
+PART_BYTES = 32 * 2**20  # loaded between two steps on a CPU, some tens of milliseconds; one layer or module at least
 
 
 class Swap:
     """Swaps of one AsyncLLM. sees: whether its model takes pictures."""
 
-    def __init__(self, llm: Any, requests: Requests, exchange: Exchange, *, sees: bool) -> None:
+    def __init__(self, llm: Any, requests: Requests, *, sees: bool) -> None:
         self._llm = llm
         self._requests = requests
-        self._exchange = exchange
         self._sees = sees
         self._is_overlapped = bool(llm.scheduler_config.async_scheduling)
+        self._is_staged = False
+        self._num_groups = 0
 
-    async def put(self, sent: Sent, label: str, probe: Probe | None, *, keep: bool) -> tuple[float, Scores]:
-        """Put tensors in place; (the longest time without a step in milliseconds, the probe's scores). The step that runs when
-        it begins is sampling still.
+    async def begin(self) -> None:
+        """Note what the workers hold; once, before the first `put`."""
+        begun = await self._llm.collective_rpc("headrace_begin")
+        self._is_staged = all(is_staged for is_staged, _ in begun)
+        self._num_groups = max(num_groups for _, num_groups in begun)
 
-        label: of the attempt. keep: leave running requests their keys and values. Raises PolicyRefused where vLLM does not
-        take them, or holds something else then.
+    async def put(
+        self, path: Path, parts: Sequence[list[str]], label: str, probe: Probe | None, *, keep: bool
+    ) -> tuple[float, Scores]:
+        """Put tensors of a safetensors file in place; (the longest time without a step in milliseconds, the probe's scores).
+
+        parts: names of the tensors, see `parts_of`. label: of the attempt. keep: leave running requests their keys and values.
+        Raises PolicyRefused where vLLM does not take them, or holds something else then.
         """
         core = self._llm.engine_core
-        try:
-            longest_ms = await self._stage(sent, label)
-            if self._is_overlapped:
-                await core.pause_scheduler_async(mode="keep", clear_cache=False)
-            # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
-            # each answer while this loop is busy with others.
-            results = await asyncio.gather(
-                core.pause_scheduler_async(mode="keep", clear_cache=False),
-                self._change(label),
-                self._llm.collective_rpc("headrace_apply", args=(str(sent.path), sent.names)),
-                *([] if keep else self._forgetting()),
-                self._llm.update_weight_version(label),
-                return_exceptions=True,
-            )
-        finally:
-            self._exchange.discard(sent.path)
-        began_s = self._checked(label, results)
+        longest_ms = 0.0
+        for index, names in enumerate(parts if self._is_staged else ()):
+            longest_ms = max(longest_ms, await self._ask(label, "headrace_stage", str(path), names, index == 0))
+        if self._is_overlapped:
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        # A core whose steps do not overlap takes these one after the other between two steps: no need to wait for
+        # each answer while this loop is busy with others.
+        results = await asyncio.gather(
+            core.pause_scheduler_async(mode="keep", clear_cache=False),
+            self._change(label),
+            self._llm.collective_rpc("headrace_apply", args=(str(path), [name for part in parts for name in part])),
+            *([] if keep else self._forgetting()),
+            self._llm.update_weight_version(label),
+            return_exceptions=True,
+        )
+        if error := next((result for result in results if isinstance(result, BaseException)), None):
+            self._refuse(label, error)
+        began_s = min(self._loaded(label, cast(list[Loaded], results[2])))
         sequences = probe.sequences if probe else ()
         ended_s, *scores = await asyncio.gather(self._resumed(), *map(self._requests.submit_score, sequences))
-        return max(longest_ms, (ended_s - began_s) * 1e3), [await score() for score in scores]
+        scored = [await score() for score in scores]
+        compared_ms = [await self._ask(label, "headrace_compare", group) for group in range(self._num_groups)]
+        return max(longest_ms, (ended_s - began_s) * 1e3, *compared_ms), scored
 
-    async def _stage(self, sent: Sent, label: str) -> float:
-        """Have the workers make it ready, as far as they can, in turns with their steps; milliseconds of the longest turn."""
-        longest_ms = 0.0
+    async def _ask(self, label: str, method: str, *arguments: Any) -> float:
+        """Have every worker do something between two steps; the most milliseconds that one took."""
         try:
-            turns: list[Turn] = await self._llm.collective_rpc("headrace_stage", args=(str(sent.path), sent.names))
-            while True:
-                longest_ms = max(longest_ms, *(took_ms for _, took_ms in turns))
-                if all(is_ready for is_ready, _ in turns):
-                    return longest_ms
-                turns = await self._llm.collective_rpc("headrace_take_turn")
+            answers = await self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            if self._llm.errored:
-                raise
-            raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
+            self._refuse(label, error)
+        return max(self._loaded(label, answers))
+
+    def _refuse(self, label: str, error: BaseException) -> NoReturn:
+        if self._llm.errored:
+            raise error
+        raise PolicyRefused(f"policy {label}: vLLM could not load it: {error}") from error
+
+    def _loaded(self, label: str, answers: Sequence[Loaded]) -> list[float]:
+        """The times of workers that loaded a version. Raises PolicyRefused where one did not."""
+        if reason := next((reason for _, reason in answers if reason), ""):
+            raise PolicyRefused(f"policy {label}: {reason}")
+        return [at for at, _ in answers]
 
     async def _resumed(self) -> float:
         """Let vLLM go on; when it did."""
@@ -90,7 +103,7 @@ class Swap:
         return time.perf_counter()
 
     async def _change(self, label: str) -> None:
-        """What is sent from now on begins under the label."""
+        """Requests that are sent from now on begin under the label."""
         self._requests.born = label
 
     def _forgetting(self) -> list[Any]:
@@ -98,15 +111,39 @@ class Swap:
         pictures = [self._llm.reset_encoder_cache()] if self._sees else []
         return [self._llm.reset_prefix_cache(reset_running_requests=True), *pictures]
 
-    def _checked(self, label: str, results: Sequence[Any]) -> float:
-        """When the first worker began."""
-        for result in results:
-            if isinstance(result, BaseException):
-                if self._llm.errored:
-                    raise result
-                raise PolicyRefused(f"policy {label}: vLLM could not load it: {result}") from result
-        _, _, applied, *_ = results
-        workers = cast(list[tuple[float, str]], applied)
-        if reason := next((reason for _, reason in workers if reason), ""):
-            raise PolicyRefused(f"policy {label}: {reason}")
-        return min(began_s for began_s, _ in workers)
+
+def parts_of(changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES) -> list[list[str]]:
+    """Names of the tensors to send, in the order of `tensors`, cut into parts of about so many bytes.
+
+    vLLM rebuilds a module from all its sources, so each layer with a changed tensor goes whole, and lies in one part.
+    """
+    layers = {layer_of(name) for name in changed}
+    by_layer: dict[str, list[str]] = {}
+    for name in tensors:
+        by_layer.setdefault(layer_of(name), []).append(name)
+    sizes = {layer: sum(tensors[name].num_bytes for name in names) for layer, names in by_layer.items()}
+    if sum(sizes[layer] for layer in layers) >= WHOLE_MODEL_SHARE * sum(sizes.values()):
+        layers = set(by_layer)
+    parts: list[list[str]] = []
+    room = 0
+    for layer, names in by_layer.items():
+        if layer not in layers:
+            continue
+        if not parts or sizes[layer] > room:
+            parts.append([])
+            room = part_bytes
+        parts[-1] += names
+        room -= sizes[layer]
+    return parts
+
+
+def layer_of(name: str) -> str:
+    """The layer of a tensor; of one outside the layers, its module.
+
+    >>> layer_of("model.layers.3.self_attn.q_proj.weight")
+    'model.layers.3'
+    >>> layer_of("model.multi_modal_projector.linear_1.bias")
+    'model.multi_modal_projector.linear_1'
+    """
+    found = _LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0]

@@ -10,15 +10,14 @@ import pytest
 from actors.engines.engine import Chunk, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.exchange import Exchange
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.streaming import stream
-from actors.engines.vllm.swap import Sent, Swap
+from actors.engines.vllm.swap import Swap
 from schemas import Span
 from schemas.errors import PolicyRefused
 from tests.actors.engines.test_vllm_parts import FakeVllm, answered
 
-NOTHING = Sent(Path("none"), [])
+NOTHING = Path("none"), [["part"], ["another"]]
 
 
 class FakeCore(FakeVllm):
@@ -35,15 +34,13 @@ class FakeCore(FakeVllm):
     async def pause(self, mode: str, clear_cache: bool) -> None:
         await self.utility("pause")
 
-    async def collective_rpc(self, method: str, args: tuple[str, list[str]] | None = None) -> list[tuple[Any, Any]]:
-        """Of two workers one needs another turn."""
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+        """Two workers answer."""
         name = method.removeprefix("headrace_")
         await self.utility(name)
-        answers: dict[str, list[tuple[Any, Any]]] = {
-            "stage": [(True, 1.0), (False, 2.0)],
-            "take_turn": [(True, 1.0)] * 2,
-        }
-        return answers.get(name, [(0.0, self.reason)])
+        if name == "begin":
+            return [(True, 2), (True, 1)]
+        return [(1.0, ""), (2.0, self.reason if name == "compare" else "")]
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
         await self.utility("forget")
@@ -74,14 +71,15 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
     requests = keeping(llm, attempts)
     requests.born = old = attempts.begin(3, proved=True)
     new = attempts.begin(4)
-    swap = Swap(llm, requests, Exchange(), sees=False)
+    swap = Swap(llm, requests, sees=False)
+    await swap.begin()
     calls: list[asyncio.Task[Any]] = []
     loading: asyncio.Task[Any] | None = None
     while loading is None or not loading.done():
         calls.append(asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1, seed=len(calls)))))
         await asyncio.sleep(0)
         if len(calls) == 10:
-            loading = asyncio.create_task(swap.put(NOTHING, new, None, keep=keep))
+            loading = asyncio.create_task(swap.put(*NOTHING, new, None, keep=keep))
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -91,14 +89,15 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
 def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> None:
     sent, old, new = asyncio.run(sent_around_a_load(keep=True))
     orders = [one for one in sent if one not in (old, new)]
-    assert orders == ["stage", "take_turn", "pause", "apply", "label", "resume"]
+    assert orders == ["begin", "stage", "stage", "pause", "apply", "label", "resume", "compare", "compare"]
     assert new not in sent[: sent.index("pause")] and old in sent
     assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
 
 
 def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
-    assert [one for one in sent if one] == ["stage", "take_turn", "pause", "apply", "forget", "label", "resume"]
+    orders = [one for one in sent if one]
+    assert orders[2:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
 
 
 def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
@@ -106,13 +105,14 @@ def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_at
         llm, attempts = FakeCore(), Attempts("keep")
         requests = keeping(llm, attempts)
         requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
-        swap, bad = Swap(llm, requests, Exchange(), sees=False), attempts.begin(4)
+        swap, bad = Swap(llm, requests, sees=False), attempts.begin(4)
+        await swap.begin()
         with pytest.raises(PolicyRefused, match=r"it holds other values in model\.norm"):
-            await swap.put(NOTHING, bad, None, keep=True)
+            await swap.put(*NOTHING, bad, None, keep=True)
         assert requests.born == bad, "what it computes is not found by those after it is undone"
         llm.reason = ""
-        await swap.put(NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
-        assert requests.born == undone and llm.sent[-4:] == ["apply", "forget", "label", "resume"]
+        await swap.put(*NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
+        assert requests.born == undone and llm.sent[-6:-2] == ["apply", "forget", "label", "resume"]
 
     asyncio.run(check())
 

@@ -1,6 +1,7 @@
 """The parts of the vLLM engine that decide, without vLLM."""
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -10,25 +11,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.engines.engine import Chunk, EngineStopped, Sampling
 from actors.engines.request_images import RequestImages
 from actors.engines.vllm.attempts import Attempts
 from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.inputs import probe_input, prompt_input
-from actors.engines.vllm.layers import names_to_send
+from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests
 from actors.engines.vllm.settings import (
     CPU_ENVIRONMENT,
     REQUIRED,
     SEEING,
     TRIED,
+    ChildErrors,
+    ErrorFile,
     argument_names,
     check_release,
     engine_arguments,
     environment,
+    give_cache,
 )
 from actors.engines.vllm.streaming import whole
+from actors.engines.vllm.swap import parts_of
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, from_numpy
@@ -236,7 +242,7 @@ def tensors(*sizes: tuple[str, int]) -> dict[str, Tensor]:
     return {name: from_numpy(np.zeros(size, np.float32)) for name, size in sizes}
 
 
-def test_a_partial_reload_holds_whole_layers() -> None:
+def test_a_partial_reload_sends_whole_layers_and_modules_each_in_one_part() -> None:
     model = tensors(
         ("model.embed_tokens.weight", 1000),
         ("model.layers.0.self_attn.q_proj.weight", 10),
@@ -245,16 +251,104 @@ def test_a_partial_reload_holds_whole_layers() -> None:
         ("model.layers.1.self_attn.q_proj.weight", 10),
         ("lm_head.weight", 10),
     )
-    changed = frozenset({"model.layers.0.self_attn.k_proj.weight"})
-    assert names_to_send(changed, model) == [name for name in model if ".layers.0." in name]
-    assert names_to_send(frozenset({"lm_head.weight"}), model) == ["lm_head.weight"]
-    assert names_to_send(frozenset(), model) == []
-    assert names_to_send(frozenset({"model.embed_tokens.weight"}), model) == list(model)
-
-
-def test_a_partial_reload_holds_whole_modules() -> None:
+    first = [name for name in model if ".layers.0." in name]
+    assert parts_of({"model.layers.0.self_attn.k_proj.weight"}, model) == [first]
+    assert parts_of({"lm_head.weight"}, model) == [["lm_head.weight"]]
+    assert parts_of((), model) == []
+    assert parts_of({"model.embed_tokens.weight"}, model) == [list(model)]
+    embedding, *others = model
+    assert parts_of(model, model, part_bytes=120) == [[embedding], others[:3], others[3:]]
     model = tensors(("embed.weight", 1000), ("projector.linear_1.bias", 1), ("projector.linear_1.weight", 10))
-    assert names_to_send(frozenset({"projector.linear_1.weight"}), model) == list(model)[1:]
+    assert parts_of({"projector.linear_1.weight"}, model) == [list(model)[1:]]
+
+
+def test_a_model_that_keeps_the_memory_of_the_file_is_refused_and_one_with_copies_is_not() -> None:
+    sent = {"l": torch.arange(8.0), "s": torch.arange(4.0)}
+    model = torch.nn.Module()
+    model.register_buffer("l", sent["l"].clone())
+    check_copied(sent.values(), model)
+    model.register_buffer("part", sent["s"][:2])
+    with pytest.raises(RuntimeError, match="part lies in the file itself"):
+        check_copied(sent.values(), model)
+
+
+def cpu_config(*, length: int, given: int | None = None, requests: int = 256, layers: int = 30, heads: int = 3) -> Any:
+    """vLLM's configuration, as far as the memory for keys and values follows from it; by default smollm2's."""
+    model = SimpleNamespace(
+        max_model_len=length,
+        dtype=SimpleNamespace(itemsize=4),
+        get_num_layers=lambda parallel: layers,
+        get_num_kv_heads=lambda parallel: heads,
+        get_head_size=lambda: 64,
+    )
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=given, block_size=128),
+        model_config=model,
+        parallel_config=SimpleNamespace(world_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+    )
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("config", "free", "expected"),
+    [
+        (cpu_config(length=8192), 32 * GIB, GIB),
+        (cpu_config(length=65_536), 32 * GIB, 513 * 128 * 46_080),  # one request needs more
+        (cpu_config(length=256, layers=2), 32 * GIB, 256 * 3 * 128 * 3072),  # all requests need less
+        (cpu_config(length=8192), GIB, GIB // 2),
+        (cpu_config(length=8192, given=400 * 2**20), GIB, 400 * 2**20),
+    ],
+)
+def test_keys_and_values_on_a_cpu_have_room_for_the_longest_request(config: Any, free: int, expected: int) -> None:
+    give_cache(config, free_bytes=lambda: free)
+    assert config.cache_config.kv_cache_memory_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "free", "said"),
+    [
+        (
+            cpu_config(length=8192),
+            GIB // 2,
+            r"max_model_len: got 8192; .* take 366 MiB, and free memory gives 256 MiB; .* 5632",
+        ),
+        (
+            cpu_config(length=8192, given=256 * 2**20),
+            32 * GIB,
+            r"kv_cache_memory_bytes gives 256 MiB; .* at most 5632, or kv_cache_memory_bytes to at least 383385600",
+        ),
+    ],
+)
+def test_a_request_that_memory_does_not_hold_is_refused_with_the_settings_that_mend_it(
+    config: Any, free: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        give_cache(config, free_bytes=lambda: free)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("the model's max seq len is too long"), ConfigError),
+        (MemoryError("no memory"), EngineStopped),
+        (None, RuntimeError),
+    ],
+)
+def test_the_error_of_vllms_process_is_raised_instead_of_a_hint_at_it(
+    raised: Exception | None, expected: type[Exception], tmp_path: Path
+) -> None:
+    said = RuntimeError("Engine core initialization failed. See root cause above.")
+    errors = ChildErrors(str(tmp_path))
+    log = logging.Logger("child")
+    log.addHandler(ErrorFile(str(errors.log)))
+    log.error("no exception")
+    for error in (raised, RuntimeError("a worker failed")) if raised else ():
+        log.error("EngineCore failed to start.", exc_info=error)
+    found = errors.explained(said, "model")
+    assert isinstance(found, expected) and (found is said if raised is None else str(raised) in str(found))
 
 
 def test_options_reach_vllm_and_those_that_would_break_the_contract_do_not() -> None:

@@ -1,57 +1,37 @@
-"""An adapter on its way into vLLM: read beside the steps, put into its slot between two of them, and read back there.
+"""An adapter put into a slot of vLLM's model, and read back there.
 
-Compared are exact sums of the bits, see `actors.engines.vllm.held`, of every matrix that this worker has whole.
+The comparison is of exact sums of the bits, see `actors.engines.vllm.held`, of every matrix that this worker has whole.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 
-from actors.engines.vllm.held import Sums, same, sums
-
-Sent = dict[str, tuple[torch.Size, Sums]]  # what each matrix should be
+from actors.engines.vllm.held import HoldsOther, Sums, same, sums
 
 
-class Arriving:
-    """model: vLLM's, with its adapters. request: names the adapter and its folder. Begins to read at once."""
+def add_adapter(runner: Any, request: Any) -> None:
+    """Make an adapter ready for requests. request: names it and its folder.
 
-    def __init__(self, model: Any, manager: Any, request: Any) -> None:
-        self._model = model
-        self._manager = manager
-        self._request = request
-        self._read: Future[tuple[Any, Sent]] = Future()
-        Thread(target=self._read_folder, name="adapter", daemon=True).start()
-
-    @property
-    def is_read(self) -> bool:
-        """Whether `place` has nothing to wait for."""
-        return self._read.done()
-
-    def place(self) -> str:
-        """Make it ready for requests; the first matrix that is not what was sent, "" for none. Raises what reading raised."""
-        lora, sent = self._read.result()
-        adapters = self._model.lora_manager
-        adapters.add_adapter(lora)
-        adapters.activate_adapter(lora.id)
-        held = slot_of(self._model, lora.id, {name: shape for name, (shape, _) in sent.items()})
-        return next((name for name, value in held if not same(sent[name][1], sums(value))), "")
-
-    def _read_folder(self) -> None:
-        try:
-            folder = Path(self._request.lora_path)
-            lora = self._manager._load_adapter(self._request)
-            self._read.set_result((lora, _sent(folder, self._manager.lora_config.lora_dtype)))
-        except BaseException as error:
-            self._read.set_exception(error)
+    Raises HoldsOther where a matrix is not what was sent, and what vLLM's loader raises.
+    """
+    model, manager = runner.get_model(), runner.lora_manager
+    lora = manager._load_adapter(request)
+    sent = _sent(Path(request.lora_path), manager.lora_config.lora_dtype)
+    adapters = model.lora_manager
+    adapters.add_adapter(lora)
+    adapters.activate_adapter(lora.id)
+    held = slot_of(model, lora.id, {name: shape for name, (shape, _) in sent.items()})
+    for name, value in held:
+        if not same(sent[name][1], sums(value)):
+            raise HoldsOther(name)
 
 
 def not_adapted(model: Any, names: list[str]) -> list[str]:
-    """Those of an adapter's matrices for which a model has no place. names: as peft writes them."""
+    """The matrices of an adapter for which a model has no place. names: as peft writes them."""
     places = _places(model)
     return [name for name in names if _module_of(model, name)[0] not in places]
 
@@ -74,7 +54,7 @@ def slot_of(model: Any, number: int, shapes: Mapping[str, torch.Size]) -> Iterat
             yield name, held
 
 
-def _sent(folder: Path, dtype: torch.dtype) -> Sent:
+def _sent(folder: Path, dtype: torch.dtype) -> dict[str, tuple[torch.Size, Sums]]:
     """The matrices of an adapter folder as vLLM computes with them: B has the scaling in it."""
     from safetensors.torch import load_file
 
