@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FAST   := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install agents bench-deps demo test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
+.PHONY: help install agents bench bench-deps demo test test-all test-fast missing-tools test-gpu mutants check lint types docs lock extras-check clean
 
 help:            ## what there is to type
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,14 +45,17 @@ agents: install  ## create .venv/agents with the agent frameworks that the tests
 	  && echo "$$sum" > $(VENV)/agents/.installed; \
 	fi
 
-bench-deps: install ## create .venv/bench with the peers that `headrace bench` measures beside headrace
+bench-deps: install ## create .venv/bench with the peers that benchmarks measure beside headrace
 	@sum=$$(sha256sum $(BENCH) | cut -d' ' -f1); \
 	if [ "$$(cat $(VENV)/bench/.installed 2>/dev/null)" != "$$sum" ]; then \
 	  { [ -x $(VENV)/bench/bin/python ] || $(PYTHON) -m venv --without-pip $(VENV)/bench; } \
 	  && $(BIN)/uv pip sync --python $(VENV)/bench/bin/python --require-hashes $(BENCH) \
 	  && echo "$$sum" > $(VENV)/bench/.installed; \
 	fi
-	@command -v redis-server >/dev/null || echo "make: no redis-server on PATH: bench transport leaves Redis out; to have it: apt-get install redis-server"
+	@command -v redis-server >/dev/null || echo "make: no redis-server on PATH: the transport benchmark leaves Redis out; to have it: apt-get install redis-server"
+
+bench: install   ## run a benchmark and print its figures (make bench NAME=codec ARGS=--save; without NAME: the list)
+	@$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
 demo: install    ## train a small model through Kafka, Faust and vLLM (three to six minutes)
 	@$(BIN)/headrace demo $(ARGS)

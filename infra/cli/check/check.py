@@ -72,9 +72,24 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
         console.print(f"topics created: {', '.join(created) or 'none, all were there'}")
     for note in await check_fit(settings):
         console.print(f"note: {note}", style="yellow")
+    if not create and (fits := model_fits(settings)):
+        console.print(fits)
     for line in NOT_SAID:
         console.print(line)
     return 0
+
+
+def model_fits(settings: Settings) -> str:
+    """One line that says whether the model fits this machine, "" where that cannot be computed."""
+    if not settings.policy.model or importlib.util.find_spec("transformers") is None:
+        return ""
+    from infra.cli.plan.model import estimate, this_machine
+
+    try:
+        num_problems = len(estimate(settings, this_machine(None, None, None, 120.0)).problems)
+    except ConfigError:  # a learner or a model whose needs are not known
+        return ""
+    return f"model: {f'will not fit, {num_problems} reasons' if num_problems else 'fits'} (computed): headrace plan"
 
 
 def check_plugins(settings: Settings) -> list[str]:

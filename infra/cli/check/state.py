@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from infra.cli.check.fit import is_there
-from infra.cli.check.size import adapter_of
 from infra.cli.connect import main_store_of
+from infra.cli.plan.model import adapter_of
 from infra.cli.settings import Settings
 from schemas.errors import ConfigError, StoreError
 

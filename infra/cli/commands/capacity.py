@@ -1,15 +1,18 @@
-"""`headrace plan`: what rates need, by what was measured.
+"""`headrace plan`: what a model and rates need, before anything runs.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with, with_flags
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class RateFlags(msgspec.Struct, frozen=True):
@@ -17,19 +20,29 @@ class RateFlags(msgspec.Struct, frozen=True):
 
     groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample a second.")] = 0.0
     requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer a second.")] = 0.0
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with what was said before.")] = 1000
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with the conversation before it.")] = 1000
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 500
     rated: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that get feedback.")] = 0.2
     engine_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="That one engine samples; an explorer reports it as tokens_per_s.")
+        float, typer.Option(min=0, help="Tokens that one engine samples a second; an explorer reports tokens_per_s.")
     ] = 0.0
     learner_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="Sampled ones that the trainer trains on; bench learner measures it.")
+        float, typer.Option(min=0, help="Sampled tokens that the trainer takes a second; make bench NAME=learner.")
     ] = 0.0
-    measured: Annotated[
-        Path | None,
-        typer.Option(help="Folder with what other benchmarks printed, as hop.json.", show_default="what is shipped"),
+    costs: Annotated[
+        Path | None, typer.Option(help="File with unit costs of your machines.", show_default="what is shipped")
     ] = None
+
+
+class MachineFlags(msgspec.Struct, frozen=True):
+    """The machines that the model shall fit."""
+
+    gpu_gb: Annotated[
+        float | None, typer.Option(help="Memory of one GPU in GB; 0 for none.", show_default="this machine's, or 80")
+    ] = None
+    host_gb: Annotated[float | None, typer.Option(help="Memory of a host in GB.", show_default="this machine's")] = None
+    shm_gb: Annotated[float | None, typer.Option(help="Free GB in /dev/shm.", show_default="this machine's")] = None
+    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next.")] = 120.0
 
 
 @with_flags
@@ -37,39 +50,62 @@ def plan(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     *,
-    flags: RateFlags,
+    rates: RateFlags,
+    machine: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
-    """What rates need: bytes and disk by topic, stream workers, gateways, explorers, partitions, and what is full first.
+    """Plan capacity: what the model needs of memory, time and disk, and what rates need of brokers and processes.
 
-    Computed from measured unit costs, which are printed with it. Group size, partitions, copies, retention and processes are
-    those of the settings. Scores and processors of your own come on top. Exit code 1: what the settings name will not keep up.
+    Of the model only config.json is read: memory of a learner's rank and of an engine, seconds and bytes of a version. With
+    rates: bytes and disk by topic, stream workers, gateways, explorers, partitions, and what is full first. Group size,
+    partitions, copies, retention and processes are those of the settings. Figures are computed from measured unit costs,
+    which are printed with them. Exit code 1: something will not fit or will not keep up, named with the setting that mends it.
 
-    Example: [cyan]headrace plan --groups-per-s 2 --requests-per-s 50 --engine-tokens-per-s 4000[/]
+    Example: [cyan]headrace plan --gpu-gb 80 --requests-per-s 50 --engine-tokens-per-s 4000[/]
     """
+    exit_with(lambda: run_plan(config, sets, rates, machine, as_json=as_json))
+
+
+def run_plan(config: Path, sets: list[str], asked: RateFlags, machine: MachineFlags, *, as_json: bool) -> int:
+    """Print the plan; 1 where something will not fit or keep up. Raises ConfigError."""
     import json
 
-    from infra.cli.plan.plan import Rates
-    from infra.cli.plan.plan import run as planned
-    from infra.cli.plan.table import shown
+    from infra.cli.plan.model import estimate, model_tables, this_machine
+    from infra.cli.plan.rates import SHIPPED, Rates, gb, installed, plan_rates, rate_tables, read_costs
     from infra.cli.settings import load_settings
     from infra.cli.terminal import Screen
+    from schemas.errors import ConfigError
 
-    def body() -> int:
-        settings = load_settings(config, sets)
-        size = settings.master.num_episodes
+    settings = load_settings(config, sets)
+    has_rates = asked.groups_per_s > 0 or asked.requests_per_s > 0
+    if not settings.policy.model and not has_rates:
+        raise ConfigError("got neither policy.model nor --groups-per-s or --requests-per-s, expected one to plan for")
+    problems: list[str] = []
+    figures: dict[str, object] = {"computed": True}
+    shown: list[Table | str] = []
+    if settings.policy.model:
+        there = this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s)
+        found = estimate(settings, there)
+        problems += [f"will not fit: {problem}" for problem in found.problems]
+        figures["model"] = found
+        hosts = f"hosts of {gb(there.host)} with {gb(there.shm)} free in /dev/shm"
+        shown.append(f"for GPUs of {gb(there.gpu)}, {hosts}; a step each {there.step_s:g} s")
+        shown += model_tables(settings, there, found)
+    if has_rates:
         rates = Rates(
-            groups=flags.groups_per_s, requests=flags.requests_per_s, size=size, prompt=flags.prompt,
-            answer=flags.answer, rated=flags.rated,
+            groups=asked.groups_per_s, requests=asked.requests_per_s, size=settings.master.num_episodes,
+            prompt=asked.prompt, answer=asked.answer, rated=asked.rated, engine=asked.engine_tokens_per_s,
+            learner=asked.learner_tokens_per_s,
         )  # fmt: skip
-        engine, learner = flags.engine_tokens_per_s, flags.learner_tokens_per_s
-        found = planned(settings, rates, engine=engine, learner=learner, measured=flags.measured)
-        if as_json:
-            more = {"computed": True, "each_broker": found.each_broker, "problems": found.problems}
-            print(json.dumps(msgspec.to_builtins(found) | more))
-        else:
-            for piece in shown(found):
-                Screen(width=130).print(piece)
-        return 1 if found.problems else 0
-
-    exit_with(body)
+        planned = plan_rates(installed(settings, rates), read_costs(asked.costs or SHIPPED))
+        problems += [f"will not keep up: {problem}" for problem in planned.problems]
+        figures |= {"rates": planned, "each_broker": planned.each_broker}
+        shown += rate_tables(planned)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(figures | {"problems": problems})))
+    else:
+        for piece in shown:
+            Screen().print(piece)
+        for problem in problems:
+            Screen().print(problem, style="red")
+    return 1 if problems else 0

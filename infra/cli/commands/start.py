@@ -124,22 +124,6 @@ def init(
     exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 
 
-class MachineFlags(msgspec.Struct, frozen=True):
-    """The machine that `check --size` reckons with, where that is another than this one."""
-
-    gpu_gb: Annotated[
-        float | None, typer.Option(help="Of one GPU, for --size; 0 for none.", show_default="this machine's, or 80")
-    ] = None
-    host_gb: Annotated[
-        float | None, typer.Option(help="Of a host's memory, for --size.", show_default="this machine's")
-    ] = None
-    shm_gb: Annotated[
-        float | None, typer.Option(help="Free in /dev/shm, for --size.", show_default="this machine's")
-    ] = None
-    step_s: Annotated[float, typer.Option(help="Seconds from one optimizer step to the next, for --size.")] = 120.0
-
-
-@with_flags
 def check(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
@@ -148,19 +132,11 @@ def check(
     connect: Annotated[
         bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
     ] = False,
-    size: Annotated[
-        bool, typer.Option("--size", help="Show what the model needs instead: memory, seconds and disk.")
-    ] = False,
-    machine: MachineFlags,
 ) -> None:
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
     Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
     a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
-
-    With --size nothing but the model's config.json is read: what a learner's rank and an engine need, how long a version
-    takes, and what will not fit (then the exit code is 1), with the setting that would mend it. What rates need of brokers,
-    disks and processes, `headrace plan` computes.
 
     With --connect everything that the roles use is tried from this machine, with these rights: the broker, reading and writing
     each topic, each group, and put, list, get and delete in the store. Nothing is left behind. Exit code 1: one is missing.
@@ -169,14 +145,9 @@ def check(
     """
     from infra.cli.check.check import run_check
 
-    def sized() -> int:
-        from infra.cli.check.size import run_size, this_machine
-
-        return run_size(config, sets, this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s))
-
     async def tried() -> int:
         from infra.cli.check.connect import run_connect
 
         return await run_connect(config, sets)
 
-    exit_with(sized if size else tried if connect else lambda: run_check(config, sets, create))
+    exit_with(tried if connect else lambda: run_check(config, sets, create))

@@ -1,4 +1,4 @@
-"""`headrace check --size`: exact bytes from config.json alone, and the setting that mends what will not fit."""
+"""`headrace plan` of a model: exact bytes from config.json alone, and the setting that mends what will not fit."""
 
 import json
 import subprocess
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner, Result
 
-from infra.cli.check.needs import LearnerPlan, learner_needs, learner_state, most_at_once
-from infra.cli.check.size import Machine, estimate
+from infra.cli.main import app
+from infra.cli.plan.model import Machine, estimate
+from infra.cli.plan.needs import LearnerPlan, learner_needs, learner_state, most_at_once
 from infra.cli.settings import load_settings
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
-from tests.infra.cli.test_check_command import check
 from tests.infra.tiny_families import build_family
 from tests.peak import PEAK_MB
 from trainer.config import LoraConfig
@@ -53,8 +54,9 @@ def test_a_folder_with_config_json_alone_gives_the_published_number_of_parameter
 
 def test_the_largest_model_is_sized_without_the_memory_it_would_take(tmp_path: Path) -> None:
     code = PEAK_MB + (
-        "import sys; from pathlib import Path; from infra.cli.check.size import Machine, run_size\n"
-        "run_size(Path(sys.argv[1]), [], Machine(80e9, 1e12, 1e11, 120.0))\n"
+        "import sys; from pathlib import Path; from infra.cli.plan.model import Machine, estimate\n"
+        "from infra.cli.settings import load_settings\n"
+        "estimate(load_settings(Path(sys.argv[1]), []), Machine(80e9, 1e12, 1e11, 120.0))\n"
         "print(peak_mb())"
     )
     ran = subprocess.run(
@@ -187,18 +189,19 @@ def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_p
     assert estimate(load_settings(mended), machine).problems == ()
 
 
+def planned(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "-c", str(config), *arguments], env={"COLUMNS": "160"})
+
+
 def test_a_small_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
-    more = "activation_checkpointing = true"
-    result = check(
-        app_of(tmp_path, "qwen3-8b", more), "--size", "--gpu-gb", "200", "--host-gb", "1000", "--shm-gb", "0.064"
-    )
+    config = app_of(tmp_path, "qwen3-8b", "activation_checkpointing = true")
+    result = planned(config, "--gpu-gb", "200", "--host-gb", "1000", "--shm-gb", "0.064")
     assert result.exit_code == 1
     told = " ".join(result.stdout.split())
     assert "the versions that engines hold need 32.8 GB in /dev/shm, which has 64.0 MB free" in told
-    assert "--shm-size" in told
-    assert "8,190,735,360 parameters" in told and "(computed)" in told and "headrace bench plan" in told
+    assert "--shm-size" in told and "8,190,735,360 parameters" in told and "(computed)" in told
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    result = check(app_of(tmp_path, "nowhere"), "--size")
+    result = planned(app_of(tmp_path, "nowhere"))
     assert result.exit_code == 2 and "config.json" in result.stderr

@@ -1,7 +1,6 @@
-"""`headrace check --size`: what the settings need, from config.json alone, and what will not fit where they are to run.
+"""What the settings need for their model, from config.json alone, and what will not fit where they are to run.
 
-Bytes of weights, gradients and optimizer are exact; seconds are computed from unit costs measured elsewhere; activations are
-rough. See `infra.cli.check.needs`.
+Bytes of weights, gradients and optimizer are exact; seconds are computed from measured unit costs; activations are rough.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from infra.cli.check.needs import (
+from infra.cli.plan.needs import (
     MOMENTS_AND_WEIGHT,
     WIDTH,
     LearnerPlan,
@@ -25,8 +24,8 @@ from infra.cli.check.needs import (
     version_cost,
     vllm_engine_needs,
 )
-from infra.cli.settings import Settings, load_settings
-from infra.cli.terminal import Screen
+from infra.cli.plan.rates import gb
+from infra.cli.settings import Settings
 from infra.model.adapter import named_adapter
 from infra.model.model import gpu_bytes
 from infra.model.size import ModelSize, model_size
@@ -66,23 +65,6 @@ class SizeEstimate(msgspec.Struct, frozen=True):
     version: VersionCost
     stored: float
     problems: tuple[str, ...]
-
-
-def run_size(config: Path, sets: list[str], machine: Machine) -> int:
-    """Print the estimate; 1 where something will not fit. Raises ConfigError."""
-    settings = load_settings(config, sets)
-    found = estimate(settings, machine)
-    console = Screen()
-    console.print(
-        f"for GPUs of {_gb(machine.gpu)}, hosts of {_gb(machine.host)} with {_gb(machine.shm)} free in /dev/shm; a step each "
-        f"{machine.step_s:g} s (--help says how to name others)"
-    )
-    for table in tables(settings, machine, found):
-        console.print(table)
-    for problem in found.problems:
-        console.print(f"will not fit: {problem}", style="red")
-    console.print("what rates need of brokers, disks and processes: headrace plan")
-    return 1 if found.problems else 0
 
 
 def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | None, step_s: float) -> Machine:
@@ -177,7 +159,7 @@ def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Itera
     version = found.version
     if found.shm > machine.shm:
         yield (
-            f"the versions that engines hold need {_gb(found.shm)} in /dev/shm, which has {_gb(machine.shm)} free; they go to "
+            f"the versions that engines hold need {gb(found.shm)} in /dev/shm, which has {gb(machine.shm)} free; they go to "
             "a folder on disk then, which is slower: give the container more (docker --shm-size, or an emptyDir of medium "
             "Memory)"
         )
@@ -194,13 +176,13 @@ def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
     plan, needs = found.plan, found.learner
     if machine.gpu and needs.gpu_bytes > machine.gpu:
         yield (
-            f"a learner's rank needs {_gb(needs.gpu_bytes)} of GPU memory, there are {_gb(machine.gpu)}: "
+            f"a learner's rank needs {gb(needs.gpu_bytes)} of GPU memory, there are {gb(machine.gpu)}: "
             f"{mended(found.size, plan, machine)}"
         )
     on_host = together(needs, plan.ranks, with_gpu=not machine.gpu)
     if on_host > machine.host:
         yield (
-            f"{plan.ranks} rank(s) on one host need {_gb(on_host)} of its memory, there are {_gb(machine.host)}: several "
+            f"{plan.ranks} rank(s) on one host need {gb(on_host)} of its memory, there are {gb(machine.host)}: several "
             "hosts with fewer ranks each, or one with more memory"
         )
 
@@ -208,7 +190,7 @@ def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
 def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Mapping[str, Any]) -> Iterator[str]:
     if needs.host_bytes > machine.host:
         yield (
-            f"an engine of {role} needs {_gb(needs.host_bytes)} of host memory, there are {_gb(machine.host)}: a host with more"
+            f"an engine of {role} needs {gb(needs.host_bytes)} of host memory, there are {gb(machine.host)}: a host with more"
         )
     room = machine.gpu * float(options.get("gpu_memory_utilization", GPU_SHARE))
     if room and needs.gpu_bytes > MOST_WEIGHTS * room:
@@ -216,7 +198,7 @@ def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Ma
         table = "engine" if role == "explore" else "gateway.engine"
         parts = more * int(options.get("tensor_parallel_size", 1))
         yield (
-            f"the weights of {role}'s engine take {_gb(needs.gpu_bytes)} of each GPU; of vLLM's {_gb(room)} keys and "
+            f"the weights of {role}'s engine take {gb(needs.gpu_bytes)} of each GPU; of vLLM's {gb(room)} keys and "
             f"values need a part: {table}.options.tensor_parallel_size = {parts}"
         )
 
@@ -254,7 +236,7 @@ def _doubled(fits: Callable[[int], bool]) -> int:
     return number
 
 
-def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[Table]:
+def model_tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[Table]:
     """What is printed."""
     size, version = found.size, found.version
     table = Table(
@@ -270,18 +252,18 @@ def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterato
         for place, parts, total in (("GPU", needs.gpu, needs.gpu_bytes), ("host", needs.host, needs.host_bytes)):
             if not parts:
                 continue
-            table.add_row(role, place, _gb(total), "in all", style="bold")
+            table.add_row(role, place, gb(total), "in all", style="bold")
             for row in parts:
-                table.add_row("", "", _gb(row.num_bytes), row.what + (" (rough)" if row.is_rough else ""))
+                table.add_row("", "", gb(row.num_bytes), row.what + (" (rough)" if row.is_rough else ""))
     for role, needs in found.engines.items():
         if needs.gpu and machine.gpu:
             left = GPU_SHARE * machine.gpu - needs.gpu_bytes
             tokens = max(0.0, left / (size.kv * 2))
             table.add_row(
-                f"engine of {role}", "GPU", _gb(max(0.0, left)), f"left for keys and values: {tokens:,.0f} tokens"
+                f"engine of {role}", "GPU", gb(max(0.0, left)), f"left for keys and values: {tokens:,.0f} tokens"
             )
     table.add_row(
-        "/dev/shm", "host", _gb(found.shm), "the served version and the next of each role, shared by its engines"
+        "/dev/shm", "host", gb(found.shm), "the served version and the next of each role, shared by its engines"
     )
     yield table
     times = Table(title=f"a version, one each {86_400 / version.versions:,.0f} s (computed)", show_header=False)
@@ -289,19 +271,10 @@ def tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterato
         "to publish", f"{version.publish_s:,.1f} s", f"an anchor {version.anchor_s:,.1f} s; uploads come on top"
     )
     times.add_row("to reload", f"{version.reload_s:,.1f} s", "before sampling pauses; a first download comes on top")
-    times.add_row("anchors and slices", f"{_gb(version.anchor_bytes)} a day", "")
-    times.add_row("deltas", f"{_gb(version.delta_bytes)} a day", "at a learning rate of 1e-6; more at a higher one")
+    times.add_row("anchors and slices", f"{gb(version.anchor_bytes)} a day", "")
+    times.add_row("deltas", f"{gb(version.delta_bytes)} a day", "at a learning rate of 1e-6; more at a higher one")
     times.add_row(
-        "checkpoints", f"{_gb(version.checkpoint_bytes)} a day", f"{settings.trainer.keep_checkpoints} of them stay"
+        "checkpoints", f"{gb(version.checkpoint_bytes)} a day", f"{settings.trainer.keep_checkpoints} of them stay"
     )
-    times.add_row("kept in the store", _gb(found.stored), f"with keep.replay = {settings.keep.replay}")
+    times.add_row("kept in the store", gb(found.stored), f"with keep.replay = {settings.keep.replay}")
     yield times
-
-
-def _gb(num_bytes: float) -> str:
-    """As a person reads it.
-
-    >>> _gb(16_381_470_720)
-    '16.4 GB'
-    """
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,19 +1,19 @@
-"""How many bytes a group, an answer and a word of feedback take in each topic: made here, and put through verify and collect.
+"""Bytes of a group, an answer and a word of feedback in each topic, for `headrace plan`.
 
 Texts are real prose and code, the chain is the built-in one with one score, and nothing is sealed. Counted are value, key and
-headers of each record, and what Kafka adds to one that lies in a batch alone: the most it can be. Frames that are too large for
-a topic go to the store, and count as `blobs`.
+headers of each record, and what Kafka adds to one that lies in a batch alone: the most it can be. Sizes are fitted by least
+squares: bytes once, per member, per token of the prompt and per sampled token.
 """
 
 import asyncio
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from infra.cli.plan.texts import RawAnswer, samples
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
@@ -44,10 +44,11 @@ from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.stage import publish_all
 from streams.stages.verify import Verifier
+from tests.bench.report import Row
+from tests.bench.texts import RawAnswer, samples
 
 MADE = 4  # of each: texts differ in how well they are packed
 RECORD_BYTES = 70  # 61 of a batch's header and at least 7 of a record's own: kafka.apache.org, message format 2
-BLOBS = "blobs"
 DAY_MS = 86_400_000
 GIVE_UP_S = 1.0
 CONFIG = StreamsConfig(score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),))
@@ -60,44 +61,64 @@ TRAFFIC = StreamsConfig(score=CONFIG.score, reward=RewardConfig(blend={"csat": 1
 Bytes = dict[str, float]
 
 
-class RecordBytes(msgspec.Struct, frozen=True):
-    """By topic. group: a usual group, from its task to the step that trained it. answer: a lone one of traffic that waits for
-    feedback. word: of feedback, with what becomes of an answer that it closes. silence: what becomes of one without
-    feedback. report: of a role.
-
-    Example: RecordBytes(group={"tasks": 900.0}, answer={}, word={}, silence={}, report={"reports": 900.0})
-    """
-
-    group: Bytes
-    answer: Bytes
-    word: Bytes
-    silence: Bytes
-    report: Bytes
+GRID = [(size, prompt, answer) for size in (4, 16) for prompt in (100, 1000) for answer in (50, 500)]
+LONE = [(1, prompt, answer) for prompt in (100, 1000) for answer in (50, 500)]
 
 
-def measure(*, size: int, prompt: int, answer: int) -> RecordBytes:
-    """Of groups of `size` answers, and of lone ones; in tokens."""
-    return asyncio.run(_measured(size, prompt, answer))
+def run(small: bool = False) -> Iterator[Row]:
+    """small: Few shapes, to try it."""
+    grid, lone = (GRID[::3], LONE[:2]) if small else (GRID, LONE)
+    groups = {shape: asyncio.run(group_bytes(*shape)) for shape in grid}
+    yield from fitted("group", groups, ("once", "member", "prompt", "token"))
+    singles = {shape: asyncio.run(lone_bytes(*shape[1:])) for shape in lone}
+    for at, kind in enumerate(("answer", "word", "silence")):
+        yield from fitted(kind, {shape: found[at] for shape, found in singles.items()}, ("once", "prompt", "token"))
+    yield from fitted("report", {(1, 1, 1): asyncio.run(report_bytes())}, ("once",))
 
 
-async def _measured(size: int, prompt: int, answer: int) -> RecordBytes:
-    usual, reports = await _log(), await _log()
+def fitted(kind: str, found: Mapping[tuple[int, int, int], Bytes], names: Sequence[str]) -> Iterator[Row]:
+    """A row for each topic and term, of at least a hundredth of a byte."""
+    terms = {
+        "once": lambda s, p, a: 1,
+        "member": lambda s, p, a: s,
+        "prompt": lambda s, p, a: p,
+        "token": lambda s, p, a: s * a,
+    }
+    rows = np.array([[terms[name](*shape) for name in names] for shape in found], float)
+    for topic in sorted({topic for sizes in found.values() for topic in sizes}):
+        sizes = np.array([shape.get(topic, 0.0) for shape in found.values()])
+        solution = np.linalg.lstsq(rows, sizes, rcond=None)[0]
+        for name, value in zip(names, solution, strict=True):
+            if abs(value) > 0.01:
+                yield Row(
+                    f"{kind}, {topic}, {name}", round(float(value), 3), "bytes", cost=f"bytes.{kind}.{topic}.{name}"
+                )
+
+
+async def group_bytes(size: int, prompt: int, answer: int) -> Bytes:
+    """A usual group, from its task to the step that trained it."""
+    log = await _log()
     for number in range(MADE):
-        await _issue(usual, f"task-{number}.2", samples(size, prompt, answer, seed=number))
-    await _through(usual, CONFIG)
-    await _train(usual, [f"task-{number}.2" for number in range(MADE)], size)
-    await reports.publish(REPORTS, REPORT)
+        await _issue(log, f"task-{number}.2", samples(size, prompt, answer, seed=number))
+    await _through(log, CONFIG)
+    await _train(log, [f"task-{number}.2" for number in range(MADE)], size)
+    return _each(_held(log))
+
+
+async def report_bytes() -> Bytes:
+    """A report of a role."""
+    log = await _log()
+    await log.publish(REPORTS, REPORT)
+    return {topic: float(held) for topic, held in _held(log).items() if held}
+
+
+async def lone_bytes(prompt: int, answer: int) -> tuple[Bytes, Bytes, Bytes]:
+    """A lone answer that waits; a word of feedback with what becomes of its answer; what becomes of one without feedback."""
     groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(MADE)]
     lone = [samples(1, prompt, answer, seed=number)[0] for number in range(MADE)]
     waiting, rated = await _of_traffic(lone, groups, [answer_id(experience_id(name, 0, 0)) for name in groups])
     _, silent = await _of_traffic(lone, groups, ())
-    return RecordBytes(
-        group=_each(_held(usual)),
-        answer=_each(waiting),
-        word=_each(rated - waiting),
-        silence=_each(silent - waiting),
-        report={topic: float(held) for topic, held in _held(reports).items()},
-    )
+    return _each(waiting), _each(rated - waiting), _each(silent - waiting)
 
 
 async def _of_traffic(
@@ -202,11 +223,10 @@ async def _train(log: Log, groups: Sequence[str], size: int) -> None:
 
 def _held(log: Log) -> Counter[str]:
     """Bytes by topic."""
-    bus, store, found = log.bus, log.store, Counter[str]()
-    assert isinstance(bus, MemoryBus) and store is not None
+    bus, found = log.bus, Counter[str]()
+    assert isinstance(bus, MemoryBus)
     for topic in ALL:
         for one in bus.log(Partition(log.name(topic), 0)).records:
             headers = sum(len(name) + len(value) for name, value in one.headers)
             found[topic.name] += len(one.value) + len(one.key) + headers + RECORD_BYTES
-    found[BLOBS] = sum(len(store.get(key)) for key in store.keys("blobs/"))
     return found

@@ -1,0 +1,248 @@
+"""The learner's step beside a plain padded one on transformers: the same model, batch, AdamW and tokens of a microbatch.
+
+Both take turns, after losses and gradients of a first step agree.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from infra.model.flops import peak_tflops, token_cost
+from infra.model.model import load_model, no_progress_bars
+from infra.model.size import model_size
+from infra.policies.tensors import to_torch
+from schemas import BatchItem, Span, make_experience
+from tests.bench.report import Row, compared
+from tests.memory import peak_bytes, wait_for_card
+from trainer.batch.batch import TrainItem, pack
+from trainer.config import LaneConfig, TrainerConfig
+from trainer.learners.torch import TorchLearner
+
+RATE = 1e-6
+CLIP = 0.2  # of GRPO
+NEAR = {"float32": (1e-5, 1e-3), "bfloat16": (1e-2, 0.2)}  # how far losses, and gradients by their norm, may be apart
+
+
+class Shape(NamedTuple):
+    """A batch. shared: All answer one prompt, else each its own. low: Target of the ratio."""
+
+    name: str
+    answers: int
+    prompt: int
+    sampled: int
+    shared: bool
+    low: float
+
+
+SHAPES = (
+    Shape("16 answers of 256 to one prompt of 512", 16, 512, 256, True, 1.3),
+    Shape("8 lone answers of 256, prompts of 512", 8, 512, 256, False, 1.0),
+    Shape("one row of 4,096", 1, 512, 3584, False, 1.0),
+)
+TINY = (Shape("4 answers to one prompt", 4, 20, 10, True, 1.0), Shape("3 lone answers", 3, 20, 10, False, 1.0))
+
+
+def run(
+    hidden: int = 384,
+    layers: int = 7,
+    repeat: int = 5,
+    dtype: str = "",
+    model: str = "",
+    checkpointing: bool = False,
+    tiny: bool = False,
+) -> Iterator[Row]:
+    """hidden, layers: Of a random Qwen3. model: A folder in its place. dtype: float32, on a GPU bfloat16 by default."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    config = TrainerConfig(
+        lanes={"usual": LaneConfig(loss="grpo")},
+        dtype=dtype,  # type: ignore[arg-type]
+        max_tokens_per_microbatch=16_384,
+        activation_checkpointing=checkpointing,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = model or random_model(Path(folder) / "model", hidden, layers)
+        yield Row("parameters", model_size(model).trained / 1e6, "M")
+        for shape in TINY if tiny else SHAPES:
+            yield from shape_rows(model, config, device, shape, repeat)
+
+
+def shape_rows(model: str, config: TrainerConfig, device: str, shape: Shape, repeat: int) -> Iterator[Row]:
+    learner, plain = TorchLearner(model, config, device=device), PlainStep(model, config, device)
+    items = made_items(plain, shape)
+
+    def ours() -> float:
+        batch = pack(items, max_tokens=config.max_tokens_per_microbatch)
+        return learner.step(batch, learning_rate=RATE, seed=0).loss
+
+    def peer() -> float:
+        return plain.step(items)
+
+    check_near(abs(ours() - peer()), gradients_apart(learner, plain), config.dtype)
+    taken = [(seconds(ours, device), seconds(peer, device)) for _ in range(repeat)]
+    clock = 0 if device == "cpu" else 1  # of the CPU, of the wall
+    ours_s, peer_s = (statistics.median(turn[side][clock] for turn in taken) for side in (0, 1))
+    yield compared(shape.name, "s", ours_s, peer_s, shape.low)
+    (whole,) = pack(items, max_tokens=10**9).microbatches
+    wall_s = statistics.median(turn[0][1] for turn in taken)
+    tokens = len(whole.target_N) / wall_s
+    cost = "learner_tokens" if shape == SHAPES[0] else ""
+    yield Row(f"{shape.name}, sampled tokens", tokens, "/s", cost=cost)
+    yield Row(f"{shape.name}, memory at the peak", peak_bytes(ours, device) / 2**20, "MiB")
+    peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else 0.0
+    if peak:
+        pairs = int((whole.positions_BT + 1).sum())
+        needed = token_cost(model).step(whole.tokens_BT.size, pairs, len(whole.target_N))
+        yield Row(f"{shape.name}, MFU", 100 * needed / wall_s / 1e12 / peak, "%")
+
+
+def random_model(folder: Path, hidden: int, layers: int) -> str:
+    """A Qwen3, of 26 million parameters by default."""
+    config = Qwen3Config(
+        vocab_size=16_384, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=max(4, hidden // 128), num_key_value_heads=4, head_dim=min(128, hidden // 4),
+        max_position_embeddings=32_768, tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    with torch.random.fork_rng(), no_progress_bars():
+        torch.manual_seed(7)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def seconds(step: Callable[[], object], device: str) -> tuple[float, float]:
+    """Of the CPU and of the wall."""
+    wait_for_card(device)
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    step()
+    wait_for_card(device)
+    return time.process_time() - cpu_s, time.perf_counter() - wall_s
+
+
+def gradients_apart(learner: TorchLearner, plain: "PlainStep") -> float:
+    """‖ours - plain‖ / ‖plain‖ of Adam's first moments, after one step a tenth of the gradients."""
+    state, square, apart = learner.save(), 0.0, 0.0
+    for name, value in plain.module.named_parameters():
+        expected = plain.optimizer.state[value]["exp_avg"].float().cpu()
+        square += float(expected.square().sum())
+        apart += float((to_torch(state[f"adam/exp_avg/{name}"]) - expected).square().sum())
+    return float((apart / square) ** 0.5)
+
+
+def check_near(loss: float, gradient: float, dtype: str) -> None:
+    """Raise RuntimeError where the two steps are not the same work."""
+    if not (loss <= NEAR[dtype][0] and gradient <= NEAR[dtype][1]):
+        raise RuntimeError(f"learner: the steps differ: loss by {loss:.3g}, gradient by {gradient:.3g}; {NEAR[dtype]}")
+
+
+def made_items(plain: "PlainStep", shape: Shape) -> list[TrainItem]:
+    """Random answers, as if sampled by a policy near this one."""
+    random, size = np.random.default_rng(shape.answers), plain.module.config.get_text_config().vocab_size
+    prompts = [random.integers(3, size, shape.prompt).tolist() for _ in range(1 if shape.shared else shape.answers)]
+    answers = [random.integers(3, size, shape.sampled).tolist() for _ in range(shape.answers)]
+    advantages = random.normal(size=shape.answers)
+
+    def items(logprobs: Sequence[Any]) -> list[TrainItem]:
+        found = []
+        for at, answer in enumerate(answers):
+            group = f"bench-{0 if shape.shared else at}.0"
+            experience = make_experience(
+                id=f"{group}.0-{at}-0", group=group, episode=at, group_size=shape.answers,
+                tokens=[*prompts[at % len(prompts)], *answer], logprobs=np.minimum(logprobs[at], 0.0), messages=(),
+                spans=(Span(shape.prompt, shape.prompt + shape.sampled, 0),),
+            )  # fmt: skip
+            item = BatchItem(
+                id=experience.id, partition=0, offset=0, index=at, lane="usual", advantage=float(advantages[at])
+            )
+            found.append(TrainItem(experience, item))
+        return found
+
+    exact = plain.logprobs(items(np.zeros((shape.answers, shape.sampled))))
+    return items([each + random.normal(0, 0.05, shape.sampled) for each in exact])
+
+
+class PlainStep:
+    """A model and AdamW; PPO's clipped surrogate as a mean over the tokens of a step (arXiv 1707.06347, eq. 7).
+
+    Every sequence is a row, padded to the longest. In bfloat16 the forward runs under autocast over float32 weights.
+    """
+
+    def __init__(self, model: str, config: TrainerConfig, device: str) -> None:
+        self._config, self._device = config, torch.device(device)
+        module: Any = load_model(model)
+        self.module = module.to(device)
+        if config.activation_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            self.module.train()
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=RATE, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+    def logprobs(self, items: Sequence[TrainItem]) -> list[Any]:
+        """log π of each item's sampled tokens."""
+        with torch.no_grad():
+            found = [self._forward(rows) for rows in self._rows(items)]
+        return [
+            row[kept].cpu().numpy()
+            for logprob_BK, inputs in found
+            for row, kept in zip(logprob_BK, inputs["kept_BK"], strict=True)
+        ]
+
+    def step(self, items: Sequence[TrainItem]) -> float:
+        """One optimizer step; its loss."""
+        total, num_tokens = 0.0, sum(each.experience.num_sampled for each in items)
+        for rows in self._rows(items):
+            logprob_BK, inputs = self._forward(rows)
+            ratio_BK = (logprob_BK - inputs["behaviour_BK"]).exp()
+            advantage_B1 = inputs["advantage_B"][:, None]
+            surrogate_BK = torch.minimum(ratio_BK * advantage_B1, ratio_BK.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
+            loss = -surrogate_BK[inputs["kept_BK"]].sum() / num_tokens
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._config.gradient_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _rows(self, items: Sequence[TrainItem]) -> list[Sequence[TrainItem]]:
+        longest = max(each.experience.num_tokens for each in items)
+        size = max(1, self._config.max_tokens_per_microbatch // longest)
+        return [items[at : at + size] for at in range(0, len(items), size)]
+
+    def _forward(self, items: Sequence[TrainItem]) -> tuple[torch.Tensor, dict[str, Any]]:
+        inputs = self._padded(items)
+        first, ids_BT = inputs["first"], inputs["ids_BT"]
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
+            logits_BKV = self.module(
+                input_ids=ids_BT[:, :-1],
+                attention_mask=inputs["mask_BT"],
+                use_cache=False,
+                logits_to_keep=torch.arange(first - 1, ids_BT.shape[1] - 1, device=self._device),
+            ).logits.float()
+        return logits_BKV.gather(2, ids_BT[:, first:, None]).squeeze(2) - logits_BKV.logsumexp(-1), inputs
+
+    def _padded(self, items: Sequence[TrainItem]) -> dict[str, Any]:
+        num_B, num_T = len(items), max(each.experience.num_tokens for each in items)
+        ids_BT, length_B = np.zeros((num_B, num_T), np.int64), np.zeros(num_B, np.int64)
+        behaviour_BT, sampled_BT = np.zeros((num_B, num_T), np.float32), np.zeros((num_B, num_T), bool)
+        for row, each in enumerate(items):
+            length_B[row] = each.experience.num_tokens
+            ids_BT[row, : length_B[row]] = each.experience.tokens
+            for span in each.experience.spans:
+                sampled_BT[row, span.start : span.stop] = True
+            behaviour_BT[row, sampled_BT[row]] = each.experience.logprobs
+        first = int(sampled_BT.any(0).argmax())
+        arrays = {
+            "ids_BT": ids_BT, "behaviour_BK": behaviour_BT[:, first:], "kept_BK": sampled_BT[:, first:],
+            "advantage_B": np.array([each.item.advantage for each in items], np.float32),
+        }  # fmt: skip
+        found: dict[str, Any] = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        mask_BT = torch.from_numpy(np.arange(num_T - 1) < length_B[:, None] - 1).to(self._device)
+        # Without padding there is nothing to mask but the future, which SDPA does best by itself.
+        return found | {"first": first, "mask_BT": None if mask_BT.all() else mask_BT}
