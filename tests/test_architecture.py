@@ -39,7 +39,7 @@ DOORS = {
         "infra/cli/console/",
         "infra/cli/examples/",
     ),
-    "uvicorn": ("actors/gateway/", "infra/cli/console/", "infra/cli/examples/"),
+    "uvicorn": ("infra/local/http_server.py", "infra/cli/examples/"),
     "jinja2": ("infra/cli/console/", "infra/model/model.py"),
     "markupsafe": ("infra/cli/console/",),
     "jgo": ("infra/local/",),

@@ -26,8 +26,6 @@ from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.gateway import Gateway, Minter
 from actors.gateway.http.app import Site
 from actors.gateway.http.canary import Canary
-from actors.gateway.http.heads import bounded_heads
-from actors.gateway.http.listen import GatewayServer, bound, make_server, serve_on
 from actors.gateway.recording.feedback_intake import FeedbackIntake
 from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox
@@ -35,6 +33,7 @@ from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
 from infra.chain.chain import Step, make_step
 from infra.chain.processor import mark_of
+from infra.local.http_server import HttpBounds, HttpServer, bound, make_server, serve_on
 from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
@@ -105,7 +104,11 @@ async def run_gateway(
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(role, gateway, follower, authenticator.book, canary)
-            server = make_server(site.app(), config.drain_s, bounded_heads(metrics, config.limits.body_s))
+            bounds = HttpBounds(
+                limit_s=config.limits.body_s,
+                refused=lambda reason: metrics.counter("refused", route="", reason=reason).inc(),
+            )
+            server = make_server(site.app(), config.drain_s, bounds)
             await loops.run(server, sock, listening)
         finally:
             if canary is not None:
@@ -127,7 +130,7 @@ class _Loops(msgspec.Struct, frozen=True):
     book: KeyBook
     canary: Canary | None
 
-    async def run(self, server: GatewayServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
+    async def run(self, server: HttpServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
         """Until the role is stopped, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -266,7 +269,7 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
 
 
 async def _end(
-    server: GatewayServer,
+    server: HttpServer,
     gateway: Gateway,
     config: GatewayConfig,
     stop: asyncio.Event,

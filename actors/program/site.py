@@ -5,7 +5,6 @@ It speaks what the gateway speaks, through the same code. A key opens its episod
 
 import asyncio
 import logging
-import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
@@ -27,17 +26,14 @@ from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 from actors.gateway.http.app import APIS
 from actors.gateway.http.body import presented, read_body, unless_gone
-from actors.gateway.http.heads import bounded_heads
-from actors.gateway.http.listen import bound, make_server, serve_on
 from actors.gateway.http.openapi import COUNT_PATH
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import ProgramEpisode
-from infra.observe.metrics import Metrics
+from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 
 _log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name a program is given; any other will do
-MAX_DESCRIPTORS = 65_536
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 # Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
 LIMITS = GatewayLimits(
@@ -57,7 +53,6 @@ class ProgramSite:
     def __init__(self, listen: str) -> None:
         self._listen = listen
         self._episodes: dict[str, ProgramEpisode] = {}
-        self._metrics = Metrics("program")
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._turns = asyncio.Lock(), asyncio.Lock()
         self.port = 0
@@ -73,9 +68,8 @@ class ProgramSite:
                 self.port = port
                 began.set()
 
-            allow_descriptors()
-            sock = bound(self._listen)
-            server = make_server(self._app(), 1.0, bounded_heads(self._metrics, LIMITS.body_s))
+            sock = bound(self._listen, "explore.workflow.listen")
+            server = make_server(self._app(), 1.0, HttpBounds())
             self._serving = asyncio.create_task(serve_on(server, sock, listening))
             await began.wait()
 
@@ -155,14 +149,6 @@ class ProgramSite:
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
         return _json(msgspec.json.encode({"object": "list", "data": [one]}))
-
-
-def allow_descriptors() -> None:
-    """As many as this user may have, up to MAX_DESCRIPTORS: an episode takes two to six, and the usual 1,024 are soon gone."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:

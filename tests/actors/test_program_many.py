@@ -15,9 +15,9 @@ from openai import AsyncOpenAI
 
 from actors.config import ExploreConfig
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.http.listen import forget_loaded
 from actors.rollout.explorer import run_explorer
 from infra.cli.demo.char_model import CHARACTERS, TURNS_TEMPLATE, Vocabulary, build_char_model
+from infra.local.http_server import forget_loaded
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer

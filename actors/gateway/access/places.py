@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from actors.gateway.errors import overloaded
-from actors.gateway.gone import gone_of
+from infra.local.http_server import disconnect_guard
 
 T = TypeVar("T")
 
@@ -136,13 +136,13 @@ class ReleasingStream(StreamingResponse):
         self._releases.append(release)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = gone_of(scope)
+        guard = disconnect_guard(scope)
         try:
-            if gone is None:
+            if guard is None:
                 await super().__call__(scope, receive, send)
                 return
             with suppress(ClientDisconnect):
-                await gone.unless(self.stream_response(send), ClientDisconnect)
+                await guard.run(self.stream_response(send), ClientDisconnect)
         finally:
             for release in reversed(self._releases):
                 await release()

@@ -1,6 +1,5 @@
 """What comes with a request: its key, its body, and whether its client is still there."""
 
-import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -8,32 +7,27 @@ from starlette.requests import ClientDisconnect, Request
 
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from actors.gateway.gone import gone_of
+from infra.local.http_server import disconnect_guard
 from infra.roles.unless import unless
 
 T = TypeVar("T")
 
 
 async def read_body(request: Request, limits: GatewayLimits) -> bytes:
-    """The body, if it comes whole, in time and within its bound. Raises ApiError."""
+    """The body, if it comes whole and within its bound; the server bounds its time. Raises ApiError."""
     limit = limits.body_bytes
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
         raise _too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_s):
-            more = True
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise _too_large(limit)
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {limits.body_s:g} s", code="timeout") from error
+    body, more = bytearray(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        more = message.get("more_body", False)
     return bytes(body)
 
 
@@ -49,9 +43,9 @@ def presented(headers: Mapping[str, str]) -> str:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do the work unless the client goes away first; then the work is cancelled. Raises ClientDisconnect."""
-    gone = gone_of(request.scope)
-    if gone is not None:
-        return await gone.unless(work, ClientDisconnect)
+    guard = disconnect_guard(request.scope)
+    if guard is not None:
+        return await guard.run(work, ClientDisconnect)
     return await unless(_disconnected(request), work, ClientDisconnect)
 
 

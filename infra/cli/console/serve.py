@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from infra.cli.connect import log_to_stderr, reading, store_of
@@ -30,11 +29,12 @@ from infra.cli.exit_codes import INTERRUPTED
 from infra.cli.look.console_bounds import read_only
 from infra.cli.repeat.source import opened
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
+from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.log.log import Log
-from infra.settings.config import split_address
 from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
+CONSOLE_BOUNDS = HttpBounds(connections=200)
 LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed link says, made by `up`
 
 
@@ -59,7 +59,7 @@ async def _serve_source(
     source: tuple[Settings, Log, Store, Path], command: Sequence[str], listen: str, leaving: Leaving
 ) -> None:
     settings, log, store, state = source
-    sock = bound(listen or settings.console.listen)
+    sock = bound(listen or settings.console.listen, "console.listen")
     sock.listen()  # a link that is opened at once waits for its page
     given = os.environ.get(LINK_VARIABLE, "")  # whoever set it knows it, and it must not be in a log
     link = given or secrets.token_urlsafe(24)
@@ -166,48 +166,9 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def serve(app: ASGIApp, sock: socket.socket, leaving: Leaving) -> None:
     """Answer until a signal."""
-    server = ConsoleServer(server_options(app))
+    server = make_server(app, 2.0, CONSOLE_BOUNDS)
     with leaving.ending(server.leave):
-        await server.serve(sockets=[sock])
-
-
-def server_options(app: ASGIApp) -> uvicorn.Config:
-    """How the pages are served: bounded in how many ask at once, and silent of who asks. A connection outlives a pause."""
-    return uvicorn.Config(
-        app, access_log=False, log_config=None, lifespan="off", ws="none", server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=2, timeout_keep_alive=30, limit_concurrency=200, h11_max_incomplete_event_size=32 * 1024,
-    )  # fmt: skip
-
-
-class ConsoleServer(uvicorn.Server):
-    """Signals are the command's, so that Ctrl-C ends it cleanly."""
-
-    def leave(self) -> None:
-        """Accept no more, and end."""
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        """None are taken."""
-        yield
-
-
-def bound(listen: str) -> socket.socket:
-    """A socket on host:port. Raises ConfigError where it cannot be had."""
-    try:
-        host, port = split_address(listen, "console.listen")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f'console.listen: cannot listen on "{listen}": {error.strerror}; --listen takes another'
-        ) from error
-    return sock
+        await serve_on(server, sock, lambda port: None)
 
 
 def shown_host(sock: socket.socket) -> str:

@@ -140,7 +140,7 @@ def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What makes the event loop a role runs in; None for Python's own."""
     if role != "serve":
         return None
-    from actors.gateway.http.listen import new_loop
+    from infra.local.http_server import new_loop
 
     return new_loop
 
@@ -157,8 +157,8 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     folder = model_folder(settings)
     from actors.engines.engine import Engine
     from actors.gateway.answering.parsers import answer_parser
-    from actors.gateway.http.listen import forget_loaded
     from actors.rollout.explorer import run_explorer
+    from infra.local.http_server import forget_loaded
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
 
@@ -178,8 +178,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     folder = model_folder(settings)
     webhooks = webhooks_of(settings)
     from actors.engines.engine import Engine
-    from actors.gateway.http.listen import forget_loaded
     from actors.gateway.serve import run_gateway
+    from infra.local.http_server import forget_loaded
     from infra.log.access import access_of
     from infra.log.kafka import KafkaBus
     from infra.model.model import load_tokenizer

@@ -19,8 +19,9 @@ from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.app import Headed
 from infra.cli.console.reading import Reading
-from infra.cli.console.serve import ConsoleServer, bound, command_of, made, server_options
+from infra.cli.console.serve import CONSOLE_BOUNDS, command_of, made
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
+from infra.local.http_server import HttpServer, bound, make_server
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.store.memory import MemoryStore
@@ -255,7 +256,7 @@ class Console:
         self.loop: asyncio.AbstractEventLoop
         self.ready = threading.Event()
         self.fault: BaseException | None = None
-        self._server: ConsoleServer
+        self._server: HttpServer
 
     def run(self, settings: Settings, config: Path) -> None:
         """Until `stop`, in the thread of whoever calls."""
@@ -305,7 +306,7 @@ class Console:
             self.reading = reading
             assert isinstance(app, Headed) and isinstance(app.app, Starlette)
             self.routes = app.app.routes
-            self._server = ConsoleServer(server_options(app))
+            self._server = make_server(app, 2.0, CONSOLE_BOUNDS)
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
             while not self._server.started or not reading.kept.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
                 await asyncio.sleep(0.02)
