@@ -54,6 +54,11 @@ def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
     return pseudonym(secret, "subject", tenant, user, letters=SUBJECT_LETTERS) if user else ""
 
 
+def forgotten_mark(secret: bytes, subject: str) -> str:
+    """How a directive `forget` names a subject: as a hash that only those who know the secret can compare."""
+    return pseudonym(secret, "forget", subject, letters=24)
+
+
 def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -> str:
     """A production session in ids. consent: what the key it was opened with allows; under another it is another session."""
     name = _tag(secret, tenant) + pseudonym(secret, "session", tenant, session, consent, letters=NAME_LETTERS)

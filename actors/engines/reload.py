@@ -123,7 +123,8 @@ class PolicyFollower:
     """Moves the engine of a role along the versions of its policy.
 
     gate: when it may reload, at once by default. hold_s: how long a reload waits at the gate. channel: see PolicyFeed. loaded:
-    called with the event of every version that serves. slow_s: a fetch is counted and logged each time it has taken this long.
+    called with the event of every version that serves. directed: called with every directive. slow_s: a fetch is counted and
+    logged each time it has taken this long.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class PolicyFollower:
         hold_s: float = 0.0,
         channel: Channel = "candidate",
         loaded: Callable[[PolicyEvent], None] = lambda event: None,
+        directed: Callable[[Directive], None] = lambda directive: None,
         slow_s: float = SLOW_S,
     ) -> None:
         self._role = role
@@ -144,6 +146,7 @@ class PolicyFollower:
         self._policy = role.floor.policy.name
         self._channel: Channel = channel
         self._loaded = loaded
+        self._directed = directed
         self._slow_s = slow_s
         self._feed = PolicyFeed(self._policy, channel=channel)
         self._files = engine.version_files if isinstance(engine, ReadsFiles) else None
@@ -217,6 +220,7 @@ class PolicyFollower:
     def _apply(self, feed: PolicyFeed, message: LogMessage) -> None:
         if isinstance(message.value, Directive):
             feed.fence(message.value, message.offset)
+            self._directed(message.value)
         elif isinstance(message.value, PolicyEvent) and feed.apply(message.value, message.offset):
             self._published_ms[message.value.version] = message.timestamp_ms
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
+from actors.gateway.access.concurrency import ConcurrencyLimiter, FairQueue, TakenSlots, to_its_end
 from actors.gateway.access.keys import ApiKey, Train
-from actors.gateway.access.places import Places, Rota, TakenPlaces, to_its_end
-from actors.gateway.access.users import Users
-from actors.gateway.answering.earlier import Earlier
+from actors.gateway.answering.conversation import ConversationCache
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import ready
@@ -27,15 +26,16 @@ from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
-from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder, Served, render
 from actors.gateway.recording.tallies import Asker, Tallies
 from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
+from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from infra.store.images import Pixels, images_of
+from schemas import Directive
 from schemas.ids import answer_id, experience_id, request_group
-from schemas.names import keyed_session, keyed_subject
+from schemas.names import forgotten_mark, keyed_session, keyed_subject
 from schemas.topics import EXPERIENCES
 
 _THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize
@@ -45,6 +45,7 @@ CHARS_PER_TOKEN = (
 LONG_AT_ONCE = 2  # long prompts that are tokenized
 LONG_EACH = 16  # of one key that wait for it, or for a schema to be compiled
 MAX_SCHEMAS = 64
+MAX_NAMES = 65_536
 
 
 class Tokenized(NamedTuple):
@@ -55,8 +56,8 @@ class Tokenized(NamedTuple):
     prefix: list[int]
 
 
-class Minter:
-    """Names of requests: (producer epoch, sequence).
+class RequestIdGenerator:
+    """Ids of requests: (producer epoch, sequence).
 
     The epoch is 63 random bits drawn at every start. No other process is needed: a gateway must serve while the
     log, which could hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
@@ -83,7 +84,7 @@ class Gateway:
         outbox: Outbox,
         metrics: Metrics,
         *,
-        minter: Minter,
+        ids: RequestIdGenerator,
         trial: Callable[[], int],
         secret: Callable[[], bytes],
     ) -> None:
@@ -95,27 +96,29 @@ class Gateway:
         self.parser = answer_parser(recorder.tokenizer)
         self.outbox = outbox
         self.metrics = metrics
-        self.places = Places(config.limits.concurrency)
-        self._long = Rota(LONG_AT_ONCE, LONG_EACH)
-        self._schemas = Rota(1, LONG_EACH)
-        self._prepared_schemas = Recent(MAX_SCHEMAS)
+        limit = config.limits.concurrency
+        self.limiter = ConcurrencyLimiter(limit, limit // 8)
+        self._long = FairQueue(LONG_AT_ONCE, LONG_EACH)
+        self._pictures = FairQueue(1, LONG_EACH)
+        self._schemas = FairQueue(1, LONG_EACH)
+        self._prepared_schemas: Newest[str, None] = Newest(MAX_SCHEMAS)
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         self.tallies = Tallies(config.refusals)
         self._trial = trial
         self._secret = secret
-        self._users = Users()
+        self._subjects: Newest[str, str] = Newest(MAX_NAMES)  # by session
         self.spans = open_spans(config.traces, metrics)
-        self.served = Recent()  # groups of the newest requests
-        self._minter = minter
+        self.served: Newest[str, int] = Newest(MAX_NAMES)  # choices of the newest requests, by group
+        self._ids = ids
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
-        self.earlier = Earlier(config.sessions, config.sessions_mb * 1024 * 1024)
+        self.conversations = ConversationCache(config.sessions, config.sessions_mb * 1024 * 1024)
 
     def is_long(self, request: ParsedRequest) -> bool:
         """Whether what comes before the first token takes long, so that a client may be gone by then."""
         return bool(request.json_schema or request.prompt.pictures) or request.num_chars > _THREAD_CHARS
 
     async def begin(
-        self, request: ParsedRequest, key: ApiKey, session: str, place: TakenPlaces, *, drawn: bool = True
+        self, request: ParsedRequest, key: ApiKey, session: str, place: TakenSlots, *, drawn: bool = True
     ) -> InFlight:
         """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
 
@@ -128,11 +131,11 @@ class Gateway:
         images = await self._decoded(request, key)
         tokenized = await self._tokenized(request, key, name if session else "")
         tokens = tokenized.prompt.tokens + tokenized.prefix
-        group = request_group(name, self._minter.epoch, self._minter.take())
+        group = request_group(name, self._ids.epoch, self._ids.take())
         sampling = self._sampling(request, tokens)
         if request.json_schema:
             await self._prepared(request.json_schema, key)
-        self.served.add(group)
+        self.served.put(group, request.choices)
         return InFlight(
             place=place,
             request=request,
@@ -199,15 +202,39 @@ class Gateway:
         return train in allowed
 
     def _subject(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
+        """The user whose key a turn is sealed under, "" for none; session: "" for none.
+
+        A session stays that of the user it named. A turn that names none, of a session not known here that brings answers, is
+        sealed under a key of the session, which `forget` destroys with those of the user that the session named elsewhere.
+        """
+        named = keyed_subject(self._secret(), key.tenant, request.user)
+        if not session:
+            return named
         goes_on = any(message.role == "assistant" for message in request.prompt.plain)
-        return self._users.subject(session, keyed_subject(self._secret(), key.tenant, request.user), goes_on=goes_on)
+        known = self._subjects.get(session)
+        subject = named or (known if known is not None else session if goes_on else "")
+        self._subjects.put(session, subject)
+        return subject
+
+    def follow(self, directive: Directive) -> None:
+        """Drop the conversations and sessions of a user whom `headrace forget` named."""
+        if directive.order != "forget":
+            return
+        secret, about = self._secret(), directive.about
+        for answer in list(self.conversations):
+            held = self.conversations.get(answer)
+            if held is not None and forgotten_mark(secret, held.subject) == about:
+                self.conversations.pop(answer)
+        for session in list(self.sessions):
+            if forgotten_mark(secret, self._subjects.get(session) or "") == about:
+                self.sessions.forget(session)
 
     async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
         """Pixels of its pictures; few requests are looked at at once. Raises ApiError."""
         prompt = request.prompt
         if not prompt.pictures:
             return ()
-        async with self._long.turn(key.id):
+        async with self._pictures.turn(key.id):
             decoding = asyncio.to_thread(
                 decoded_pictures, images_of(prompt.plain), prompt.pictures, self.config.limits.pixels
             )
@@ -258,7 +285,7 @@ class Gateway:
             else:
                 async with self._schemas.turn(key.id):
                     await to_its_end(self.engine.prepare(json_schema))
-            self._prepared_schemas.add(json_schema)
+            self._prepared_schemas.put(json_schema, None)
         except SchemaNotTried as error:
             raise unavailable(f"response_format: {error}") from error
         except SchemaRefused as error:

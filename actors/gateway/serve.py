@@ -23,7 +23,7 @@ from actors.engines.reload import PolicyFollower
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.keys import KeyBook
 from actors.gateway.config import GatewayConfig, Webhook
-from actors.gateway.gateway import Gateway, Minter
+from actors.gateway.gateway import Gateway, RequestIdGenerator
 from actors.gateway.http.app import Site
 from actors.gateway.http.canary import Canary
 from actors.gateway.recording.feedback_intake import FeedbackIntake
@@ -64,15 +64,15 @@ async def run_gateway(
     webhooks: Sequence[Webhook] = (),
     reads_feedback: bool = True,
     listening: Callable[[int], None] = lambda port: None,
-    minter: Minter | None = None,
+    ids: RequestIdGenerator | None = None,
 ) -> None:
     """Serve until the role is stopped. Its log need not be connected: it is, as soon as the broker answers.
 
     listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
     """
-    minter = minter or Minter()
+    ids = ids or RequestIdGenerator()
     # Its counts begin anew with the process, which may have the number of one before it.
-    role = msgspec.structs.replace(role, instance=f"{role.instance}/{minter.epoch % 2**32:08x}")
+    role = msgspec.structs.replace(role, instance=f"{role.instance}/{ids.epoch % 2**32:08x}")
     floor, metrics = role.floor, role.metrics
     steps = processor_steps(config)
     # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
@@ -85,14 +85,13 @@ async def run_gateway(
             engine,
             channel=config.channel,
             loaded=lambda event: _remember(memory, event, metrics),
+            directed=lambda directive: gateway.follow(directive),
         )
         gateway, authenticator, feedback_intake = await _assembled(
-            role, config, engine, tokenizer, claimed.path, steps, minter, _trial_of(config, follower)
+            role, config, engine, tokenizer, claimed.path, steps, ids, _trial_of(config, follower)
         )
         feedback_intake.is_read = reads_feedback
         canary = None if config.canary is None else Canary(config.canary, metrics)
-        if not tokenizer.writing.is_own:
-            await asyncio.to_thread(gateway.parser.prepare)
         await engine.start()
         try:
             await _bring_last(follower, memory, engine)
@@ -104,11 +103,7 @@ async def run_gateway(
                 canary=canary,
             )  # fmt: skip
             loops = _Loops(role, gateway, follower, authenticator.book, canary)
-            bounds = HttpBounds(
-                limit_s=config.limits.body_s,
-                refused=lambda reason: metrics.counter("refused", route="", reason=reason).inc(),
-            )
-            server = make_server(site.app(), config.drain_s, bounds)
+            server = make_server(site.app(), config.drain_s, _bounds(config, metrics))
             await loops.run(server, sock, listening)
         finally:
             if canary is not None:
@@ -119,6 +114,12 @@ async def run_gateway(
     finally:
         sock.close()
         claimed.release()
+
+
+def _bounds(config: GatewayConfig, metrics: Metrics) -> HttpBounds:
+    return HttpBounds(
+        limit_s=config.limits.body_s, refused=lambda reason: metrics.counter("refused", route="", reason=reason).inc()
+    )
 
 
 class _Loops(msgspec.Struct, frozen=True):
@@ -165,11 +166,11 @@ class _Loops(msgspec.Struct, frozen=True):
     async def _tell(self, state: str, life: Life) -> None:
         """Report the present state."""
         gateway, metrics = self.gateway, self.role.metrics
-        metrics.gauge("answers_running").set(gateway.places.num_taken)
+        metrics.gauge("answers_running").set(gateway.limiter.num_taken)
         metrics.gauge("sessions").set(len(gateway.sessions))
         metrics.gauge("sessions_bytes").set(gateway.sessions.num_bytes)
-        metrics.gauge("conversations").set(len(gateway.earlier))
-        metrics.gauge("conversations_bytes").set(gateway.earlier.num_bytes)
+        metrics.gauge("conversations").set(len(gateway.conversations))
+        metrics.gauge("conversations_bytes").set(gateway.conversations.total_size)
         metrics.gauge("outbox_waiting").set(gateway.outbox.num_waiting)
         if gateway.spans is not None:
             metrics.gauge("spans_waiting").set(gateway.spans.num_waiting)
@@ -200,7 +201,7 @@ async def _assembled(
     tokenizer: Tokenizer,
     folder: Path,
     steps: Sequence[Step],
-    minter: Minter,
+    ids: RequestIdGenerator,
     trial: Callable[[], int],
 ) -> tuple[Gateway, Authenticator, FeedbackIntake]:
     log, store, metrics = role.log, role.store, role.metrics
@@ -227,10 +228,12 @@ async def _assembled(
         recorder,
         outbox,
         metrics,
-        minter=minter,
+        ids=ids,
         trial=trial,
         secret=lambda: book.secret,
     )
+    if not tokenizer.writing.is_own:
+        await asyncio.to_thread(gateway.parser.prepare)
     try:
         await asyncio.to_thread(book.refresh, store)
     except StoreError as error:
@@ -292,7 +295,7 @@ async def _end(
     server.leave()  # no new connections; it waits for what runs
     with suppress(TimeoutError):
         async with asyncio.timeout(config.drain_s):
-            await gateway.places.idle.wait()
+            await gateway.limiter.idle.wait()
     await gateway.outbox.flush()
     await tell()
     halt.set()

@@ -8,16 +8,15 @@ once, sub-agents and rewritten history are sequences of their own, and each says
 import asyncio
 import hashlib
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from actors.engines.engine import Completion, ContextFull, EngineStopped, Sampling
+from actors.gateway.access.concurrency import ConcurrencyLimiter
 from actors.gateway.access.keys import ApiKey
-from actors.gateway.access.places import Places
-from actors.gateway.answering.earlier import Earlier
+from actors.gateway.answering.conversation import ConversationCache
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsing import AnswerParser, WritingTokenizer, ready
 from actors.gateway.answering.pictures import decoded_pictures
@@ -29,6 +28,7 @@ from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
 from actors.rollout.session import LONG_CHARS, Session
+from infra.newest import Newest
 from infra.store.images import Pixels, images_of
 from schemas import Score
 
@@ -73,7 +73,7 @@ class ProgramEpisode:
         own_sampling: bool = False,
     ) -> None:
         self.key = f"hr-{secrets.token_urlsafe(24)}"
-        self.earlier = Earlier(limits.requests, 64 * 1024 * 1024)
+        self.conversations = ConversationCache(limits.requests, 64 * 1024 * 1024)
         self.stopped: EngineStopped | None = None
         self.is_full = False
         self.num_asked = 0
@@ -84,11 +84,11 @@ class ProgramEpisode:
         self._parser = parser
         self._num_unread = 0
         self._deposited: set[str] = set()
-        self._places = Places(limits.at_once)
+        self._limiter = ConcurrencyLimiter(limits.at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
         self._places_of: dict[str, list[GrowingPart]] = {}
         self._scored: dict[str, tuple[GrowingPart, int]] = {}
-        self._answered: OrderedDict[str, InFlight] = OrderedDict()
+        self._answered: Newest[str, InFlight] = Newest(KEPT_ANSWERS)
 
     @property
     def version(self) -> int:
@@ -111,9 +111,7 @@ class ProgramEpisode:
         """Remember an answer, for a client that did not get it and asks again. Its pictures lie in the store."""
         prompt = msgspec.structs.replace(in_flight.request.prompt, pictures=())
         in_flight.request = msgspec.structs.replace(in_flight.request, prompt=prompt)
-        self._answered[hashlib.sha256(body).hexdigest()] = in_flight
-        while len(self._answered) > KEPT_ANSWERS:
-            self._answered.popitem(last=False)
+        self._answered.put(hashlib.sha256(body).hexdigest(), in_flight)
 
     async def begin(self, request: ParsedRequest) -> InFlight:
         """Everything before the first token. Raises ApiError."""
@@ -121,7 +119,7 @@ class ProgramEpisode:
             raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
         images = await self._shown(request)
         request = ready(request, self._parser, takes_tools=self._tokenizer.takes_tools)
-        place = self._places.take(request.choices)
+        place = self._limiter.take(request.choices)
         self.num_asked += 1
         try:
             is_long = request.num_chars > LONG_CHARS

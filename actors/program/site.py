@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.gateway.access.places import ReleasingStream
-from actors.gateway.answering.earlier import Conversation
+from actors.gateway.access.concurrency import ReleasingStream
+from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT
@@ -25,7 +25,7 @@ from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 from actors.gateway.http.app import APIS
-from actors.gateway.http.body import presented, read_body, unless_gone
+from actors.gateway.http.body import BodyBudget, presented, read_body, unless_gone
 from actors.gateway.http.openapi import COUNT_PATH
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import ProgramEpisode
@@ -53,6 +53,7 @@ class ProgramSite:
     def __init__(self, listen: str) -> None:
         self._listen = listen
         self._episodes: dict[str, ProgramEpisode] = {}
+        self._bodies = BodyBudget(LIMITS.body_bytes, 4 * LIMITS.body_bytes)
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._turns = asyncio.Lock(), asyncio.Lock()
         self.port = 0
@@ -104,9 +105,7 @@ class ProgramSite:
         async def handle(request: Request) -> Response:
             try:
                 key = presented(request.headers).partition(" ")[2].strip()
-                if key not in self._episodes:
-                    raise ApiError(401, "no episode that runs has this key", code="invalid_api_key")
-                return await handler(request, self._episodes[key])
+                return await handler(request, self._require(key))
             except ApiError as error:
                 return _refused(api, error)
             except ClientDisconnect:
@@ -118,20 +117,20 @@ class ProgramSite:
         return handle
 
     async def _answer(self, request: Request, episode: ProgramEpisode, api: Api) -> Response:
-        body = await read_body(request, LIMITS)
+        body = await self._body(request, episode)
         async with self._turns:  # one in each round of the loop: of thousands that come together none holds it for all
             await asyncio.sleep(0)
         before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         if before is not None:
             return _once_more(api, _reply(before, episode))
-        parsed = api.read(body, LIMITS, lambda answer: episode.earlier.find(answer, ""))
+        parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""))
         in_flight = await episode.begin(parsed)
         reply = _reply(in_flight, episode)
 
         def ended() -> None:
             episode.keep(body, in_flight)
             if parsed.said:
-                episode.earlier.keep(reply.answer_ids[0], Conversation("", "", after(reply)))
+                episode.conversations.put(reply.answer_ids[0], Conversation(messages=after(reply)))
 
         if parsed.stream:
             return ReleasingStream(_streamed(episode, reply, api, ended), partial(_let_go, episode, in_flight))
@@ -142,8 +141,21 @@ class ProgramSite:
         ended()
         return _json(api.whole(reply))
 
+    async def _body(self, request: Request, episode: ProgramEpisode) -> bytes:
+        """The body of a request. Raises ApiError, also where the episode ended before the body did."""
+        body = await read_body(request, LIMITS.body_bytes, self._bodies, episode.key)
+        self._require(episode.key)
+        return body
+
+    def _require(self, key: str) -> ProgramEpisode:
+        """The episode that a key opens. Raises ApiError."""
+        episode = self._episodes.get(key)
+        if episode is None:
+            raise ApiError(401, "no running episode has this key", code="invalid_api_key")
+        return episode
+
     async def _count(self, request: Request, episode: ProgramEpisode) -> Response:
-        parsed = read_count(await read_body(request, LIMITS), LIMITS)
+        parsed = read_count(await self._body(request, episode), LIMITS)
         return _json(msgspec.json.encode({"input_tokens": await asyncio.to_thread(episode.count, parsed)}))
 
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:

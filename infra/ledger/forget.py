@@ -12,8 +12,6 @@ and completes one that was cut short. The weights stay what they are: the report
 """
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Collection
 from contextlib import aclosing
 
@@ -24,7 +22,7 @@ from infra.log.log import Log
 from infra.store.seal import FORGOTTEN, Keys
 from schemas import Directive, Saved, Task, topics
 from schemas.ids import subject_of
-from schemas.names import keyed_subject
+from schemas.names import forgotten_mark, keyed_subject
 
 
 class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +73,7 @@ async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: t
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
     """Append the event; returns whom it is about: a hash that can be compared only with the gateways' secret."""
-    about = hmac.new(secret, f"forget\x00{subject_of(tenant, user)}".encode(), hashlib.sha256).hexdigest()[:24]
+    about = forgotten_mark(secret, keyed_subject(secret, tenant, user))
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
 

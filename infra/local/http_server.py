@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client may take of a server. limit_s: seconds for each thing it is waited for. refused: called with a reason for
-    each connection that a bound ends.
+    """What a client may take of a server. limit_s: seconds for each thing it is waited for. connections: open ones at most.
+    refused: called with a reason for each connection that a bound ends.
     """
 
     limit_s: float = 30.0

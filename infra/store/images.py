@@ -1,8 +1,8 @@
 """Images that a record names: bytes in the object store under their hash, read back as pixels within bounds.
 
-Guarantees: what is read is what was named (size and hash are verified); nothing is decompressed before its number of
-pixels is known to be within `MAX_PIXELS`; whatever is wrong with an image is one BadImage with a short reason. Only the
-decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a thread.
+Guarantees: what is read is what was named (size and hash are verified); nothing is decompressed before its number of pixels is
+known to be within `MAX_PIXELS`, and its scans within `MAX_SCANS`; whatever is wrong with an image is one BadImage with a short
+reason. Only the decoders of `FORMATS` ever see the bytes. Blocking, as the store is: call from a thread.
 """
 
 import hashlib
@@ -21,12 +21,14 @@ from schemas.errors import BadImage, NotInStore
 
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 MAX_PIXELS = 16 * 1024 * 1024
+MAX_SCANS = 64  # of a progressive JPEG; each costs as much time as the whole picture, and takes 16 bytes
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 
 MISSING = "missing"
 ALTERED = "altered"
 TOO_LARGE = "too large"
 TOO_MANY_PIXELS = "too many pixels"
+TOO_MANY_SCANS = "too many scans"
 UNKNOWN_TYPE = "unknown media type"
 NOT_AN_IMAGE = "not an image"
 
@@ -62,6 +64,8 @@ def decode_image(image: Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Pix
     check_size(image)
     if len(data) != image.size or hashlib.sha256(data).hexdigest() != image.sha256:
         raise BadImage(ALTERED, f"{image.sha256}: got {len(data)} bytes or another hash, expected {image.size} bytes")
+    if image.media_type == "image/jpeg" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+        raise BadImage(TOO_MANY_SCANS, f"{image.sha256}: got {scans} scans of a JPEG, expected at most {MAX_SCANS}")
     try:
         with Pillow.open(io.BytesIO(data), formats=[FORMATS[image.media_type]]) as picture:
             width, height = picture.size  # of the header alone: nothing is decompressed yet

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.program.site import ProgramSite
 from actors.program.workflow import Program
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.parts import AT_ONCE, OTHER
@@ -313,3 +315,21 @@ def test_a_hundred_episodes_share_one_server_and_each_is_its_own() -> None:
         return list(found)
 
     assert asyncio.run(run()) == [7] * 100
+
+
+def test_a_body_that_ends_after_its_episode_is_not_answered() -> None:
+    async def check() -> None:
+        site = ProgramSite("127.0.0.1:0")
+        await site.start()
+        episode: Any = SimpleNamespace(key="hr-k")
+        site.open(episode)
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer hr-k\r\ncontent-length: 2\r\n\r\n{")
+        await asyncio.sleep(0.1)
+        site.close(episode)
+        writer.write(b"}")
+        async with asyncio.timeout(20):
+            assert b" 401 " in await reader.readline()
+        writer.close()
+
+    asyncio.run(check())

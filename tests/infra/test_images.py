@@ -14,6 +14,7 @@ from infra.store.images import (
     NOT_AN_IMAGE,
     TOO_LARGE,
     TOO_MANY_PIXELS,
+    TOO_MANY_SCANS,
     UNKNOWN_TYPE,
     ImageReader,
     decode_image,
@@ -62,6 +63,7 @@ def test_what_is_read_is_what_was_put_by_its_hash_and_read_only() -> None:
         (png(), "image/svg+xml", UNKNOWN_TYPE),
         (bomb(5_000), "image/png", TOO_MANY_PIXELS),
         (bomb(60_000), "image/png", TOO_MANY_PIXELS),
+        (b"\xff\xd8" + b"\xff\xda\x00\x06\x01\x01\x00\x00\x3f\x00" * 4000, "image/jpeg", TOO_MANY_SCANS),
     ],
 )
 def test_what_is_no_image_has_a_named_reason_and_is_never_stored(data: bytes, media_type: str, reason: str) -> None:

@@ -6,15 +6,19 @@ Guarantee: the response does not say why a key was refused; the metric does.
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from actors.gateway.access.feedback_token import FeedbackToken, read
 from actors.gateway.access.keys import TRAINS, ApiKey, KeyBook, Refused, Scope, Train
-from actors.gateway.access.quota import Quotas
 from actors.gateway.errors import ApiError
+from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from schemas.ids import SESSION_LETTERS, group_of, session_of
 from schemas.names import consent_of, is_of
 
 BEARER = "bearer "
+MINUTE_S = 60.0
+MAX_BUCKETS = 65_536  # of those used longest ago some are forgotten: they are full again
 TOKEN_RPM = 10  # what one browser's token may say a minute, within the quota of the key that asked for it
 # What a key must have to open a route. The others know no keys: /healthz is open, a webhook knows its signature.
 SCOPE_OF: Mapping[str, Scope] = {
@@ -31,14 +35,41 @@ SCOPE_OF: Mapping[str, Scope] = {
 }
 
 
+class Bucket(msgspec.Struct):
+    """What is left of a quota: a bucket that holds one minute's worth and fills evenly.
+
+    Tokens of an answer are known only afterwards, so it may go below zero, and the next request waits until it is above.
+    per_minute: of a full one. left: as of the time at_s. at_s: by the caller's clock.
+    """
+
+    per_minute: float
+    left: float
+    at_s: float
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Take an amount at once; where there is not enough, take nothing and return the seconds until there is."""
+        self.charge(0, now_s)
+        needed = min(amount, self.per_minute)
+        if self.left < needed:
+            return (needed - self.left) * MINUTE_S / self.per_minute
+        self.left -= amount
+        return 0.0
+
+    def charge(self, amount: float, now_s: float) -> None:
+        """Take what was used already, whatever is left."""
+        passed_s = max(0.0, now_s - self.at_s)  # a clock that is set back takes nothing away
+        self.left = min(self.per_minute, self.left + passed_s * self.per_minute / MINUTE_S) - amount
+        self.at_s = now_s
+
+
 class Authenticator:
-    """One gateway's entrance. clock: seconds of the epoch."""
+    """Decides who may ask for what. clock: seconds of the epoch."""
 
     def __init__(self, book: KeyBook, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
         self.book = book
         self._metrics = metrics
         self._clock = clock
-        self._quotas = Quotas()
+        self._buckets: Newest[tuple[str, str], Bucket] = Newest(MAX_BUCKETS)
 
     def enter(self, route: str, authorization: str) -> ApiKey:
         """The key of a request to a route, which it opens. Raises ApiError."""
@@ -50,14 +81,22 @@ class Authenticator:
         self._check_scope(key, SCOPE_OF[route])
         return key
 
-    def admit(self, key: ApiKey) -> None:
-        """Take one request from the key's quotas. Raises ApiError."""
-        self._take(key.id, "requests", key.rpm, 1)
+    def admit(self, key: ApiKey, count: int = 1) -> None:
+        """Take so many requests from the key's quotas; one for `n` answers counts n. Raises ApiError."""
+        self._take(key.id, "requests", key.rpm, count)
         self._take(key.id, "tokens", key.tpm, 0)
+
+    def check_live(self, key: ApiKey) -> None:
+        """Raise ApiError if the key was revoked, or expired, since it was presented."""
+        try:
+            self.book.live(key.id, self._clock())
+        except Refused as refused:
+            raise self._refused(refused) from refused
 
     def charge(self, key: ApiKey, num_tokens: int) -> None:
         """Note the tokens a request used."""
-        self._quotas.charge(key.id, "tokens", key.tpm, num_tokens, self._clock())
+        if key.tpm:
+            self._bucket(key.id, "tokens", key.tpm).charge(num_tokens, self._clock())
 
     def check_answer(self, key: ApiKey, answer: str) -> Train:
         """Whether the answer may be trained on, as the key it was given to says. Raises ApiError unless it was given to the
@@ -75,29 +114,35 @@ class Authenticator:
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
         return next((one for one in TRAINS if one == train), key.train)
 
-    def key_of_token(self, token: str, answer: str) -> ApiKey:
-        """The key that asked for a browser's token, which may say something of this one answer now. Raises ApiError."""
+    def enter_by_token(self, token: str) -> tuple[ApiKey, str]:
+        """The key that asked for a browser's feedback token, and the only answer the token is for. Raises ApiError."""
         claims: FeedbackToken = read(token, self.book.secret, self._clock())
         try:
             key = self.book.live(claims.key, self._clock())
         except Refused as refused:
             raise self._refused(refused) from refused
         self._check_scope(key, SCOPE_OF["/v1/feedback"])
-        if answer != claims.answer:
-            raise ApiError(403, "the feedback token is for another answer", kind="permission_error", param="answer_id")
-        self._take(f"{key.id} {answer}", "requests", TOKEN_RPM, 1)
-        return key
+        self._take(f"{key.id} {claims.answer}", "requests", TOKEN_RPM, 1)
+        self.admit(key)
+        return key, claims.answer
 
     def now_s(self) -> float:
         """The clock."""
         return self._clock()
 
     def _take(self, name: str, kind: str, per_minute: int, amount: int) -> None:
-        wait_s = self._quotas.take(name, kind, per_minute, amount, self._clock())
+        wait_s = self._bucket(name, kind, per_minute).take(amount, self._clock()) if per_minute else 0.0
         if wait_s:
             self._metrics.counter("quota_exceeded", kind=kind).inc()
             message = f"Rate limit reached: {per_minute} {kind} a minute. Try again in {wait_s:.1f} s."
             raise ApiError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=wait_s)
+
+    def _bucket(self, name: str, kind: str, per_minute: int) -> Bucket:
+        bucket = self._buckets.get((name, kind))
+        if bucket is None:
+            bucket = Bucket(per_minute, per_minute, self._clock())
+            self._buckets.put((name, kind), bucket)
+        return bucket
 
     def _check_scope(self, key: ApiKey, scope: Scope) -> None:
         if scope not in key.scopes:

@@ -14,11 +14,13 @@ from msgspec import Meta
 from actors.gateway.answering.pictures import Picture, read_picture
 from actors.gateway.answering.text import THINK, THOUGHT
 from actors.gateway.errors import bad
+from infra.newest import Newest
 from schemas import Message
 
 MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
 MAX_SHOWN = 64  # images of one message, as in its record
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_OBJECTS_BYTES = 512  # about, of the objects that hold a message
 Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -98,6 +100,36 @@ class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     function: Function
     type: Literal["function"] = "function"
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation that a request may go on from by the id of its last answer.
+
+    tenant: of the key. subject: the user it is sealed under, "" for none. session: as the client, or the gateway, calls it.
+    messages: the answer last.
+    """
+
+    tenant: str = ""
+    subject: str = ""
+    session: str = ""
+    messages: tuple[ChatMessage, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """About its memory. Answers of one conversation share their messages; each counts all of them."""
+        return sum(_OBJECTS_BYTES + len(msgspec.json.encode(message)) for message in self.messages)
+
+
+class ConversationCache(Newest[str, Conversation]):
+    """The newest conversations by the id of their last answer, in the memory of one gateway."""
+
+    def __init__(self, limit: int, max_bytes: int) -> None:
+        super().__init__(limit, max_size=max_bytes, size=lambda conversation: conversation.num_bytes)
+
+    def find(self, answer: str, tenant: str) -> Conversation | None:
+        """The conversation that ends with an answer of that tenant."""
+        found = self.get(answer)
+        return found if found is not None and found.tenant == tenant else None
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from actors.engines.engine import Engine, Sampling
+from actors.gateway.access.concurrency import TakenSlots
 from actors.gateway.access.keys import ApiKey
-from actors.gateway.access.places import TakenPlaces
 from actors.gateway.answering.conversation import spelled, written
 from actors.gateway.answering.parsing import AnswerParser, OwnPieces, Parsed, ParsedPieces, SampledText
 from actors.gateway.answering.requests import ParsedRequest
@@ -34,7 +34,7 @@ class InFlight(msgspec.Struct, kw_only=True):
     clock.
     """
 
-    place: TakenPlaces
+    place: TakenSlots
     request: ParsedRequest
     key: ApiKey
     group: str

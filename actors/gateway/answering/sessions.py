@@ -8,8 +8,7 @@ nothing is lost but the exact spelling of earlier turns. Of a conversation itsel
 import hashlib
 import sys
 from array import array
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from actors.gateway.answering.conversation import Prompt
 from actors.rollout.continuation import MARK, Decoder, SampledTurn, added_tokens, following_tokens, words
 from actors.rollout.parts import OTHER, TEMPLATE_DIFFERS
+from infra.newest import Newest
 from schemas import Message
 from schemas.parts import HISTORY_REWRITTEN
 
@@ -82,17 +82,22 @@ class Sessions:
     """The newest sessions. limit: how many. max_bytes: of them together."""
 
     def __init__(self, limit: int, max_bytes: int) -> None:
-        self._limit = limit
-        self._max_bytes = max_bytes
-        self._held: OrderedDict[str, tuple[HeldSession, ...]] = OrderedDict()
-        self.num_bytes = 0
+        self._held: Newest[str, tuple[HeldSession, ...]] = Newest(limit, max_size=max_bytes, size=_size)
 
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        """About their memory."""
+        return self._held.total_size
+
     def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer) -> Continuation:
         """How the next turn of a session continues."""
-        ends, said, reason = self._held.get(group, ()), _digests(prompt.plain), ""
+        ends, said, reason = (self._held.get(group) or ()), _digests(prompt.plain), ""
         for held in reversed(ends):
             if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
                 continue
@@ -108,16 +113,12 @@ class Sessions:
         """Remember a session after a turn, instead of the turn before; the sessions that were longest without one are
         forgotten.
         """
-        others = [one for one in self._held.get(group, ()) if held.past[one.known - 1 : one.known] != one.past[-1:]]
-        self.forget(group)
-        self._held[group] = (*others[1 - MAX_ENDS :], held)
-        self.num_bytes += _size(self._held[group])
-        while self._held and (len(self._held) > self._limit or self.num_bytes > self._max_bytes):
-            self.forget(next(iter(self._held)))
+        others = [one for one in (self._held.get(group) or ()) if held.past[one.known - 1 : one.known] != one.past[-1:]]
+        self._held.put(group, (*others[1 - MAX_ENDS :], held))
 
     def forget(self, group: str) -> None:
         """The next turn is rendered anew."""
-        self.num_bytes -= _size(self._held.pop(group, ()))
+        self._held.pop(group)
 
 
 def behind_answer(

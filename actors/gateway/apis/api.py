@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight, Watch
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.requests import ParsedRequest

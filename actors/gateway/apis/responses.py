@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.answering.conversation import Called, ChatMessage, ToolCall
-from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.conversation import Called, ChatMessage, Conversation, ToolCall
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.requests import ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Recall, Reply, named_event

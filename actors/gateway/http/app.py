@@ -23,10 +23,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
+from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
-from actors.gateway.access.places import ReleasingStream, TakenPlaces
-from actors.gateway.answering.earlier import Conversation
+from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.apis.api import Api, Reply
@@ -36,7 +36,7 @@ from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.errors import ApiError, bad
 from actors.gateway.gateway import Gateway
-from actors.gateway.http.body import presented, read_body, unless_gone
+from actors.gateway.http.body import BodyBudget, presented, read_body, unless_gone
 from actors.gateway.http.canary import Canary
 from actors.gateway.http.openapi import COUNT_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
 from actors.gateway.http.replies import FeedbackReply, FeedbackTokenReply, Health, ServedModel, ServedModels, TokenCount
@@ -45,6 +45,7 @@ from actors.gateway.recording.feedback_intake import (
     PATH,
     FeedbackIntake,
     check_signature,
+    choice_of,
     nth_answer,
     read_feedback,
     read_token_request,
@@ -113,6 +114,7 @@ class Site:
         self._webhooks = {webhook.path: webhook for webhook in webhooks}
         self._state = state
         self._limits: GatewayLimits = gateway.config.limits
+        self._bodies = BodyBudget(8 * self._limits.body_bytes, 64 * self._limits.body_bytes)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -146,8 +148,13 @@ class Site:
         async def handle(request: Request) -> Response:
             request.state.began_s = time.monotonic()
             try:
-                if path in SCOPE_OF and not (path == PATH and request.headers.get(TOKEN_HEADER)):
-                    request.state.key = self._authenticator.enter(path, presented(request.headers))
+                if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
+                    request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
+                elif path in SCOPE_OF:
+                    request.state.key, request.state.answer = (
+                        self._authenticator.enter(path, presented(request.headers)),
+                        "",
+                    )
                 response = await handler(request)
             except ApiError as error:
                 self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -174,10 +181,10 @@ class Site:
         return handle
 
     async def _answer(self, request: Request, api: Api) -> Response:
-        key: ApiKey = request.state.key
-        self._authenticator.admit(key)
-        body = await read_body(request, self._limits)
-        parsed = api.read(body, self._limits, lambda answer: self._gateway.earlier.find(answer, key.tenant))
+        key, body = await self._admitted(request)
+        parsed = api.read(body, self._limits, lambda answer: self._gateway.conversations.find(answer, key.tenant))
+        if parsed.choices > 1:
+            self._authenticator.admit(key, parsed.choices - 1)
         if ends_session(request.headers.get(SESSION_END_HEADER, "")):
             parsed = msgspec.structs.replace(parsed, ends_session=True)
         self._check_model(parsed)
@@ -186,7 +193,7 @@ class Site:
         )
         if len(session) > 512:
             raise bad(f"{SESSION_HEADER}: got {len(session)} characters, expected at most 512", SESSION_HEADER)
-        place = self._gateway.places.take(parsed.choices)
+        place = self._gateway.limiter.take(parsed.choices, key.id)
         held = False
         try:
             response = await self._answered(request, body, parsed, api, session, place)
@@ -197,8 +204,17 @@ class Site:
             if not held:
                 place.release()
 
+    async def _admitted(self, request: Request) -> tuple[ApiKey, bytes]:
+        """The key of a request and its body, which is counted for that key. Raises ApiError."""
+        key: ApiKey = request.state.key
+        if not request.state.answer:
+            self._authenticator.admit(key)
+        body = await read_body(request, self._limits.body_bytes, self._bodies, key.id)
+        self._authenticator.check_live(key)  # the body may have taken long
+        return key, body
+
     async def _answered(
-        self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenPlaces
+        self, request: Request, body: bytes, parsed: ParsedRequest, api: Api, session: str, place: TakenSlots
     ) -> Response:
         key: ApiKey = request.state.key
         inside = self._canary is not None and self._canary.takes(
@@ -259,16 +275,22 @@ class Site:
     def _keep(self, reply: Reply, session: str) -> None:
         """Remember the conversation where the client may go on from it by the answer's id."""
         if reply.request.said:
-            conversation = Conversation(reply.in_flight.key.tenant, session, after(reply))
-            self._gateway.earlier.keep(reply.answer_ids[0], conversation)
+            self._gateway.conversations.put(
+                reply.answer_ids[0],
+                Conversation(
+                    tenant=reply.in_flight.key.tenant,
+                    subject=reply.in_flight.subject,
+                    session=session,
+                    messages=after(reply),
+                ),
+            )
 
     def _charge(self, key: ApiKey, in_flight: InFlight) -> None:
         self._authenticator.charge(key, len(in_flight.tokens) + in_flight.num_sampled)
 
     async def _count(self, request: Request) -> Response:
-        key: ApiKey = request.state.key
-        self._authenticator.admit(key)
-        parsed = read_count(await read_body(request, self._limits), self._limits)
+        key, body = await self._admitted(request)
+        parsed = read_count(body, self._limits)
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
         num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
@@ -291,14 +313,13 @@ class Site:
         return ServedModel(id=name, version=self._gateway.engine.version)
 
     async def _feedback(self, request: Request) -> Response:
-        token = request.headers.get(TOKEN_HEADER, "")
-        if not token:
-            self._authenticator.admit(request.state.key)
-        feedback = read_feedback(await read_body(request, self._limits))
+        key, body = await self._admitted(request)
+        feedback = read_feedback(body)
         answer = nth_answer(feedback.answer_id, feedback.choice)
-        key: ApiKey = self._authenticator.key_of_token(token, answer) if token else request.state.key
-        if token:
-            self._authenticator.admit(key)
+        by_token: str = request.state.answer
+        if by_token and answer != by_token:
+            raise ApiError(403, "the feedback token is for another answer", kind="permission_error", param="answer_id")
+        self._check_choice(answer)
         train = self._authenticator.check_answer(key, answer)
         identity, reason = feedback.id or "", ""
         if not (self._gateway.may_record(key.train) and self._gateway.may_record(train)):
@@ -307,7 +328,7 @@ class Site:
             reason = "no source"
             self._metrics.counter("feedback_unread").inc()
         if not reason:
-            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(token))
+            identity = await self._feedback_intake.feedback(feedback, answer=answer, key=key, by_token=bool(by_token))
         else:
             self._metrics.counter("feedback_received", path=PATH, outcome=reason).inc()
         note: str | msgspec.UnsetType = NOT_RECORDED.get(reason, msgspec.UNSET)
@@ -315,15 +336,24 @@ class Site:
             not reason and group_of(answer) not in self._gateway.served
         ):  # another gateway's, of long ago, or never given
             self._metrics.counter("feedback_not_known_here").inc()
-            note = "this answer is not known here (yet); what was said waits for it until its window ends"
+            note = (
+                "unknown answer_id at this gateway; the feedback applies if the answer is found before its window ends"
+            )
         reply = FeedbackReply(id=identity, answer_id=answer, recorded=not reason, note=note)
         return _json(msgspec.json.encode(reply), status=202)
 
+    def _check_choice(self, answer: str) -> None:
+        """Raise ApiError for a choice that its request cannot have had."""
+        choice = choice_of(answer)
+        choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
+        if not 0 <= choice < choices:
+            raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")
+
     async def _issue_token(self, request: Request) -> Response:
-        key: ApiKey = request.state.key
-        self._authenticator.admit(key)
-        asked = read_token_request(await read_body(request, self._limits))
+        key, body = await self._admitted(request)
+        asked = read_token_request(body)
         answer = nth_answer(asked.answer_id, asked.choice)
+        self._check_choice(answer)
         self._authenticator.check_answer(key, answer)
         expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
         token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
@@ -331,7 +361,8 @@ class Site:
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
-        body = await read_body(request, self._limits)
+        address = request.client.host if request.client else ""
+        body = await read_body(request, self._limits.body_bytes, self._bodies, address)
         check_signature(webhook, request.headers, body, self._authenticator.now_s())
         if self._gateway.config.train_on == "nothing":
             self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
@@ -352,7 +383,7 @@ class Site:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
-def _releases(place: TakenPlaces) -> Callable[[], Awaitable[None]]:
+def _releases(place: TakenSlots) -> Callable[[], Awaitable[None]]:
     async def ended() -> None:
         place.release()
 

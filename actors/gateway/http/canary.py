@@ -22,7 +22,7 @@ import httpx
 import msgspec
 from starlette.responses import Response
 
-from actors.gateway.access.places import ReleasingStream
+from actors.gateway.access.concurrency import ReleasingStream
 from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER
 from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare

@@ -27,8 +27,8 @@ from actors.gateway.access.keys import TRAINS, ApiKey, Train
 from actors.gateway.config import Webhook
 from actors.gateway.errors import ApiError, bad, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
-from actors.gateway.recording.recent import Recent
 from actors.gateway.recording.record import Recorder
+from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
@@ -39,6 +39,7 @@ from schemas.topics import FEEDBACK
 PATH = "/v1/feedback"
 WRITTEN = ("label", "text", "correction")  # fields of /v1/feedback that hold what people wrote
 KEPT_S = 10.0
+MAX_TAKEN = 65_536  # webhook events that are known if they come again
 CLOCK_S = 300.0  # a signed timestamp may be off by so much
 Short = Annotated[str, Meta(min_length=1, max_length=256)]
 Long = Annotated[str, Meta(min_length=1, max_length=100_000)]
@@ -107,6 +108,14 @@ def nth_answer(answer: str, choice: int) -> str:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 
 
+def choice_of(answer: str) -> int:
+    """Which choice of its request an answer is. Raises ApiError."""
+    try:
+        return int(answer.rpartition(".")[2].split("-")[1])
+    except (IndexError, ValueError) as error:
+        raise bad("answer_id: not the id of an answer", "answer_id") from error
+
+
 def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
     """Raises ApiError unless the body carries the webhook's HMAC-SHA256, in hexadecimal or base64.
 
@@ -145,7 +154,7 @@ class FeedbackIntake:
         self._metrics = metrics
         self._secret = secret
         self._may_record = may_record
-        self._taken = Recent()
+        self._taken: Newest[str, None] = Newest(MAX_TAKEN)
         self.is_read = True  # by a source of the settings
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
@@ -194,7 +203,7 @@ class FeedbackIntake:
             self._metrics.counter("feedback_unsealed", path=webhook.path).inc()
         received = Received(path=webhook.path, body=masked, id=identity)
         await self._hand_on(received, (lambda: seal_event(masked, self._keys, sessions)) if sessions else None)
-        self._taken.add(identity)
+        self._taken.put(identity, None)
 
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.

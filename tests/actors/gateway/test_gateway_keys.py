@@ -11,10 +11,9 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from actors.gateway.access.authenticator import SCOPE_OF
+from actors.gateway.access.authenticator import SCOPE_OF, Bucket
 from actors.gateway.access.feedback_token import FeedbackToken, sign
 from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
-from actors.gateway.access.quota import Quotas
 from actors.gateway.config import GatewayConfig, Webhook
 from actors.gateway.http.app import Site
 from actors.gateway.http.openapi import document, shown
@@ -166,16 +165,15 @@ def test_the_store_knows_no_secret_and_a_listing_shows_none() -> None:
 
 
 def test_a_quota_fills_evenly_and_is_paid_back_by_waiting() -> None:
-    quotas = Quotas()
-    assert [quotas.take("k", "requests", 60, 1, 0.0) for _ in range(61)][:60] == [0.0] * 60
-    assert quotas.take("k", "requests", 60, 1, 0.0) == pytest.approx(1.0)  # one a second
-    assert quotas.take("k", "requests", 60, 1, 1.0) == 0.0
-    assert quotas.take("other", "requests", 60, 1, 0.0) == 0.0
-    assert quotas.take("k", "tokens", 600, 0, 0.0) == 0.0
-    quotas.charge("k", "tokens", 600, 900, 0.0)  # an answer was longer than what was left
-    assert quotas.take("k", "tokens", 600, 0, 0.0) == pytest.approx(30.0)  # 300 too many, 10 come back a second
-    assert quotas.take("k", "tokens", 600, 0, 31.0) == 0.0
-    assert quotas.take("k", "requests", 0, 1, 0.0) == 0.0
+    requests = Bucket(60, 60, 0.0)
+    assert [requests.take(1, 0.0) for _ in range(60)] == [0.0] * 60
+    assert requests.take(1, 0.0) == pytest.approx(1.0)  # one a second
+    assert requests.take(1, 1.0) == 0.0
+    tokens = Bucket(600, 600, 0.0)
+    assert tokens.take(0, 0.0) == 0.0
+    tokens.charge(900, 0.0)  # an answer was longer than what was left
+    assert tokens.take(0, 0.0) == pytest.approx(30.0)  # 300 too many, 10 come back a second
+    assert tokens.take(0, 31.0) == 0.0
 
 
 def test_the_matrix_knows_every_route_that_is_served() -> None:

@@ -10,8 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from actors.gateway.answering.conversation import ChatMessage
-from actors.gateway.answering.earlier import Conversation, Earlier
+from actors.gateway.answering.conversation import ChatMessage, Conversation, ConversationCache
 from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
@@ -200,14 +199,11 @@ def test_what_cannot_be_kept_to_is_refused_by_its_place(changes: dict[str, Any],
 
 
 def test_conversations_that_are_kept_are_bounded_in_number_and_in_bytes() -> None:
-    def conversation(size: int) -> Conversation:
-        return Conversation("acme", "s", (ChatMessage(role="user", content="x" * size),))
-
-    few, small = Earlier(2, 10**9), Earlier(100, 5000)
+    cache = ConversationCache(2, 10**9)
     for number in range(10):
-        few.keep(f"a{number}", conversation(1))
-        small.keep(f"a{number}", conversation(1500))
-    assert len(few) == 2 and few.find("a9", "acme") is not None and few.find("a7", "acme") is None
-    assert len(small) == 2 and small.num_bytes <= 5000
-    small.keep("large", conversation(10_000))
-    assert (len(small), small.num_bytes) == (0, 0)
+        cache.put(f"a{number}", Conversation(tenant="acme", messages=(ChatMessage(role="user", content="x"),)))
+    assert len(cache) == 2 and cache.find("a9", "acme") is not None and cache.find("a7", "acme") is None
+    assert cache.find("a9", "globex") is None
+    small = ConversationCache(100, 5000)
+    small.put("large", Conversation(messages=(ChatMessage(role="user", content="x" * 10_000),)))
+    assert (len(small), small.total_size) == (0, 0)

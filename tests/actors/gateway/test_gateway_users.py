@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from actors.gateway.access.users import Users
 from actors.gateway.recording.held import AWAY_S, MAX_HELD, HeldKeys
 from infra.ledger.forget import complete, destroy
 from infra.ledger.index import LogIndex
@@ -100,16 +99,6 @@ def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_session_whic
             assert {one.messages[0].content for one in members if not one.lost} == {"I am BOB", "NOBODY'S"}
 
     asyncio.run(check())
-
-
-def test_users_of_sessions_are_bounded_and_a_named_one_wins() -> None:
-    users = Users(limit=2)
-    assert users.subject("", "ann", goes_on=False) == "ann" and users.subject("", "", goes_on=True) == ""
-    assert users.subject("a", "ann", goes_on=False) == "ann" == users.subject("a", "", goes_on=True)
-    assert users.subject("a", "bob", goes_on=True) == "bob" == users.subject("a", "", goes_on=True)
-    assert users.subject("b", "", goes_on=False) == "" == users.subject("b", "", goes_on=True)
-    users.subject("c", "", goes_on=False)
-    assert users.subject("a", "", goes_on=True) == "a", "its user was forgotten here, so it goes with the session"
 
 
 def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_readable_when_it_is_back(

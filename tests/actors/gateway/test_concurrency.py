@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.access.places import Places, ReleasingStream, Rota, TakenPlaces, to_its_end
+from actors.gateway.access.concurrency import ConcurrencyLimiter, FairQueue, ReleasingStream, TakenSlots, to_its_end
 from actors.gateway.config import CanaryShare, GatewayLimits
 from actors.gateway.errors import ApiError
 from infra.log.memory import MemoryBus
@@ -54,7 +54,7 @@ async def all_back(served: RunningGateway, limit: int) -> None:
 @given(st.lists(st.integers(-6, 4).filter(bool)))
 def test_never_more_places_are_taken_than_there_are_and_each_is_given_back_once(steps: list[int]) -> None:
     async def check() -> None:
-        places, taken = Places(8), list[tuple[int, TakenPlaces]]()
+        places, taken = ConcurrencyLimiter(8), list[tuple[int, TakenSlots]]()
         for step in steps:
             if step > 0:
                 with suppress(ApiError):
@@ -67,6 +67,20 @@ def test_never_more_places_are_taken_than_there_are_and_each_is_given_back_once(
             assert places.idle.is_set() == (not taken)
 
     asyncio.run(check())
+
+
+def test_one_key_never_takes_all_slots() -> None:
+    limiter = ConcurrencyLimiter(16, 2)
+    taken = [limiter.take(1, "greedy") for _ in range(14)]
+    for _ in range(2):
+        with pytest.raises(ApiError, match="too many answers at once"):
+            limiter.take(1, "greedy")
+        taken.append(limiter.take(1, "other"))
+    with pytest.raises(ApiError):
+        limiter.take(1, "third")
+    for slots in taken:
+        slots.release()
+    assert limiter.idle.is_set() and limiter.num_taken == 0
 
 
 @pytest.mark.parametrize("more", [{"messages": LONG}, HELD, {"n": 2}], ids=["long prompt", "schema", "choices"])
@@ -200,7 +214,7 @@ def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> Non
 
 def test_turns_go_round_the_keys_however_many_one_of_them_waits_with() -> None:
     async def check() -> None:
-        rota, order = Rota(1, 16), list[str]()
+        rota, order = FairQueue(1, 16), list[str]()
 
         async def work(key: str) -> None:
             async with rota.turn(key):
@@ -218,7 +232,7 @@ def test_turns_go_round_the_keys_however_many_one_of_them_waits_with() -> None:
 
 def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_not() -> None:
     async def check() -> None:
-        rota, held = Rota(1, 2), asyncio.Event()
+        rota, held = FairQueue(1, 2), asyncio.Event()
 
         async def work(key: str) -> None:
             async with rota.turn(key):
@@ -237,7 +251,7 @@ def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_
 
 def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it() -> None:
     async def check() -> None:
-        rota, go, running = Rota(1, 16), threading.Event(), list[str]()
+        rota, go, running = FairQueue(1, 16), threading.Event(), list[str]()
 
         def work(key: str) -> None:
             running.append(key)
@@ -266,7 +280,7 @@ def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it() -> No
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 2))
 def test_no_turn_is_lost_to_those_who_give_up(plan: list[tuple[str, int, bool]], at_once: int) -> None:
     async def check() -> None:
-        rota, running, most = Rota(at_once, 100), 0, 0
+        rota, running, most = FairQueue(at_once, 100), 0, 0
 
         async def work(key: str, steps: int) -> None:
             nonlocal running, most

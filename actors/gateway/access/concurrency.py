@@ -1,12 +1,12 @@
-"""How much is done at once: places for answers, and turns for what takes a processor for long.
+"""Limits of what is done at once: slots for answers, and turns for work that takes a processor for long.
 
-Guarantees: never more places are taken than there are; each that is taken is given back once, also where a client goes away
-before its first byte, a stream never begins, or a canary answers instead; of those who wait for a turn, each key gets one
-after the other, however many a single key waits with; a turn lasts as long as its work, also where its caller has gone.
+Guarantees: never more slots are taken than there are, and one key never takes all; each is given back once, also where a client
+goes away before its first byte, a stream never begins, or a canary answers instead; keys that wait for a turn get one each in
+turn, however many requests of a single key wait; a turn lasts as long as its work, also where its caller has gone.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
@@ -21,45 +21,56 @@ from infra.local.http_server import disconnect_guard
 T = TypeVar("T")
 
 
-class TakenPlaces:
-    """Some places that were taken."""
+class TakenSlots:
+    """Slots that one request holds."""
 
-    def __init__(self, places: "Places", count: int) -> None:
-        self._places = places
+    def __init__(self, limiter: "ConcurrencyLimiter", count: int, key: str) -> None:
+        self._limiter = limiter
         self._count = count
+        self._key = key
 
     def release(self) -> None:
-        """Give them back; again is fine."""
-        self._places.give_back(self._count)
+        """Give them back. Idempotent."""
+        self._limiter.give_back(self._count, self._key)
         self._count = 0
 
 
-class Places:
-    """As many as answers may be made at once. idle: set while none is taken."""
+class ConcurrencyLimiter:
+    """Limits how many answers are made at once. idle: set while none is.
 
-    def __init__(self, limit: int) -> None:
+    reserved: slots that only keys which hold no more than so many can take, so that one key never holds all.
+    """
+
+    def __init__(self, limit: int, reserved: int = 0) -> None:
         self._limit = limit
+        self._reserved = reserved
+        self._held: Counter[str] = Counter()
         self.num_taken = 0
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def take(self, count: int) -> TakenPlaces:
-        """Take so many. Raises ApiError where there are not."""
-        if self.num_taken + count > self._limit:
-            raise overloaded(f"{self.num_taken} answers are being made, at most {self._limit}")
+    def take(self, count: int, key: str = "") -> TakenSlots:
+        """Take so many slots. Raises ApiError where there are not."""
+        limit = self._limit if self._held[key] + count <= self._reserved else self._limit - self._reserved
+        if self.num_taken + count > limit:
+            raise overloaded(f"too many answers at once ({self.num_taken} of {limit} for this key); retry after 1 s")
         self.num_taken += count
+        self._held[key] += count
         self.idle.clear()
-        return TakenPlaces(self, count)
+        return TakenSlots(self, count, key)
 
-    def give_back(self, count: int) -> None:
-        """Of a place alone."""
+    def give_back(self, count: int, key: str) -> None:
+        """For `TakenSlots` only."""
         self.num_taken -= count
+        self._held[key] -= count
+        if not self._held[key]:
+            del self._held[key]
         if not self.num_taken:
             self.idle.set()
 
 
-class Rota:
-    """Turns for work that takes a processor for long. at_once: how much of it runs. each: may wait per key."""
+class FairQueue:
+    """Turns for work that takes a processor for long. at_once: turns at a time. each: requests of a key that may wait."""
 
     def __init__(self, at_once: int, each: int) -> None:
         self._free = at_once

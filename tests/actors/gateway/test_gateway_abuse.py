@@ -1,0 +1,137 @@
+"""What one client may take of a gateway from the others: bodies, quotas, slots, and what was forgotten."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.gateway.config import GatewayLimits, Webhook
+from infra.ledger.forget import tell
+from infra.store.seal import app_secret
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
+from tests.actors.rig import until
+
+WEBHOOK = Webhook(path="/hook", secret=b"shared", header="x-signature")
+BODY = b"x" * 1000
+
+
+async def unfinished(
+    served: RunningGateway, path: str, header: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A request whose body lacks its last byte."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{header}\r\ncontent-length: {len(BODY) + 1}\r\n\r\n"
+    writer.write(head.encode() + BODY)
+    return reader, writer
+
+
+@pytest.mark.parametrize("header", ["x-feedback-token: anything", "authorization: Bearer hr-nobody-x", "x-other: 1"])
+@pytest.mark.parametrize("path", ["/v1/feedback", "/v1/chat/completions", "/v1/messages/count_tokens"])
+def test_who_asks_is_known_before_a_body_is_read(tmp_path: Path, path: str, header: str) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served, asyncio.timeout(20):
+            reader, writer = await unfinished(served, path, header)
+            assert b" 401 " in await reader.readline()
+            writer.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/feedback", "/hook"])
+def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_served(tmp_path: Path, path: str) -> None:
+    async def check() -> None:
+        limits = GatewayLimits(body_bytes=2 * len(BODY))
+        async with serving(tmp_path, limits=limits, webhooks=(WEBHOOK,)) as served, asyncio.timeout(20):
+            greedy, other = served.key(), served.key()
+            await served.keys_read()
+            held = [await unfinished(served, path, f"authorization: Bearer {greedy}") for _ in range(16)]
+            reader, writer = await unfinished(served, path, f"authorization: Bearer {greedy}")
+            assert b" 429 " in await reader.readline()
+            answer = await served.client(other).completions.create(model="m", prompt="Hi")
+            assert answer.choices[0].text == "Hello."
+            for _, one in (*held, (reader, writer)):
+                one.close()
+
+            async def is_given_back() -> bool:
+                async with served.http(greedy) as http:
+                    return (await http.post(path, content=BODY)).status_code != 429
+
+            while not await is_given_back():  # noqa: ASYNC110 (a client can only ask again)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(check())
+
+
+def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            key = served.key(rpm=8)
+            await served.keys_read()
+            async with served.http(key) as http:
+                asked = {"model": "m", "prompt": "Hi", "n": 4}
+                statuses = [(await http.post("/v1/completions", json=asked)).status_code for _ in range(3)]
+            assert statuses == [200, 200, 429]
+
+    asyncio.run(check())
+
+
+def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
+    async def check() -> None:
+        sampler = engine(says("x" * 400), token_s=0.01)
+        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
+            greedy, other = served.key(), served.key()
+            await served.keys_read()
+            ask = served.client(greedy).completions.create
+            running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
+            await until(lambda: sum(task.done() for task in running) == 13)
+            answer = await served.client(other).completions.create(model="m", prompt="Hi", max_tokens=3)
+            assert answer.choices[0].text == "xxx"
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, engine(says("It passes."))) as served:
+            key = served.key()
+            await served.keys_read()
+            client = served.client(key)
+            given: dict[str, Any] = {}
+            for user in ("bob", "ann"):
+                said: Any = {"model": "m", "input": f"I am {user}.", "user": user}
+                given[user] = await client.responses.create(**said, extra_headers={"x-session-id": f"of {user}"})
+            await tell(served.log, "acme", "bob", secret=app_secret(served.store), owner="test")
+
+            async def status(user: str) -> int:
+                async with served.http(key) as http:
+                    asked = {"model": "m", "input": "And now?", "previous_response_id": given[user].id}
+                    return (await http.post("/v1/responses", json=asked)).status_code
+
+            async with asyncio.timeout(20):
+                while await status("bob") != 404:  # noqa: ASYNC110 (a client can only ask again)
+                    await asyncio.sleep(0.02)
+            assert await status("ann") == 200
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("choice", [1, 1000])
+@pytest.mark.parametrize("path", ["/v1/feedback", "/v1/feedback/tokens"])
+def test_a_choice_that_a_request_did_not_have_is_refused(tmp_path: Path, path: str, choice: int) -> None:
+    async def check() -> None:
+        async with serving(tmp_path) as served:
+            key = served.key()
+            await served.keys_read()
+            async with served.http(key) as http:
+                answer = (await http.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).json()["id"]
+                value = {"value": 1} if path == "/v1/feedback" else {}
+                told = await http.post(path, json={"answer_id": answer, "choice": choice, **value})
+                assert (told.status_code, told.json()["error"]["param"]) == (400, "choice")
+                assert json.loads((await http.post(path, json={"answer_id": answer, **value})).content)
+
+    asyncio.run(check())
