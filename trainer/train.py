@@ -28,6 +28,7 @@ from trainer.batch.image_inputs import ImageInputs
 from trainer.buffer.intake import Intake, follow_buffer, follow_progress, follow_reports, hear_directives
 from trainer.config import TrainerConfig
 from trainer.health.board import follow_results
+from trainer.journal.checkpoint import check_warm_up
 from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import Learner
 from trainer.loop.admit import admitted
@@ -118,6 +119,8 @@ async def watch_policies(log: Log, lease: Lease, policy: str, intake: Intake, pa
 
 async def learn(run: Run, stop: asyncio.Event) -> None:
     """The loop of the diagram."""
+    if run.config.warmup is not None:
+        check_warm_up(run.position)
     run.report.life = "working"
     if run.position.step < 0 and not run.position.warmed_up and run.saving.saved_step < -1:
         if run.config.warmup is None:

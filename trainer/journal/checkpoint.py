@@ -21,7 +21,7 @@ import numpy as np
 from infra.observe.failpoint import reach
 from infra.policies.tensors import Tensor, load_tensors, save_tensors
 from infra.store.store import Store
-from schemas.errors import NotInStore
+from schemas.errors import ConfigError, NotInStore
 from trainer.buffer.uses import KEY_BYTES, Known, Uses
 from trainer.health.guard import GuardState
 from trainer.state.pieces import KIND, whole_hash
@@ -66,6 +66,15 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     progress_next: int = 0
     guard: GuardState = GuardState()
     settled: int = 0
+
+
+def check_warm_up(position: Position) -> None:
+    """Refuse settings with a warm-up for a run that began without one. Raises ConfigError."""
+    if position.warmed_up and position.first_train_step == 0:
+        raise ConfigError(
+            "trainer.warmup: got one, but this run began without a warm-up, and no later step can be one; expected no "
+            "[trainer.warmup] and no master.first_version, or a new run: another `app`, or another folder"
+        )
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

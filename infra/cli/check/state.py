@@ -15,8 +15,10 @@ BEGINS = {"reference": "the version that training began from", "critic": "policy
 
 
 def check_state(settings: Settings) -> list[str]:
-    """What the trainer would do to its newest checkpoint at the next start. Raises ConfigError for one that cannot fit, for
-    lanes that do not go with the critic, and for [trainer.lora] on a model that cannot be adapted so.
+    """What the trainer would do to its newest checkpoint at the next start.
+
+    Raises ConfigError for a checkpoint that cannot fit, for lanes that do not go with the critic, for [trainer.lora] on a model
+    that cannot be adapted, and for a warm-up of a run that began without one.
     """
     from trainer.journal import checkpoint
     from trainer.learners.values import check_critic
@@ -32,6 +34,8 @@ def check_state(settings: Settings) -> list[str]:
         manifests = checkpoint.manifests(main_store_of(settings), settings.run or settings.app)
     except StoreError as error:
         return [f"the newest checkpoint was not looked at: {error}"]
+    if manifests and settings.trainer.warmup is not None:
+        checkpoint.check_warm_up(manifests[-1].position)
     if not manifests or manifests[-1].parts is None:
         return []
     newest, held = manifests[-1], set(manifests[-1].parts)

@@ -24,7 +24,12 @@ class ReprocessFlags(msgspec.Struct, frozen=True):
     stop: Annotated[str, typer.Option("--to", help='"end", or a place as in --from; not included itself.')] = "end"
     topic: Annotated[str, typer.Option(help="Of verify: experiences or experts alone.")] = ""
     other: Annotated[
-        Path | None, typer.Option("--with", help="Judge with the stages of this TOML instead.", metavar="FILE")
+        Path | None,
+        typer.Option(
+            "--with",
+            help="Judge by this TOML: whole settings, or tables laid over those of -c.",
+            metavar="FILE",
+        ),
     ] = None
     diff: Annotated[bool, typer.Option("--diff", help="Compare with what the log records.")] = False
     rescore: Annotated[bool, typer.Option("--rescore", help="Ask for outside verdicts again that are on record.")] = (

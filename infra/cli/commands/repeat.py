@@ -36,7 +36,7 @@ def replay(
 ) -> None:
     """Do a run again, from the oldest kept checkpoint and the log alone, and show the weights' hash at every checkpoint.
 
-    Writes nothing: neither to the log nor to the store. A record that is missing or was altered is named.
+    Appends nothing to the log and writes nothing to the store. A record that is missing or was altered is named.
     In one process on the same model of CPU, with the same code, libraries and threads, the hashes are equal; elsewhere the
     batches are, and what differs is said. Code that headrace does not ship is imported with --trust-plugins alone, after its
     names.

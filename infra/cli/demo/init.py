@@ -41,7 +41,7 @@ def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bo
             f"wrote {build_char_model(directory / model, seed=0)}, a model of 0.9 M parameters with random weights"
         )
     where = directory / SETTINGS
-    console.print(f"next: headrace check -c {where}, then headrace up -c {where}")
+    console.print(f"next: headrace check -c {where}, then headrace up -c {where}", soft_wrap=True)
     return 0
 
 

@@ -48,6 +48,7 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
         state = await read_status(
             log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.pacing.groups_per_step
         )
+        state["alarms"] = [line.replace("-c FILE", f"-c {config}") for line in state["alarms"]]
         if kept:
             state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
     if as_json:

@@ -141,6 +141,8 @@ async def done_again(
         console.print(f"passed over: {fault}", style="red", markup=False)
     for name, (there, now) in differs.items():
         console.print(f"{name}: {there} in the run, {now} here", style="yellow", markup=False)
+    num_steps, begin = start.survey.num_steps, start.manifest.place.step
+    console.print(f"{num_steps:,} steps to do after the checkpoint of step {begin}; a line for each checkpoint")
     compared: list[Compared] = []
     done: list[int] = []
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -244,6 +246,9 @@ def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
         console.print(f"nothing is verified{why}", style="red")
     elif verdict.equal and (verdict.forgotten or verdict.without_key):
         console.print(f"{num} checkpoints up to step {verdict.checkpoints[-1].step} equal; none after it is verified")
+    elif verdict.equal and verdict.faults:
+        damaged = len(verdict.faults)
+        console.print(f"{num} checkpoints equal, {damaged} damaged in the store: so it exits with 1", style="red")
     elif verdict.equal:
         console.print(f"all {num} checkpoints equal", style="green")
     else:

@@ -14,7 +14,10 @@ from rich.table import Table
 from infra.cli.connect import connected, reading
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
+from infra.settings.config import Table as Tables
+from infra.settings.config import decode
 from infra.settings.plugin import add_plugin_folders
+from infra.settings.toml import read_toml
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ async def run_reprocess(
     add_plugin_folders(settings.folder, settings.plugins)
     judged_by = settings
     if other is not None:
-        judged_by = load_settings(other, sets)
+        judged_by = laid_over(config, other, sets)
         add_plugin_folders(judged_by.folder, judged_by.plugins)
     console = Screen(stderr=as_json)
     if stage == "dead-letters":
@@ -49,6 +52,33 @@ async def run_reprocess(
     report = await _stage(settings, judged_by, order, console)
     print(printable_json(to_json(report))) if as_json else show(console, report, order)
     return 0
+
+
+def laid_over(config: Path, other: Path, sets: list[str]) -> Settings:
+    """The settings of `other`, whole where it names an app, else its tables over those of `config`. Raises ConfigError."""
+    if not other.is_file():
+        raise ConfigError(f"--with {other}: no such file")
+    tables = read_toml(other, sets)
+    if "app" in tables:
+        return load_settings(other, sets)
+    whole = read_toml(config, sets)
+    for name, table in read_toml(other, ()).items():
+        both = isinstance(table, dict) and isinstance(whole.get(name), dict)
+        whole[name] = merged(whole[name], table) if both else table
+    return msgspec.structs.replace(decode(whole, Settings, f"--with {other}"), folder=config.resolve().parent)
+
+
+def merged(under: Tables, over: Tables) -> Tables:
+    """Both tables, each key as `over` has it where it has it.
+
+    >>> merged({"filter": {"a": 1, "b": 2}}, {"filter": {"b": 3}})
+    {'filter': {'a': 1, 'b': 3}}
+    """
+    found = dict(under)
+    for name, value in over.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = merged(found[name], value) if both else value
+    return found
 
 
 async def _stage(

@@ -54,6 +54,8 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES, *, trusted: bool = Fals
         with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
             yield await asyncio.to_thread(unpacked, path, Path(folder), max_bytes)
         return
+    if not await asyncio.to_thread(path.exists):
+        raise ConfigError(f"{path}: no run folder and no archive is there")
     settings = load_settings(path if path.suffix == ".toml" else path / DEFAULT_FILE)
     if settings.store.use and not trusted:
         raise ConfigError(

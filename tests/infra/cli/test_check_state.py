@@ -128,3 +128,16 @@ def test_a_critic_that_no_loss_wants_is_refused(started):
 def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
     build_chat_model(tmp_path / "model", STYLES["chatml"])
     assert check(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("first_train_step", "code"), [(0, 2), (150, 0)])
+def test_a_warm_up_added_to_a_run_that_began_without_one_is_refused(
+    started: Path, first_train_step: int, code: int
+) -> None:
+    position = Position(step=200, warmed_up=True, first_train_step=first_train_step)
+    state = Checkpoint(position=position, learner={"model/head": tensor(2, 3)}, uses={}, references=())
+    checkpoint.save(DirectoryStore(started / "store"), "bot", state, made_with={})
+    warm_up = 'expert = { loss = "sft", optional = true }\n[trainer.warmup]\nlane = "expert"'
+    found, said = check(started, warm_up)
+    assert found == code, said
+    assert ("this run began without a warm-up" in said) == (code == 2)

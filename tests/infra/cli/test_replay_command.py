@@ -1,6 +1,7 @@
 """`headrace replay` and `headrace export`: what is printed, what is promised, and which exit code says so."""
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ from typer.testing import CliRunner, Result
 
 from infra.cli.main import app
 from infra.cli.repeat.export import fill
-from infra.cli.repeat.replay import on_one_rank
+from infra.cli.repeat.replay import ReplayResult, on_one_rank, summarize_checkpoints
+from infra.cli.repeat.reprocess import laid_over
 from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
+from infra.cli.terminal import Screen
 from infra.ledger.archive import writing
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -22,11 +25,12 @@ from infra.log.memory import MemoryBus
 from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import Batch, encode, topics
+from schemas.errors import ConfigError
 from tests.infra.ledger.sealed_log import log_with_ann
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, train
 from trainer.journal import checkpoint
 from trainer.learners.scripted import ScriptedLearner
-from trainer.replay.replay import find_start
+from trainer.replay.replay import Compared, find_start
 
 SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 Damage = Callable[[Log, MemoryStore], None]
@@ -189,6 +193,24 @@ def test_what_is_no_archive_is_one_line(tmp_path: Path, content: bytes) -> None:
     assert str(file) in line
 
 
+def test_a_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    result = call("replay", tmp_path / "nothere")
+    assert result.exit_code == 2
+    assert result.stderr == f"headrace: {tmp_path / 'nothere'}: no run folder and no archive is there\n"
+
+
+def test_a_damaged_store_is_told_with_the_exit_code(tmp_path: Path) -> None:
+    result = ReplayResult(
+        run="t", from_step=-1, to_step=3, steps=4, equal=True, bits_promised=True, checkpoints=(), not_compared=0,
+        faults=("checkpoint of step 3: its bytes are not those the manifest names",), differs={}, replay_s=1.0, run_s=2.0,
+    )  # fmt: skip
+    equal = Compared(step=3, version=1, got="a", expected=("a",), made_with={})
+    console = Screen(file=io.StringIO(), width=200)
+    summarize_checkpoints(console, msgspec.structs.replace(result, checkpoints=(equal,)))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "1 checkpoints equal, 1 damaged in the store: so it exits with 1\n"
+
+
 def test_a_folder_that_is_no_run_is_one_line_and_stays_as_it_was(tmp_path: Path) -> None:
     result = call("replay", tmp_path)
     assert result.exit_code == 2 and "headrace.toml" in result.stderr
@@ -240,3 +262,15 @@ def test_a_replay_that_ends_early_verifies_what_came_before_and_says_that_no_mor
 def test_a_replay_with_no_checkpoint_behind_its_first_one_verifies_nothing(tmp_path: Path) -> None:
     result = call("replay", exported(tmp_path), "--verify", "--to", "0")
     assert result.exit_code == 1 and "nothing is verified: no step led to a checkpoint" in result.stdout
+
+
+def test_reprocess_lays_a_few_tables_over_the_settings_and_takes_whole_settings_as_they_are(tmp_path: Path) -> None:
+    config, part, whole = (tmp_path / name for name in ("headrace.toml", "part.toml", "whole.toml"))
+    config.write_text('app = "t"\n[verify.filter]\nmin_tokens = 2\nmax_tokens = 9\n')
+    part.write_text("[verify.filter]\nmin_tokens = 4\n")
+    whole.write_text('app = "t"\n[verify.filter]\nmin_tokens = 4\n')
+    found = laid_over(config, part, [])
+    assert (found.app, found.verify.filter.min_tokens, found.verify.filter.max_tokens) == ("t", 4, 9)
+    assert laid_over(config, whole, []).verify.filter.max_tokens != 9
+    with pytest.raises(ConfigError, match=r"--with .*gone\.toml: no such file"):
+        laid_over(config, tmp_path / "gone.toml", [])
