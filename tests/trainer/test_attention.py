@@ -87,31 +87,6 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
         assert (one.grad - exact.grad).abs().max() <= 1e-5 * max(1.0, float(exact.grad.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("key_heads", [KEY_HEADS, HEADS])
-def test_what_the_cpus_kernel_kept_gives_the_bits_of_a_block_computed_again(dtype, key_heads):
-    num_T = 600
-    reach_BT, position_BT = trees(3, num_T, branching=0.02)
-    tree, settings = RowTrees(reach_BT, position_BT, "blocks"), {"scaling": 0.3}
-    torch.manual_seed(0)
-    given = [torch.randn(2, heads, num_T, WIDTH).to(dtype) for heads in (HEADS, key_heads, key_heads)]
-    leaves = [one.clone().requires_grad_() for one in given]
-    found = attention.InBlocks.apply(*leaves, None, tree, 0, settings)
-    slope = torch.randn_like(found)
-    found.backward(slope)
-    expected = [torch.zeros_like(one) for one in given]
-    for start, stop in attention._blocks(num_T):
-        seen_K, mask = attention._seen(tree, start, stop, 0)
-        block = (given[0][:, :, start:stop], given[1][:, :, seen_K], given[2][:, :, seen_K])
-        wide = (block[0], *attention._repeated(*block))
-        assert attention.is_flash(wide, None, mask, settings)
-        assert torch.equal(found[:, :, start:stop], attention._attend(*block, None, mask, settings))
-        mine = attention._again(list(block), mask, settings, slope[:, :, start:stop])
-        for total, part, place in zip(expected, mine, (slice(start, stop), seen_K, seen_K), strict=True):
-            total[:, :, place] += part
-    assert all(torch.equal(one.grad, exact) for one, exact in zip(leaves, expected, strict=True))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

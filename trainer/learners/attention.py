@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 
 TREE = "headrace_tree"  # the name transformers knows this attention by
 DENSE_TOKENS = 2048  # rows up to this length keep a dense mask, and with it the bits they always had
@@ -158,8 +158,7 @@ def _attend_tree(
         with torch._dynamo.config.patch(recompile_limit=FLEX_KERNELS, fail_on_recompile_limit_hit=True):
             found: torch.Tensor = flex(module, query, key, value, tree.block_mask(window), s_aux=sinks_H, **settings)[0]
         return found
-    found_BHTD: torch.Tensor = InBlocks.apply(query, key, value, sinks_H, tree, window, settings)  # type: ignore[no-untyped-call]
-    return found_BHTD.transpose(1, 2).contiguous()
+    return _in_blocks(tree, window, settings, query, key, value, sinks_H).transpose(1, 2).contiguous()
 
 
 def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: dict[str, Any]) -> bool:
@@ -182,130 +181,30 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     return found
 
 
-class InBlocks(torch.autograd.Function):
-    """Attention of `BLOCK_TOKENS` queries after the other, each to the keys that some of them see. The backward begins from
-    what the CPU's fused kernel kept of each block, and computes a block again where another one computed it: to the same
-    bits. Results and gradients are written in place: nothing small is left between large blocks of memory, which the process
-    could not give back.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks_H: torch.Tensor | None,
-        tree: RowTrees,
-        window: int,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
-        """[B, H, T, D of the values]. window, settings: of the layer."""
-        found = query.new_empty((*query.shape[:3], value.shape[3]))
-        sums_BHT: torch.Tensor | None = None
-        for start, stop in _blocks(query.shape[2]):
-            seen_K, mask = _seen(tree, start, stop, window)
-            mine = query[:, :, start:stop]
-            block = (mine, *_repeated(mine, key[:, :, seen_K], value[:, :, seen_K]))
-            if is_flash(block, sinks_H, mask, settings):
-                if sums_BHT is None:
-                    sums_BHT = query.new_empty(query.shape[:3], dtype=torch.float32)
-                made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *block, attn_mask=_added(mask, query.dtype), scale=settings.get("scaling")
-                )
-                found[:, :, start:stop], sums_BHT[:, :, start:stop] = made
-            else:
-                found[:, :, start:stop] = _attend(*block, sinks_H, mask, settings)
-        ctx.save_for_backward(query, key, value, sinks_H, None if sums_BHT is None else found, sums_BHT)
-        ctx.tree, ctx.window, ctx.settings = tree, window, settings
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of query, key, value and sinks."""
-        query, key, value, sinks_H, found, sums_BHT = ctx.saved_tensors
-        totals = [torch.zeros_like(one) for one in (query, key, value, sinks_H) if one is not None]
-        for start, stop in _blocks(query.shape[2]):
-            seen_K, mask = _seen(ctx.tree, start, stop, ctx.window)
-            parts = [query[:, :, start:stop], key[:, :, seen_K], value[:, :, seen_K]]
-            parts += [] if sinks_H is None else [sinks_H]
-            gradient = gradients[0][:, :, start:stop]
-            if sums_BHT is None:
-                mine = _again(parts, mask, ctx.settings, gradient)
-            else:
-                kept = found[:, :, start:stop], sums_BHT[:, :, start:stop]
-                mine = _flash_back(parts, mask, ctx.settings, gradient, kept)
-            for total, part, place in zip(totals, mine, (slice(start, stop), seen_K, seen_K), strict=False):
-                total[:, :, place] += part
-            if sinks_H is not None:
-                totals[3] += mine[3]
-        return (*totals[:3], totals[3] if sinks_H is not None else None, None, None, None)
-
-
-def is_flash(
-    block: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def _in_blocks(
+    tree: RowTrees,
+    window: int,
+    settings: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     sinks_H: torch.Tensor | None,
-    mask_B1QK: torch.Tensor,
-    settings: dict[str, Any],
-) -> bool:
-    """Whether SDPA would compute this block by the CPU's fused kernel, which keeps what its backward begins from. block: query,
-    key and value of as many heads.
-    """
-    if block[0].device.type != "cpu" or settings.get("softcap") is not None or sinks_H is not None:
-        return False
-    chosen = torch._fused_sdp_choice(*block, attn_mask=mask_B1QK, scale=settings.get("scaling"))
-    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
+) -> torch.Tensor:
+    """[B, H, T, D]: a block of queries after the other, with the keys that some of them see. The backward computes it again."""
 
+    def block(start: int, stop: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        seen_K, mask = _seen(tree, start, stop, window)
+        return _attend(query[:, :, start:stop], key[:, :, seen_K], value[:, :, seen_K], sinks_H, mask, settings)
 
-def _again(
-    parts: list[torch.Tensor], mask_B1QK: torch.Tensor, settings: dict[str, Any], gradient: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of one block's query, key, value and sinks; its forward is computed again."""
-    with torch.enable_grad():
-        parts = [one.detach().requires_grad_() for one in parts]
-        sinks_H = parts[3] if len(parts) > 3 else None
-        out = _attend(parts[0], parts[1], parts[2], sinks_H, mask_B1QK, settings)
-    return torch.autograd.grad(out, parts, gradient)
-
-
-def _flash_back(
-    parts: list[torch.Tensor],
-    mask_B1QK: torch.Tensor,
-    settings: dict[str, Any],
-    gradient: torch.Tensor,
-    kept: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of one block's query, key and value. kept: of its forward, the output and the logsumexp of its scores."""
-    query = parts[0]
-    with torch.enable_grad():
-        narrow = [one.detach().requires_grad_() for one in parts[1:]]
-        wide = _repeated(query, *narrow)
-    to_query, *to_wide = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient,
-        query,
-        *(one.detach() for one in wide),
-        *kept,
-        0.0,
-        False,
-        attn_mask=_added(mask_B1QK, query.dtype),
-        scale=settings.get("scaling"),
-    )
-    return to_query, *torch.autograd.grad(wide, narrow, to_wide)
-
-
-def _added(mask_B1QK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to scores, as SDPA makes it."""
-    return torch.zeros(mask_B1QK.shape, dtype=dtype).masked_fill_(~mask_B1QK, -torch.inf)
+    starts = range(0, query.shape[2], BLOCK_TOKENS)
+    again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(at, min(at + BLOCK_TOKENS, query.shape[2]), query, key, value) for at in starts], 2)
 
 
 def _repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values once for each head of queries."""
     groups = query.shape[1] // key.shape[1]
     return (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)) if groups > 1 else (key, value)
-
-
-def _blocks(num_T: int) -> list[tuple[int, int]]:
-    return [(start, min(start + BLOCK_TOKENS, num_T)) for start in range(0, num_T, BLOCK_TOKENS)]
 
 
 def _seen(tree: RowTrees, start: int, stop: int, window: int) -> tuple[Any, torch.Tensor]:
