@@ -76,11 +76,12 @@ class StopRule(Section, frozen=True):
 class GateSuite(Section, frozen=True):
     """[master.gate.suites.<suite>]: what a candidate must show there.
 
-    at_least: its share of right answers. max_drop: how much less than the stable version's it may be. It is held where it
-    is worse by more than that, and by more than chance explains. Results on the same tasks are compared task by task.
-    alpha: the chance to hold one that is as good. total_drop: how much less than the best the last `over` candidates may be
-    on average, so that small drops do not add up. over: candidates in a row that make the best; it counts again from a
-    version that was promoted by hand.
+    at_least: least share of right answers. max_drop: largest share by which it may be below the stable version. A candidate
+    is held where its results show a larger drop, beyond chance; results on the same tasks are compared task by task. alpha:
+    highest probability of holding a candidate whose drop is within `max_drop`; all tests of one candidate share it.
+    total_drop: largest share by which the last `window` versions that passed may be below the best `window` on average, so
+    that small drops do not add up. window: number of versions in a row that are averaged; it begins anew with a version that
+    was promoted by hand.
 
     Example: GateSuite(at_least=0.8, max_drop=0.02)
     """
@@ -89,26 +90,26 @@ class GateSuite(Section, frozen=True):
     max_drop: Share = 0.02
     alpha: Chance = 0.01
     total_drop: Share = 0.02
-    over: Positive = 8
+    window: Positive = 8
 
 
 class PeopleConfig(Section, frozen=True):
-    """[master.gate.people]: how what people say is counted, for [master.gate.canary] and [master.gate.guard].
+    """[master.gate.people]: how what people say is counted for [master.gate.canary].
 
-    bad_below: a rating below it is a complaint; it is on the scale that the source gives its values on. bad_below_of: of
-    sources by name that have another scale. mature: a word counts that comes so long after its answer at most, and answers
-    are compared when that time is over; "" for the longest window of [[feedback]] and [collect] session_s. Shorter than that
-    makes decisions depend on how fast people speak. block: answers of so long a time are compared with each other, and as
-    often is decided.
-    tenant_share: the most of what decides that one tenant gives where there are several (of failures and refusals: one
-    key), so of two tenants both must be of one mind; 1 where one of them is to decide alone.
+    bad_below: rating below which a rating is a complaint, on the scale of its source. bad_below_of: the same for sources by
+    name, where their scales differ. rating_window: longest time from an answer to a rating that counts; answers are compared
+    when it is over. "" takes the longest window of [[feedback]] and [collect] session_s; a shorter one makes decisions depend
+    on how fast people speak. block: length of a block of time; people whose answers were given in the same block are
+    compared, and after each block the gate decides. One block gives at most a quarter of the evidence that decides.
+    tenant_share: largest part of the evidence that one tenant gives where there are several, so that of two tenants both must
+    agree; 1 lets a tenant decide by itself, and so does having nine of ten people.
 
     Example: PeopleConfig(bad_below=3.0, block="1m")
     """
 
     bad_below: float = 0.5
     bad_below_of: dict[str, float] = {}
-    mature: OpenDuration = ""
+    rating_window: OpenDuration = ""
     block: Duration = "10m"
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, 1 at most")] = 0.5
 
@@ -117,56 +118,28 @@ class PeopleConfig(Section, frozen=True):
             raise ValueError(f'block: got "{self.block}", expected a millisecond or more')
 
 
-class GateGuardConfig(Section, frozen=True):
-    """[master.gate.guard]: when customers are taken back to the stable version before, by what they say of the answers,
-    and by how many fail or are refused (what begins as a refusal: `[gateway] refusals`).
-
-    Complaints are compared with those of the days before the version became stable, in two ways. With those of the same
-    hour of the day, where two days or more are known: the guard looks for odds of a complaint that are `odds` times as
-    high, or a share higher by `harm`, whichever is less. And whatever the hour: for a share higher by `harm` than it may
-    become by itself, which is `swing` above the highest that it can have been.
-
-    A version is compared with the past, so no test tells it from a world that changes with it. Where the days before
-    differ from each other more than chance explains, the first way waits, and that is an alarm: customers stay where they
-    are rather than harm is found. What changes from the very hour of a promotion is taken for the version's doing, and
-    is an alarm if it goes on after the rollback: [master.gate.canary] compares at the same time.
-
-    harm: rise of the share of complaints that is looked for. odds: rise of their odds that is looked for. swing: how far
-    the share may be above the highest of the days before and still be chance. alpha: chance of ever taking back a version
-    that is no worse. least: people heard of the versions before, and answers of them, without which nothing is decided.
-    more_failed: rise of the share of answers that fail, or are refused, that is looked for; of each session one counts.
-    watch: so long after its promotion a version is watched.
-
-    Example: GateGuardConfig(harm=0.05, alpha=0.001)
-    """
-
-    harm: Chance = 0.1
-    odds: Annotated[float, msgspec.Meta(gt=1, description="a number above 1")] = 2.0
-    swing: Share = 0.1
-    alpha: Chance = 0.01
-    least: Positive = 50
-    more_failed: Chance = 0.05
-    watch: Duration = "7d"
-
-
 class CanaryConfig(Section, frozen=True):
-    """[master.gate.canary]: what passes the suites is first tried by a share of sessions ([gateway.canary]) and becomes the
-    stable version by what people say of it, compared with what they say of the stable one of answers of the same time.
+    """[master.gate.canary]: a share of sessions ([gateway.canary]) tries what passes the suites; after a promotion the version
+    before keeps that share for a while. One test compares both sides, by people who were served at the same time: the shares
+    of complaints, of sessions with a failed answer, and of sessions with a refusal (`[gateway] refusals`).
 
-    odds: how many times as high the odds of being rated down are that the trial looks for. alpha: chance of turning away a
-    version that is no worse. beta: chance that the ratings let one through that is so much worse. Between no worse and
-    so much worse it may take long. longest: then a version is turned away as undecided, also one without ratings; while a
-    trial runs no other begins. more_failed, least: as in [master.gate.guard].
+    margin: largest rise of such a share that is allowed. relative_margin: the same as a part of the older version's share;
+    the larger of the two counts. alpha: highest probability of turning away, or taking back, a version whose rise is within
+    the margin. beta: highest probability that a version passes whose rise is beyond the margin. max_duration: longest
+    time of a trial; no other begins meanwhile. undecided: end of a trial that has shown neither by then: "promote" or
+    "hold"; a version that served nobody is held. watch: longest time for which the version before keeps its share after a
+    promotion, and can come back; it is shorter where a rise beyond the margin is excluded before. "" for none.
 
-    Example: CanaryConfig(odds=1.5, longest="14d")
+    Example: CanaryConfig(margin=0.01, max_duration="14d")
     """
 
-    odds: Annotated[float, msgspec.Meta(gt=1, description="a number above 1")] = 2.0
+    margin: Chance = 0.02
+    relative_margin: Annotated[float, msgspec.Meta(ge=0, le=10, description="a number from 0 to 10")] = 0.3
     alpha: Chance = 0.01
     beta: Chance = 0.05
-    longest: Duration = "7d"
-    more_failed: Chance = 0.05
-    least: Positive = 50
+    max_duration: Duration = "7d"
+    undecided: Literal["promote", "hold"] = "promote"
+    watch: OpenDuration = "3d"
 
 
 class GateReplies(Section, frozen=True):
@@ -198,17 +171,17 @@ class GateReplies(Section, frozen=True):
 
 
 class GateConfig(Section, frozen=True):
-    """[master.gate]: when a version may be served to customers. suites: of [[master.evals]], by which it is judged; with
-    none the stable channel moves by hand only (`headrace promote`). replies: compares answers to recorded prompts; guard:
-    takes a version back that customers like less; canary: tries a version on a share of sessions first; none of them where
-    its table is left out. people: how their words count.
+    """[master.gate]: when a version may be served to customers.
 
-    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, guard=GateGuardConfig())
+    suites: tests by [[master.evals]]; without one the stable channel moves by hand alone (`headrace promote`). replies:
+    comparison of answers to recorded prompts, none where its table is left out. canary: comparison on a share of the
+    sessions, before and after a promotion, none where its table is left out. people: how ratings are counted.
+
+    Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, canary=CanaryConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
     replies: GateReplies | None = None
-    guard: GateGuardConfig | None = None
     canary: CanaryConfig | None = None
     people: PeopleConfig = PeopleConfig()
 

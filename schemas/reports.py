@@ -9,12 +9,12 @@ from schemas.fields import Count, Id, Life, MasterPhase, Number, Numbers, Struct
 
 
 class Client(Struct, frozen=True):
-    """What one gateway served of one version to one client since it started.
+    """Sessions of one tenant that one gateway answered with one version since it started.
 
-    client: id of the key. sessions: or users, or requests that named neither. failed, refused: sessions in which an answer
-    did or was; see Answered.
+    client: the tenant, as ids name it. sessions: or users, or requests that named neither. failed, refused: sessions in which
+    an answer did or was; see Answered.
 
-    Example: Client(client="abcdefghijklmnop", sessions=120, refused=4)
+    Example: Client(client="mddrffqv", sessions=120, refused=4)
     """
 
     client: str

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from actors.config import MasterConfig
-from actors.master.decisions import NOTHING
-from actors.master.plan import Plan
+from actors.master.plan import NOTHING, Plan
 from actors.rollout.scheduler import Scheduler
 from actors.rollout.waiting import issued_of
 from infra.settings.config import Pacing

@@ -35,7 +35,7 @@ from infra.observe.metrics import Metrics
 from infra.store.images import Pixels, images_of
 from schemas import Directive
 from schemas.ids import answer_id, experience_id, request_group
-from schemas.names import forgotten_mark, keyed_session, keyed_subject
+from schemas.names import forgotten_mark, keyed_session, keyed_subject, tenant_in
 from schemas.topics import EXPERIENCES
 
 _THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize
@@ -349,7 +349,7 @@ class Gateway:
 
     def _tally(self, in_flight: InFlight, whole: bool) -> None:
         """Count for the gate what the engine did; a client that went away says nothing of it."""
-        asker = Asker(in_flight.key.id, in_flight.session or in_flight.subject or in_flight.group)
+        asker = Asker(tenant_in(in_flight.group), in_flight.session or in_flight.subject or in_flight.group)
         if in_flight.failed:
             self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, asker)
         elif whole:

@@ -20,9 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from actors.config import MasterConfig
-from actors.master.decisions import NOTHING, Decisions
-from actors.master.gate.guard import Breach
-from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
+from actors.master.plan import ATTEMPTS_PER_LEASE, NOTHING, Decisions, Plan
 from actors.master.snapshot import Places, Snapshots
 from infra.log.blob_prune import prune_frames
 from infra.log.blobs import day_of
@@ -176,14 +174,12 @@ async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions)
         metrics.gauge("accuracy", suite=result.suite).set(result.accuracy)
         correct = f"{result.num_correct}/{result.num_tasks * result.num_samples}"
         _log.info("eval suite=%s version=%d correct=%s", result.suite, result.version, correct)
-    for decision in decisions.channels:
-        await log.publish(POLICIES, plan.gate.record(decision))
-        if isinstance(decision, Breach):
-            metrics.counter("guard_rollbacks").inc()
-            _log.warning("rolled_back version=%d to=%d reason=%s", decision.version, decision.before, decision.reason)
-        else:
-            metrics.counter("gate_verdicts", passed=str(decision.passed).lower()).inc()
-            _log.info("gate version=%d passed=%s reason=%s", decision.version, decision.passed, decision.reason)
+    for event in decisions.channels:
+        await log.publish(POLICIES, event)
+        metrics.counter("gate_decisions", owner=event.owner, event=event.event).inc()
+        level = logging.WARNING if event.event == "rolled_back" else logging.INFO
+        words = (event.event, event.channel, event.version, event.owner, event.reason)
+        _log.log(level, "channel %s channel=%s version=%d owner=%s reason=%s", *words)
     for kind, tasks in decisions.tasks.items():
         if tasks:
             await log.publish_all(TASKS, tasks, [plan.place(task) for task in tasks])

@@ -11,12 +11,13 @@ import logging
 from collections.abc import Container, Iterable
 from typing import Any, ClassVar
 
-from actors.config import MasterConfig
+import msgspec
+from msgspec.structs import replace
+
+from actors.config import EvalSuite, MasterConfig
 from actors.master.admission import Admission, AdmissionLimits
-from actors.master.decisions import Decisions, EvalRequest
-from actors.master.evaluation import EvalBook, parse_eval_group
+from actors.master.evaluation import EvalBook, eval_group, parse_eval_group
 from actors.master.gate.gate import Gate
-from actors.master.issue import evaluation, rollout, round_of
 from actors.master.placing import Placing
 from actors.master.taskbook import TaskBook, digest_of
 from infra.policies.policy_feed import PolicyFeed
@@ -25,7 +26,7 @@ from infra.settings.config import Pacing, duration_s
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
 from schemas.fields import MasterPhase
-from schemas.ids import task_of
+from schemas.ids import group_id, task_of
 from schemas.topics import TASKS
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,43 @@ _STUCK_MS = 10_000
 
 # Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
 ATTEMPTS_PER_LEASE = 1000
+
+
+class EvalRequest(msgspec.Struct, frozen=True):
+    """A suite to be answered by a version.
+
+    suite: its name. version: of the policy. missing: tasks to issue. num_tasks, digest: of the whole suite; 0 and "" while its
+    tasks are still being loaded.
+    """
+
+    suite: str
+    version: int
+    missing: tuple[Task, ...] = ()
+    num_tasks: int = 0
+    digest: str = ""
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    """Records to publish now, each kind in order.
+
+    results: of evals. channels: moves of a channel. rollouts: new groups. reissues: groups and eval tasks that were not
+    finished in time. evals: requests to issue as a whole.
+    """
+
+    results: tuple[EvalResult, ...] = ()
+    channels: tuple[PolicyEvent, ...] = ()
+    rollouts: tuple[Task, ...] = ()
+    reissues: tuple[Task, ...] = ()
+    evals: tuple[EvalRequest, ...] = ()
+
+    @property
+    def tasks(self) -> dict[str, tuple[Task, ...]]:
+        """Tasks to issue, by kind."""
+        evals = tuple(task for request in self.evals for task in request.missing)
+        return {"rollout": self.rollouts, "reissue": self.reissues, "eval": evals}
+
+
+NOTHING = Decisions()
 
 
 class Plan:
@@ -257,7 +295,7 @@ class Plan:
         """What to publish now, `NOTHING` if nothing. What follows from a result or from a channel is decided after it."""
         if results := self.evals.ready():
             return Decisions(results=tuple(results))
-        if channels := self.gate.decisions() or self.gate.breaches():
+        if channels := self.gate.decisions():
             return Decisions(channels=tuple(channels))
         return Decisions(rollouts=self._rollouts(), reissues=self._reissues(), evals=self._eval_requests())
 
@@ -266,7 +304,7 @@ class Plan:
         for result in decisions.results:
             self.result(result)
         for channel in decisions.channels:
-            self.gate.event(self.gate.record(channel))
+            self.gate.event(channel)
         for request in decisions.evals:
             self.evals.request(request.suite, request.version)
             if request.num_tasks:
@@ -390,3 +428,38 @@ class Plan:
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []
         return tasks[:wanted]
+
+
+def rollout(task: Task, config: MasterConfig, *, round: int, attempt: int, sequence: int, min_version: int) -> Task:
+    """Issue a task as a group of episodes to learn from."""
+    issued = Issued(
+        group=group_id(task.id, round),
+        attempt=attempt,
+        num_episodes=config.num_episodes,
+        max_tokens=config.max_tokens,
+        sequence=sequence,
+        min_version=min_version,
+        temperature=config.temperature,
+        enough=config.enough,
+    )
+    return replace(task, issued=issued)
+
+
+def evaluation(task: Task, config: MasterConfig, *, suite: EvalSuite, version: int, index: int, attempt: int) -> Task:
+    """Issue a task of a suite to be answered by exactly this version."""
+    issued = Issued(
+        group=eval_group(suite.suite, version, index),
+        attempt=attempt,
+        num_episodes=suite.samples,
+        max_tokens=config.max_tokens,
+        min_version=version,
+        temperature=suite.temperature,
+        suite=suite.suite,
+        version=version,
+    )
+    return replace(task, issued=issued)
+
+
+def round_of(group: str) -> int:
+    """The round in a rollout's group id. Raises ValueError for an id without one."""
+    return int(group.rpartition(".")[2])

@@ -118,7 +118,7 @@ class Settings(Floor, frozen=True):
         people = self.master.gate.people
         longest_s = max((duration_s(one.window) for one in self.feedback), default=0.0)
         waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"
-        people = msgspec.structs.replace(people, mature=people.mature or waited)
+        people = msgspec.structs.replace(people, rating_window=people.rating_window or waited)
         return msgspec.structs.replace(self.master, gate=msgspec.structs.replace(self.master.gate, people=people))
 
     def streams(self) -> StreamsConfig:

@@ -155,11 +155,11 @@ ALARMS = (
         "{{ $labels.instance }} waits for a canary", wait="1m", severity="ticket",
     ),
     _of_master("idle-explorers", "Explorers have no partition", r"explorers read no partition"),
-    _of_master("few-people", "Few people rate a trial", r"ratings are of \d+ people"),
-    _of_master("unrest", "Ratings change by themselves", r"changes by itself from day to day"),
-    _of_master("customers-stay", "Customers stay with a worse version", r"customers stay with it"),
+    _of_master("few-people", "Few people rate answers", r"ratings are of \d+ people"),
+    _of_master("clumps", "Bad words come in clumps", r"in clumps of one version"),
+    _of_master("customers-stay", "Complaints rose with a promotion", r"customers stay with it"),
     _of_master("late-ratings", "Ratings come too late", r"come later than"),
-    _of_master("one-tenant", "One tenant gives most ratings", r"people heard are of tenant"),
+    _of_master("one-tenant", "One tenant decides by itself", r"people heard are of tenant"),
 )  # fmt: skip
 
 STILL = tuple(one.counter for one in ALARMS if one.counter)

@@ -103,9 +103,9 @@ MASTER = (
     Panel("Accuracy of evals", (_now("headrace_accuracy", "suite"),), "percentunit"),
     Panel(
         "Decisions of the gate an hour",
-        (("sum by (passed) (increase(headrace_gate_verdicts_total[1h]))", "passed {{passed}}"),),
+        (("sum by (owner, event) (increase(headrace_gate_decisions_total[1h]))", "{{owner}}: {{event}}"),),
     ),
-    Panel("Versions", (("max(headrace_stable_version)", "stable"), ("max(headrace_trial_version)", "on trial"))),
+    Panel("Versions", (("max(headrace_stable_version)", "stable"), ("max(headrace_trial_version)", "of canaries"))),
     Panel("Evals that no engine could answer", (_now("headrace_evals_missed"),)),
 )  # fmt: skip
 EXPLORE = (

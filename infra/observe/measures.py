@@ -49,8 +49,9 @@ MEASURES = (
     _counter("closures_read", "master", "groups that ended, by the closures that were read", "outcome", "reason"),
     _counter("groups_drawn", "master", "outstanding groups that the trainer drew"),
     _counter("eval_results", "master", "results of evals published", "suite"),
-    _counter("gate_verdicts", "master", "decisions of the gate about a candidate", "passed"),
-    _counter("guard_rollbacks", "master", "versions that the guard took back"),
+    _counter(
+        "gate_decisions", "master", "moves of a channel by the gate, a trial (canary) or a watch", "owner", "event"
+    ),
     _counter("frames_pruned", "master", "large frames removed from the store"),
     _counter("prunings_failed", "master", "times that removing large frames failed; it is tried again"),
     _counter(
@@ -62,7 +63,7 @@ MEASURES = (
     _gauge("max_outstanding_groups", "master", "how many groups may be outstanding"),
     _gauge("issued_groups", "master", "groups issued since the app began"),
     _gauge("stable_version", "master", "version that the gate lets customers have, -1 for none"),
-    _gauge("trial_version", "master", "version on trial, -1 for none"),
+    _gauge("trial_version", "master", "version that canaries serve, -1 for the stable one"),
     _gauge("explorers_without_partition", "master", "explorers that read no partition of tasks"),
     _gauge("tasks", "master", "tasks of the taskset"),
     _gauge("evals_missed", "master", "eval tasks that no engine could answer any more"),

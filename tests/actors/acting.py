@@ -2,11 +2,9 @@
 
 from typing import Literal
 
-from actors.master.decisions import Decisions
-from actors.master.gate.gate import Gate, GateDecision
-from actors.master.gate.guard import Breach
-from actors.master.plan import Plan
-from schemas import Task
+from actors.master.gate.gate import Gate
+from actors.master.plan import Decisions, Plan
+from schemas import PolicyEvent, Task
 
 
 def rollouts(plan: Plan) -> list[Task]:
@@ -30,17 +28,9 @@ def _acted(plan: Plan, kind: Literal["rollouts", "reissues", "evals"]) -> list[T
     return [task for tasks in only.tasks.values() for task in tasks]
 
 
-def decisions(gate: Gate) -> list[GateDecision]:
+def decisions(gate: Gate) -> list[PolicyEvent]:
     found = gate.decisions()
     assert found == gate.decisions(), "to decide changes nothing"
-    for decision in found:
-        gate.event(gate.record(decision))
-    return found
-
-
-def breaches(gate: Gate) -> list[Breach]:
-    found = gate.breaches()
-    assert found == gate.breaches(), "to decide changes nothing"
-    for breach in found:
-        gate.event(gate.record(breach))
+    for event in found:
+        gate.event(event)
     return found

@@ -9,16 +9,14 @@ from actors.config import (
     CanaryConfig,
     EvalSuite,
     GateConfig,
-    GateGuardConfig,
     GateReplies,
     GateSuite,
     MasterConfig,
     PeopleConfig,
 )
-from actors.master.decisions import NOTHING
 from actors.master.evaluation import eval_group
 from actors.master.master import take_in
-from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
+from actors.master.plan import ATTEMPTS_PER_LEASE, NOTHING, Plan
 from infra.log.bus import Record
 from infra.log.log import LogMessage
 from infra.observe.metrics import Metrics
@@ -51,9 +49,8 @@ CONFIG = MasterConfig(
     gate=GateConfig(
         suites={"dev": GateSuite(max_drop=0.6, alpha=0.4)},
         replies=GateReplies(),
-        guard=GateGuardConfig(least=4),
-        canary=CanaryConfig(least=2),
-        people=PeopleConfig(block="10s", mature="20s"),
+        canary=CanaryConfig(max_duration="60s", watch="30s"),
+        people=PeopleConfig(block="10s", rating_window="20s"),
     ),
 )
 PACING = Pacing(groups_per_step=2, max_staleness=2, steps_per_version=1, reissue_s=6.0)
@@ -105,7 +102,7 @@ class MasterLife:
             for result in decisions.results:
                 self.write(EVALS, result)
             for channel in decisions.channels:
-                self.write(POLICIES, self.plan.gate.record(channel))
+                self.write(POLICIES, channel)
             for tasks in decisions.tasks.values():
                 for one in tasks:
                     self.write(TASKS, one)

@@ -12,7 +12,7 @@ from actors.config import CONVERSE, EvalSuite, ExploreConfig
 from actors.engines.engine import EngineStopped
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.evaluation import VERSION_PASSED
-from actors.master.issue import evaluation, rollout
+from actors.master.plan import evaluation, rollout
 from actors.rollout.session import Session
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish

@@ -1,16 +1,23 @@
-"""The gate: a candidate becomes stable by its evals alone, and nothing is decided twice."""
+"""The gate: a candidate becomes stable by evals and people, stays it by people, and nothing is decided twice."""
 
 import pytest
+from msgspec.structs import replace
 
-from actors.config import EvalSuite, GateConfig, GateGuardConfig, GateSuite, MasterConfig
-from actors.master.gate.gate import REMEMBERED, Gate, policy_event
-from schemas import Answered, Directive, EvalResult, PolicyEvent, Progress
+from actors.config import CanaryConfig, EvalSuite, GateConfig, GateSuite, MasterConfig, PeopleConfig
+from actors.master.gate.alarms import MANY
+from actors.master.gate.gate import REMEMBERED, Gate
+from schemas import Answered, Client, Closure, Directive, EvalResult, PolicyEvent, Progress
+from schemas.fields import PolicyEventKind
 from tests.actors.acting import decisions
+from tests.actors.rated import BLOCK_MS, crowd, rated
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})
+CANARY = CanaryConfig(max_duration="2d", watch="1d")
+STABLE, TRIAL = 3, 5
+HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 
 
-def gate(config: GateConfig = CONFIG) -> Gate:
+def new_gate(config: GateConfig = CONFIG) -> Gate:
     return Gate(config, policy="main")
 
 
@@ -23,119 +30,107 @@ def result(version: int, suite: str, share: float, policy: str = "main") -> Eval
     )  # fmt: skip
 
 
-def judged(one: Gate, version: int, dev: float, safety: float = 1.0) -> list[bool]:
-    one.result(result(version, "dev", dev))
-    one.result(result(version, "safety", safety))
-    return [verdict.passed for verdict in decisions(one)]
+def judged(gate: Gate, version: int, dev: float, safety: float = 1.0) -> list[bool]:
+    gate.result(result(version, "dev", dev))
+    gate.result(result(version, "safety", safety))
+    return [event.event == "promoted" for event in decisions(gate)]
+
+
+def event(kind: PolicyEventKind, version: int, owner: str = "ann", **more: object) -> PolicyEvent:
+    fields: dict[str, object] = {"channel": "stable"} | more
+    return PolicyEvent(event=kind, policy="main", version=version, owner=owner, **fields)  # type: ignore[arg-type]
+
+
+# ---- evals
 
 
 def test_a_candidate_waits_for_every_suite() -> None:
-    one = gate()
-    one.result(result(3, "dev", 0.8))
-    assert decisions(one) == []
-    one.result(result(3, "safety", 0.95))
-    (verdict,) = decisions(one)
-    assert verdict.passed and verdict.numbers == {"dev": 0.8, "safety": 0.95}
-    assert one.stable.version == 3
+    gate = new_gate()
+    gate.result(result(3, "dev", 0.8))
+    assert decisions(gate) == []
+    gate.result(result(3, "safety", 0.95))
+    (verdict,) = decisions(gate)
+    assert verdict.event == "promoted" and verdict.stats == {"dev": 0.8, "safety": 0.95}
+    assert gate.stable.version == 3
 
 
-def test_a_candidate_below_the_bar_or_worse_than_the_stable_one_is_held_with_the_reason() -> None:
-    one = gate()
-    assert judged(one, 3, 0.8) == [True]
-    assert judged(one, 5, 0.4) == [False]
-    assert judged(one, 7, 0.77) == [False], "three points worse than version 3"
-    assert judged(one, 9, 0.79) == [True], "one point worse is within max_drop"
-    assert judged(one, 11, 0.9, safety=0.7) == [False]
-    assert one.stable.version == 9
-    one.result(result(13, "dev", 0.6))
-    one.result(result(13, "safety", 1.0))
-    (verdict,) = decisions(one)
-    assert verdict.reason == "dev: 0.600, the stable version 9 has 0.790"
-    assert verdict.numbers["stable/dev"] == 0.79
-    one.result(result(15, "dev", 0.4)), one.result(result(15, "safety", 0.7))
-    (verdict,) = decisions(one)
+def test_a_candidate_below_the_bar_or_shown_to_be_worse_than_the_stable_one_is_held_with_the_reason() -> None:
+    gate = new_gate()
+    assert judged(gate, 3, 0.8) == [True]
+    assert judged(gate, 5, 0.4) == [False]
+    assert judged(gate, 7, 0.75) == [False], "five points worse than version 3"
+    assert judged(gate, 9, 0.78) == [True], "two points worse is max_drop"
+    assert judged(gate, 11, 0.9, safety=0.7) == [False]
+    gate.result(result(13, "dev", 0.6)), gate.result(result(13, "safety", 1.0))
+    (verdict,) = decisions(gate)
+    assert verdict.reason == "dev: 0.600, the stable version 9 has 0.780" and verdict.stats["stable/dev"] == 0.78
+    gate.result(result(15, "dev", 0.4)), gate.result(result(15, "safety", 0.7))
+    (verdict,) = decisions(gate)
     assert verdict.reason == "dev: 0.400, expected at least 0.5; safety: 0.700, expected at least 0.9"
 
 
 def test_a_first_candidate_may_be_just_as_good_as_the_bar_and_is_held_below_it() -> None:
-    one = gate()
-    assert judged(one, 0, 0.499) == [False] and one.stable.version == -1
-    assert judged(one, 1, 0.5, safety=0.9) == [True] and one.stable.version == 1
+    gate = new_gate()
+    assert judged(gate, 0, 0.499) == [False] and gate.stable.version == -1
+    assert judged(gate, 1, 0.5, safety=0.9) == [True] and gate.stable.version == 1
 
 
 def test_of_several_candidates_the_newest_is_weighed_and_older_ones_are_left_out() -> None:
-    one = gate()
+    gate = new_gate()
     for version in (3, 5):
-        one.result(result(version, "dev", 0.8))
-        one.result(result(version, "safety", 1.0))
-    assert [verdict.version for verdict in decisions(one)] == [5]
-    assert decisions(one) == []
-    assert judged(one, 4, 0.99) == []
+        gate.result(result(version, "dev", 0.8)), gate.result(result(version, "safety", 1.0))
+    assert [verdict.version for verdict in decisions(gate)] == [5]
+    assert decisions(gate) == [] and judged(gate, 4, 0.99) == []
 
 
-def test_a_restart_weighs_no_version_again_that_was_held() -> None:
-    one = gate()
-    one.result(result(3, "dev", 0.4)), one.result(result(3, "safety", 1.0))
-    (verdict,) = decisions(one)
-    again = gate()
-    again.event(policy_event(verdict, "main", 0))
-    assert judged(again, 3, 0.4) == [] and judged(again, 4, 0.8) == [True]
+def test_good_candidates_behind_a_bad_one_pass() -> None:
+    """Twenty passed before, so that the mean of the last eight is compared; answers are identical, so nothing is by chance."""
+    gate = new_gate()
+    assert [judged(gate, version, 0.8) for version in range(20)] == [[True]] * 20
+    assert judged(gate, 20, 0.55) == [False]
+    assert [judged(gate, version, 0.8) for version in range(21, 28)] == [[True]] * 7
 
 
 def test_a_restart_decides_nothing_twice_in_whatever_order_the_topics_are_read() -> None:
-    one = gate()
-    one.result(result(3, "dev", 0.8))
-    one.result(result(3, "safety", 1.0))
-    (verdict,) = decisions(one)
-    event = policy_event(verdict, "main", 0)
+    gate = new_gate()
+    gate.result(result(3, "dev", 0.8)), gate.result(result(3, "safety", 1.0))
+    (verdict,) = decisions(gate)
     for events_first in (True, False):
-        again = gate()
+        again = new_gate()
         if events_first:
-            again.event(event)
-        again.result(result(3, "dev", 0.8))
-        again.result(result(3, "safety", 1.0))
-        again.event(event)
+            again.event(verdict)
+        again.result(result(3, "dev", 0.8)), again.result(result(3, "safety", 1.0))
+        again.event(verdict)
         assert decisions(again) == [] and again.stable.version == 3
-        assert judged(again, 5, 0.77) == [False], "the stable version's own result is remembered"
+        assert judged(again, 5, 0.75) == [False], "the stable version's own result is remembered"
+        assert judged(again, 5, 0.8) == [], "held once"
 
 
-def test_a_version_somebody_promoted_by_hand_is_the_one_to_compare_with() -> None:
-    one = gate()
-    assert judged(one, 3, 0.9) == [True]
-    assert judged(one, 5, 0.7) == [False]
-    one.event(PolicyEvent(event="rolled_back", policy="main", version=2, channel="stable"))
-    assert judged(one, 7, 0.7) == [True], "of version 2 nothing is known but the bar"
-
-
-def test_a_version_is_compared_with_the_older_one_that_somebody_went_back_to() -> None:
-    one = gate()
+def test_a_candidate_is_compared_with_the_version_that_somebody_went_back_to() -> None:
+    gate = new_gate()
     for version, dev in ((3, 0.7), (5, 0.8), (7, 0.9)):
-        assert judged(one, version, dev) == [True]
-    one.event(PolicyEvent(event="pinned", policy="main", version=3, channel="stable"))
-    assert judged(one, 9, 0.6) == [False]
-    assert judged(one, 11, 0.7) == [True]
+        assert judged(gate, version, dev) == [True]
+    gate.event(event("pinned", 3))
+    assert judged(gate, 9, 0.6) == [False] and judged(gate, 11, 0.7) == [True]
+    gate.event(event("rolled_back", 2))
+    assert judged(gate, 13, 0.6) == [True], "nothing is known of version 2 but the bar"
 
 
-def test_small_drops_do_not_add_up_until_somebody_says_that_all_is_well() -> None:
-    one = gate()
+def test_small_drops_do_not_add_up_until_somebody_promotes_by_hand() -> None:
+    gate = new_gate()
     shares = [0.9 - 0.003 * number for number in range(60)]
-    verdicts = [judged(one, version, share)[0] for version, share in enumerate(shares)]
-    assert verdicts[:8] == [True] * 8 and not any(verdicts[15:])
-    assert one.stable.version == sum(verdicts) - 1 and shares[one.stable.version] > 0.855
-    one.event(PolicyEvent(event="promoted", policy="main", version=59, channel="stable", owner="ann"))
-    assert judged(one, 61, shares[59]) == [True], "ann has looked at it"
+    verdicts = [judged(gate, version, share)[0] for version, share in enumerate(shares)]
+    assert verdicts[:8] == [True] * 8 and not any(verdicts[16:])
+    assert shares[gate.stable.version] > 0.85
+    gate.event(event("promoted", 59))
+    assert judged(gate, 61, shares[59]) == [True], "ann has looked at it"
 
 
-def test_without_suites_the_gate_decides_nothing() -> None:
-    one = gate(GateConfig())
-    one.result(result(3, "dev", 1.0))
-    assert decisions(one) == []
-
-
-def test_results_of_another_policy_are_not_its_business() -> None:
-    one = gate(GateConfig(suites={"dev": GateSuite()}))
-    one.result(result(3, "dev", 1.0, policy="reward-model"))
-    assert decisions(one) == []
+def test_without_suites_or_for_another_policy_the_gate_decides_nothing() -> None:
+    for config, policy in ((GateConfig(), "main"), (GateConfig(suites={"dev": GateSuite()}), "reward-model")):
+        gate = new_gate(config)
+        gate.result(result(3, "dev", 1.0, policy=policy))
+        assert decisions(gate) == []
 
 
 def test_a_gate_on_a_suite_that_is_never_run_is_a_settings_error() -> None:
@@ -144,59 +139,305 @@ def test_a_gate_on_a_suite_that_is_never_run_is_a_settings_error() -> None:
 
 
 def test_a_pin_decides_about_no_candidate() -> None:
-    one = gate()
-    assert judged(one, 3, 0.8) == [True]
-    one.event(PolicyEvent(event="pinned", policy="main", version=50, channel="stable", owner="ann"))
-    one.event(PolicyEvent(event="promoted", policy="main", version=60, channel="candidate", owner="ann"))
-    assert judged(one, 5, 0.9) == [True], "neither version 50 nor 60 was weighed"
-
-
-def test_the_run_is_compared_with_the_best_of_it_from_the_first_version_on_or_from_one_promoted_by_hand() -> None:
-    """Each candidate is two points worse than the one before, which is within max_drop; two steps are too many."""
-    one = gate(GateConfig(suites={"dev": GateSuite(max_drop=0.02, total_drop=0.03, over=1)}))
-    found = [result(version, "dev", 0.9 - 0.02 * version) for version in range(6)]
-    for version, passes in ((0, True), (1, True), (2, False)):
-        one.result(found[version])
-        assert [verdict.passed for verdict in decisions(one)] == [passes]
-    one.event(PolicyEvent(event="promoted", policy="main", version=2, channel="stable", owner="ann"))
-    for version, passes in ((3, True), (4, False)):
-        one.result(found[version])
-        assert [verdict.passed for verdict in decisions(one)] == [passes]
+    gate = new_gate()
+    assert judged(gate, 3, 0.8) == [True]
+    gate.event(event("pinned", 50))
+    gate.event(event("promoted", 60, channel="candidate"))
+    assert judged(gate, 5, 0.9) == [True], "neither version 50 nor 60 was weighed"
 
 
 @pytest.mark.parametrize(("version", "is_known"), [(0, True), (9, False), (10, True)])
-def test_results_are_kept_of_the_stable_version_and_of_so_many_that_were_weighed_last(
-    version: int, is_known: bool
-) -> None:
-    """Of 0 to 1010, and 1000 are remembered beside what is served and what was weighed just now."""
-    one = gate(GateConfig(suites={"dev": GateSuite()}))
-    one.event(PolicyEvent(event="pinned", policy="main", version=0, channel="stable", owner="ann"))
+def test_results_of_the_stable_version_and_of_the_last_decided_ones_are_kept(version: int, is_known: bool) -> None:
+    gate = new_gate(GateConfig(suites={"dev": GateSuite()}))
+    gate.event(event("pinned", 0))
     newest = REMEMBERED + 10
     found = {number: EvalResult(policy="main", version=number, suite="dev", num_tasks=10, num_correct=9)
              for number in range(newest + 2)}  # fmt: skip
     for number in range(newest + 1):
-        one.result(found[number])
-    assert [verdict.version for verdict in decisions(one)] == [newest]
-    one.event(PolicyEvent(event="pinned", policy="main", version=version, channel="stable", owner="ann"))
-    one.result(found[newest + 1])
-    (verdict,) = decisions(one)
-    assert ("stable/dev" in verdict.numbers) is is_known
-
-
-def test_what_was_served_is_kept_of_the_stable_version_and_the_one_before_it() -> None:
-    one = gate(GateConfig(suites=CONFIG.suites, guard=GateGuardConfig()))
-    told = tuple(Answered(version=version, answers=9) for version in (3, 5, 7))
-    one.progress(Progress(role="serve", instance="serve/1", answered=told))
-    for version in (3, 5, 7):
-        assert judged(one, version, 0.8) == [True]
-    assert [len(one.people.ratings.of_version(version)) for version in (3, 5, 7)] == [0, 1, 1]
+        gate.result(found[number])
+    assert [verdict.version for verdict in decisions(gate)] == [newest]
+    gate.event(event("pinned", version))
+    gate.result(found[newest + 1])
+    (verdict,) = decisions(gate)
+    assert ("stable/dev" in verdict.stats) is is_known
 
 
 def test_a_master_that_begins_leaves_out_what_an_overtaken_one_decided_and_decides_anew() -> None:
-    one = Gate(CONFIG, policy="main", token=9)
+    gate = Gate(CONFIG, policy="main", token=9)
     for offset in (4, 9):
-        one.directive(Directive(order="lease"), offset)
-    late = PolicyEvent(event="promoted", policy="main", version=3, token=4, channel="stable", owner="gate")
-    one.event(late)
-    assert one.stable.version == -1
-    assert judged(one, 3, 0.8) == [True] and one.stable.version == 3
+        gate.directive(Directive(order="lease"), offset)
+    gate.event(event("promoted", 3, owner="gate", token=4))
+    assert gate.stable.version == -1
+    gate.result(result(3, "dev", 0.8)), gate.result(result(3, "safety", 1.0))
+    (verdict,) = decisions(gate)
+    assert verdict.token == 9 and gate.stable.version == 3
+
+
+# ---- trials and watches
+
+
+def people_gate(canary: CanaryConfig | None = CANARY, tenant_share: float = 0.5) -> Gate:
+    people = PeopleConfig(rating_window="1h", tenant_share=tenant_share)
+    return new_gate(GateConfig(suites={"dev": GateSuite()}, canary=canary, people=people))
+
+
+def evaluated(gate: Gate, version: int) -> list[PolicyEvent]:
+    gate.result(EvalResult(policy="main", version=version, suite="dev", num_tasks=100, num_correct=80))
+    return decisions(gate)
+
+
+def tried(canary: CanaryConfig | None = CANARY, tenant_share: float = 0.5) -> Gate:
+    """A gate with a version on trial."""
+    gate = people_gate(canary, tenant_share)
+    evaluated(gate, STABLE), evaluated(gate, TRIAL)
+    return gate
+
+
+def watched(canary: CanaryConfig = CANARY) -> Gate:
+    """A gate that promoted version 5 by hand, with version 3 beside it."""
+    gate = people_gate(canary)
+    for version in (STABLE, TRIAL):
+        gate.event(event("promoted", version), 0)
+    (began,) = decisions(gate)
+    assert (began.event, began.version, began.channel, began.owner) == ("promoted", STABLE, "canary", "watch")
+    return gate
+
+
+def say(
+    gate: Gate,
+    new_down: int,
+    old_down: int = 0,
+    *,
+    trial: int = TRIAL,
+    people: int = 40,
+    blocks: int = 20,
+    tenant: str = "acme",
+) -> list[Closure]:  # fmt: skip
+    """In each block so many people of either version, and so many complaints."""
+    said = [
+        closure
+        for block in range(blocks)
+        for version, down in ((TRIAL, new_down), (STABLE, old_down))
+        for closure in crowd(
+            f"{tenant}{block}/", version, people, down, trial=trial, at_ms=block * BLOCK_MS, tenant=tenant
+        )
+    ]
+    for closure in said:
+        gate.closure(closure, closure.answered_ms)
+    return said
+
+
+def served(gate: Gate, failed: int, *, trial: int = TRIAL, blocks: int = 20, tenants: int = 1) -> None:
+    """In each block forty sessions of either version, and how many of the new one's fail."""
+    for block in range(1, blocks + 1):
+        told = tuple(
+            Answered(
+                version=version, trial=trial, answers=40 * block,
+                clients=tuple(
+                    Client(client=f"t{number}", sessions=40 * block, failed=bad * block if number == 0 or tenants < 3 else 0)
+                    for number in range(tenants)
+                ),
+            )
+            for version, bad in ((TRIAL, failed), (STABLE, 0))
+        )  # fmt: skip
+        gate.progress(Progress(role="serve", instance="serve/1", answered=told), block * BLOCK_MS)
+
+
+def at(gate: Gate, at_ms: int) -> list[PolicyEvent]:
+    """Decisions at a time."""
+    gate.progress(Progress(role="master", instance="master/1"), at_ms)
+    return decisions(gate)
+
+
+LATER_MS = 21 * BLOCK_MS + HOUR_MS
+
+
+def test_a_version_that_passes_its_evals_is_tried_and_then_served_with_the_numbers_in_the_event() -> None:
+    gate = people_gate()
+    (first,) = evaluated(gate, STABLE)
+    assert first.channel == "stable", "there is nothing to compare the first version with"
+    (trial,) = evaluated(gate, TRIAL)
+    assert (trial.channel, trial.owner, gate.stable.version, gate.stable.trial) == ("canary", "gate", STABLE, TRIAL)
+    assert evaluated(gate, 7) == [], "one trial at a time"
+    say(gate, 2, 4), served(gate, 0)
+    (passed,) = at(gate, LATER_MS)
+    assert (passed.event, passed.version, passed.channel, passed.owner) == ("promoted", TRIAL, "stable", "canary")
+    assert passed.reason.startswith(
+        "not worse: rated down 40 of 800, failed 0 of 800, refused 0 of 800; version 3 80 of 800"
+    )
+    assert passed.stats["rated down/not worse"] >= 1.0 > passed.stats["rated down/worse"]
+    assert (passed.stats["rated down"], passed.stats["before/rated down"]) == (0.05, 0.1)
+    (watch,) = decisions(gate)
+    assert (watch.owner, watch.version, gate.stable.version, gate.stable.trial) == ("watch", STABLE, TRIAL, STABLE)
+
+
+def test_a_canary_that_people_like_less_is_turned_away_and_not_tried_again() -> None:
+    gate = tried()
+    say(gate, 25)
+    (held,) = at(gate, LATER_MS)
+    assert (held.event, held.version, held.channel, held.owner) == ("held", TRIAL, "stable", "canary")
+    assert held.reason.startswith("worse by more than the margin: rated down 500 of 800")
+    assert (gate.stable.version, gate.stable.trial) == (STABLE, -1) and evaluated(gate, TRIAL) == []
+
+
+@pytest.mark.parametrize(
+    ("new_down", "old_down", "ends"), [(25, 0, "rolled_back"), (4, 4, "promoted"), (4, 25, "promoted")]
+)
+def test_a_watch_takes_back_a_worse_version_and_ends_where_it_is_not(new_down: int, old_down: int, ends: str) -> None:
+    gate = watched()
+    said = say(gate, new_down, old_down, trial=STABLE, people=80)
+    served(gate, 0, trial=STABLE)
+    (ended,) = at(gate, LATER_MS)
+    assert (ended.event, ended.owner) == (ends, "watch")
+    assert gate.stable.version == (STABLE if ends == "rolled_back" else TRIAL) and gate.stable.trial == -1
+    for closure in said:
+        gate.closure(closure, LATER_MS)
+    assert at(gate, 2 * LATER_MS) == [], "decided once"
+
+
+def test_a_watch_of_which_nothing_is_shown_ends_in_its_time_and_the_version_stays() -> None:
+    gate = watched()
+    assert at(gate, DAY_MS - 1) == [] and evaluated(gate, 7) == []
+    (ended, *_) = at(gate, DAY_MS)
+    assert (ended.version, ended.channel) == (TRIAL, "canary") and ended.reason.startswith("undecided after 1d")
+    assert gate.stable.version == TRIAL and [found.version for found in decisions(gate)] == [7], "the next one's turn"
+
+
+def test_a_version_is_watched_after_each_promotion_but_the_first_and_not_after_a_pin_or_a_rollback() -> None:
+    gate = people_gate()
+    gate.event(event("promoted", STABLE))
+    assert decisions(gate) == [], "there is no version before it"
+    gate.event(event("promoted", TRIAL))
+    gate.event(event("pinned", TRIAL))
+    assert decisions(gate) == []
+    gate.event(event("rolled_back", STABLE))
+    assert decisions(gate) == []
+    gate = people_gate(CanaryConfig(watch=""))
+    gate.event(event("promoted", STABLE)), gate.event(event("promoted", TRIAL))
+    assert decisions(gate) == []
+
+
+@pytest.mark.parametrize(("undecided", "kind"), [("promote", "promoted"), ("hold", "held")])
+def test_an_undecided_trial_ends_as_it_is_set_and_one_that_served_nobody_is_held(undecided: str, kind: str) -> None:
+    canary = CanaryConfig(max_duration="2d", undecided=undecided)  # type: ignore[arg-type]
+    gate = tried(canary)
+    say(gate, 1, 1, blocks=1, people=10)
+    assert at(gate, 2 * DAY_MS - 1) == []
+    (ended,) = at(gate, 2 * DAY_MS)
+    assert ended.event == kind and ended.reason.startswith("undecided after 2d: rated down 1 of 10")
+    (nobody,) = at(tried(canary), 2 * DAY_MS)
+    assert nobody.event == "held"
+
+
+def test_twenty_answers_of_one_person_end_no_trial() -> None:
+    for rater in ("", "ann"):
+        gate = tried()
+        say(gate, 4, 4, blocks=1)
+        for number in range(200):
+            session = f"s{number}" if rater else "s"
+            gate.closure(
+                rated(session, TRIAL, 0.0, trial=TRIAL, rater=rater, number=number, at_ms=number * BLOCK_MS), 0
+            )
+        assert at(gate, 250 * BLOCK_MS) == [] and gate.stable.trial == TRIAL
+
+
+@pytest.mark.parametrize(("tenant_share", "ends"), [(0.5, []), (1.0, ["held"])])
+def test_one_tenant_turns_no_canary_away_where_there_are_several_unless_it_may(
+    tenant_share: float, ends: list[str]
+) -> None:
+    gate = tried(tenant_share=tenant_share)
+    say(gate, 4, 4), say(gate, 40, tenant="globex")
+    assert [ended.event for ended in at(gate, LATER_MS)] == ends
+
+
+@pytest.mark.parametrize(("tenants", "ends"), [(1, ["held"]), (2, ["held"]), (3, [])])
+def test_failures_turn_a_canary_away_without_a_rating_and_those_of_one_tenant_of_several_do_not(
+    tenants: int, ends: list[str]
+) -> None:
+    gate = tried()
+    served(gate, 10, tenants=tenants)
+    assert [ended.event for ended in at(gate, 21 * BLOCK_MS)] == ends
+
+
+def test_an_engine_that_fails_once_turns_no_canary_away() -> None:
+    gate = tried()
+    served(gate, 30, blocks=1)
+    assert at(gate, 2 * BLOCK_MS) == []
+
+
+def test_withdrawn_complaints_end_no_trial() -> None:
+    gate = tried()
+    for closure in say(gate, 25):
+        if closure.version == TRIAL:
+            gate.closure(replace(closure, revision=1, ratings=()), 0)
+    assert at(gate, LATER_MS) == []
+
+
+@pytest.mark.parametrize(("kind", "version"), [("promoted", 4), ("rolled_back", 2), ("pinned", 3)])
+def test_a_move_by_hand_ends_the_trial(kind: PolicyEventKind, version: int) -> None:
+    gate = tried(CanaryConfig(watch=""))
+    gate.event(event(kind, version))
+    say(gate, 25)
+    assert (at(gate, LATER_MS), gate.stable.version, gate.stable.trial) == ([], version, -1)
+
+
+def test_a_version_that_the_canary_cannot_load_is_not_waited_for() -> None:
+    gate = tried()
+    gate.event(event("refused", TRIAL, owner="serve/7", channel="candidate", reason="damaged"))
+    (held,) = decisions(gate)
+    assert (held.event, held.owner, held.reason) == ("held", "canary", "serve/7 refused it: damaged")
+    (again,) = evaluated(gate, 7)
+    assert again.channel == "canary" and gate.stable.trial == 7 and at(gate, LATER_MS) == []
+    gate = watched()
+    gate.event(event("refused", STABLE, owner="serve/7", channel="candidate", reason="damaged"))
+    (ended,) = decisions(gate)
+    assert (ended.channel, ended.version, gate.stable.version, gate.stable.trial) == ("canary", TRIAL, TRIAL, -1)
+
+
+def test_a_restart_decides_a_trial_alike_in_whatever_order_the_topics_are_read() -> None:
+    gate = people_gate()
+    events = [found for version in (STABLE, TRIAL) for found in evaluated(gate, version)]
+    said = say(gate, 25)
+    (held,) = at(gate, LATER_MS)
+    for closures_first in (True, False):
+        again = people_gate()
+        for closure in said if closures_first else ():
+            again.closure(closure, closure.answered_ms)
+        for found in events:
+            again.event(found, 0)
+        for closure in () if closures_first else said:
+            again.closure(closure, closure.answered_ms)
+        assert at(again, LATER_MS) == [held]
+
+
+def test_a_trial_begun_by_hand_without_a_rule_is_ended_by_hand() -> None:
+    gate = people_gate(canary=None)
+    evaluated(gate, STABLE)
+    gate.event(event("promoted", TRIAL, channel="canary"))
+    say(gate, 25)
+    assert at(gate, LATER_MS) == [] and gate.stable.trial == TRIAL
+
+
+def alarms_after(said: list[Closure], *, promoted: bool = False) -> list[str]:
+    """Alarms once this was said, in a trial or after a promotion without a canary."""
+    gate = people_gate(canary=None) if promoted else tried(CanaryConfig())
+    if promoted:
+        gate.event(event("promoted", STABLE)), gate.event(event("promoted", TRIAL))
+    for closure in said:
+        gate.closure(closure, closure.answered_ms)
+    gate.progress(
+        Progress(role="master", instance="master/1"), max(closure.answered_ms for closure in said) + 2 * HOUR_MS
+    )
+    return gate.alarms()
+
+
+def test_complaints_that_rise_with_a_promotion_alarm_and_take_nothing_back_where_nothing_runs_beside_it() -> None:
+    said = [*crowd("a", STABLE, MANY, 10), *crowd("b", TRIAL, MANY, 100)]
+    (alarm,) = alarms_after(said, promoted=True)
+    assert "100 of 200 times" in alarm and "headrace rollback 3" in alarm
+    assert alarms_after([*crowd("a", STABLE, MANY, 10), *crowd("b", TRIAL, MANY, 16)], promoted=True) == []
+
+
+def test_a_plain_trial_raises_no_alarm() -> None:
+    said = [*crowd("a", STABLE, MANY, 20, trial=TRIAL), *crowd("b", TRIAL, MANY, 25, trial=TRIAL)]
+    assert alarms_after(said) == []

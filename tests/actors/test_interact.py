@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.config import ExploreConfig
 from actors.engines.engine import ContextFull
 from actors.engines.scripted import ScriptedEngine
-from actors.master.issue import rollout
+from actors.master.plan import rollout
 from actors.rollout.agents import react
 from actors.rollout.agents.react import COMPLAINT
 from actors.rollout.environment import EnvironmentFailed, Outcome

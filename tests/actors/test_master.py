@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import EvalSuite, GateConfig, GateGuardConfig, PeopleConfig, StopRule
+from actors.config import CanaryConfig, EvalSuite, GateConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S, run_master
 from actors.rollout.waiting import issued_of
@@ -230,33 +230,38 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
 
 
 def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_leaves_it_at_that() -> None:
-    def said(version: int, number: int, value: float, answered_ms: int = -1) -> Closure:
-        group, ratings = f"g{version}-{number}", (Rating(source="user", value=value),)
+    def said(version: int, number: int, value: float) -> Closure:
+        """The word on an answer of the watch of version 5 over version 3."""
+        ratings = (Rating(source="user", value=value),)
         return Closure(
-            group=group, outcome="buffered", lane="live", version=version, ratings=ratings, answered_ms=answered_ms
+            group=f"g{version}-{number}", outcome="buffered", lane="live", version=version, trial=3, ratings=ratings
         )
 
     async def run() -> list[PolicyEvent]:
         log = await memory_log()
         policies, progress = TopicArrivals(log, POLICIES), TopicArrivals(log, REPORTS)
-        config = replace(MASTER, gate=GateConfig(guard=GateGuardConfig(), people=PeopleConfig(block="1ms")))
+        config = replace(MASTER, gate=GateConfig(canary=CanaryConfig(), people=PeopleConfig(block="1s")))
         async with running(*listening(policies, progress)):
             async with running(master(log, config)):
                 for version in (3, 5):
                     event = PolicyEvent(event="promoted", policy="main", version=version, channel="stable")
                     await log.publish(POLICIES, event)
-                await log.publish_all(PROGRESS, [said(3, number, 1.0, answered_ms=number) for number in range(100)])
-                await log.publish_all(PROGRESS, [said(5, number, 0.0) for number in range(40)])
-                await until(lambda: any(one.event == "rolled_back" for one in policies.of(PolicyEvent)))
+                await until(lambda: any(event.owner == "watch" for event in policies.of(PolicyEvent)))
+                for second in range(10):
+                    for version, value in ((3, 1.0), (5, 0.0)):
+                        numbers = range(20 * second, 20 * second + 20)
+                        await log.publish_all(PROGRESS, [said(version, number, value) for number in numbers])
+                    await asyncio.sleep(1.0)
+                await until(lambda: any(event.event == "rolled_back" for event in policies.of(PolicyEvent)))
             async with running(master(log, config)):
                 reported = len(progress.of(Progress))
-                await log.publish(PROGRESS, said(5, 40, 0.0))
+                await log.publish(PROGRESS, said(5, 200, 0.0))
                 await until(lambda: len(progress.of(Progress)) >= reported + 3)
-        return [one for one in policies.of(PolicyEvent) if one.event == "rolled_back"]
+        return [event for event in policies.of(PolicyEvent) if event.event == "rolled_back"]
 
     (event,) = run_virtual(run())
-    assert (event.version, event.owner, event.channel) == (3, "guard", "stable")
-    assert event.stats["guard/bad"] <= 40.0 and "rated down" in event.reason
+    assert (event.version, event.owner, event.channel) == (3, "watch", "stable")
+    assert event.stats["rated down/worse"] >= 1.0 and "rated down" in event.reason
 
 
 def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() -> None:

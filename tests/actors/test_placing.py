@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.config import MasterConfig
-from actors.master.decisions import NOTHING
 from actors.master.placing import SILENT_MS, Placing
-from actors.master.plan import Plan
+from actors.master.plan import NOTHING, Plan
 from actors.rollout.scheduler import Scheduler
 from actors.rollout.waiting import issued_of
 from infra.log.partitioner import key_of, partition_for

@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from actors.engines.scripted import ScriptedEngine
-from actors.master.issue import rollout
+from actors.master.plan import rollout
 from actors.rollout.explorer import run_explorer
 from infra.observe.metrics import Metrics
 from schemas import Score

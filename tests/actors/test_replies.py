@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
-from actors.master.gate.gate import Gate, policy_event
+from actors.master.gate.gate import Gate
 from actors.master.gate.replies import Replies, jaccard, word_pairs
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
@@ -47,7 +47,7 @@ def answered(one: Gate, version: int, *texts: str, tokens: int = 8, end: End = "
     one.result(result(version, "production"))
     one.result(result(version, "dev"))
     (verdict,) = decisions(one)
-    return verdict.passed, verdict.reason
+    return verdict.event == "promoted", verdict.reason
 
 
 def test_a_candidate_that_refuses_more_is_held_though_its_evals_are_as_good() -> None:
@@ -98,7 +98,7 @@ def test_only_prompts_that_both_answered_are_compared() -> None:
 def test_without_recorded_prompts_the_gate_does_not_wait_for_any() -> None:
     one = gate()
     one.result(result(3, "dev"))
-    assert [decision.passed for decision in decisions(one)] == [True]
+    assert [decision.event == "promoted" for decision in decisions(one)] == [True]
     answered(one, 5, *[HELPFUL] * ALL)
     one.result(result(7, "dev"))
     assert decisions(one) == [], "from now on there are some"
@@ -111,7 +111,7 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
         one.reply(reply)
     one.result(result(3, "production")), one.result(result(3, "dev"))
     (verdict,) = decisions(one)
-    event = policy_event(verdict, "main", 0)
+    event = verdict
     for events_first in (True, False):
         again = gate()
         if events_first:
@@ -164,7 +164,7 @@ def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
     one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main")
     one.reply(answer(3, PROMPTS[0], HELPFUL))
     one.result(result(3, "dev"))
-    assert [decision.passed for decision in decisions(one)] == [True]
+    assert [decision.event == "promoted" for decision in decisions(one)] == [True]
 
 
 def lengths(random: Random, count: int) -> list[int]:

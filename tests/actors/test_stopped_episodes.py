@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from actors.config import ExploreConfig, MasterConfig
 from actors.engines.scripted import ScriptedEngine
-from actors.master.issue import rollout
+from actors.master.plan import rollout
 from actors.rollout.explorer import run_explorer
 from actors.rollout.session import Session
 from actors.rollout.stop import Stop, groups_over

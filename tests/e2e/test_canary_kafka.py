@@ -57,7 +57,7 @@ share = {share}
 report_s = 0.2
 [master.gate.canary]
 [master.gate.people]
-mature = "2s"
+rating_window = "2s"
 block = "500ms"
 [[feedback]]
 name = "user"

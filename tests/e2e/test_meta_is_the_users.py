@@ -10,7 +10,7 @@ import pytest
 
 from actors.engines.scripted import ScriptedEngine
 from actors.master.admission import Admission, AdmissionLimits
-from actors.master.issue import rollout
+from actors.master.plan import rollout
 from schemas import Block, Closure, Drawn, Experience, encode
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, TASKS
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig

@@ -14,11 +14,9 @@ from infra.cli.look.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
-from infra.policies.channel import Stable
 from infra.roles.absence import MISSING_S
 from tests.actors.rated import crowd, rated
-from tests.actors.test_people_alarms import DAY_MS, HOUR_MS, MANY, people
-from tests.actors.test_people_alarms import alarms as of_people
+from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
 from tests.actors.test_placing import placing
 from tests.infra.cli.test_status_command import progress, state_of
 from tests.own_sources import ROOT
@@ -81,30 +79,20 @@ def of_master() -> dict[str, list[str]]:
         for at, held in enumerate(((0,), ())):
             idle.heard(f"e{at}", held, at_ms)
         idle.look(at_ms)
-    restless, worse = people(), people()
-    changing = [
-        rated(f"p{number}", 3, float(number % 20 > day * 6), at_ms=day * DAY_MS + number % 24 * HOUR_MS)
-        for day in range(3)
-        for number in range(1000 * day, 1000 * day + 1000)
-    ]
-    restless.moved(Stable(), Stable(version=5), 3 * DAY_MS)
-    fallen = [
-        rated(f"p{number}", 3 if day < 3 else 5, float(day < 3), at_ms=day * DAY_MS + number % 24 * HOUR_MS)
-        for day in range(4)
-        for number in range(1000 * day, 1000 * day + 1000)
-    ]
-    worse.moved(Stable(), Stable(version=3), 0)
-    worse.moved(Stable(version=3), Stable(version=5), 3 * DAY_MS)
-    late = [*crowd("a", 3, MANY, 0), *crowd("b", 3, MANY, MANY, late_ms=2 * HOUR_MS)]
+    named = {
+        "few-people": [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)],
+        "clumps": [
+            rated(f"p{number}/{version}", version, float(number // run % 2), trial=5, at_ms=number * 40_000)
+            for number in range(2500)
+            for version, run in ((5, 100), (3, 1))
+        ],
+        "customers-stay": [*crowd("a", 3, MANY, 0), *crowd("b", 5, MANY, MANY)],
+        "late-ratings": [*crowd("a", 3, MANY, 0, trial=5), *crowd("b", 3, MANY, MANY, trial=5, late_ms=2 * HOUR_MS)],
+        "one-tenant": [*crowd("a", 3, MANY, 0, trial=5), *crowd("b", 3, 10, 0, tenant="dev", trial=5)],
+    }
     return {
         "idle-explorers": idle.alarms(1000 + int(1000 * MISSING_S)),
-        "few-people": of_people(
-            people(), [rated(f"s{number % 12}", 5, 1.0, trial=5, number=number) for number in range(MANY)]
-        ),
-        "unrest": of_people(restless, changing, 4 * DAY_MS, Stable(version=5, promoted=5)),
-        "customers-stay": of_people(worse, fallen, 4 * DAY_MS, Stable(version=5, promoted=5)),
-        "late-ratings": of_people(people(), late),
-        "one-tenant": of_people(people(), [*crowd("a", 3, MANY, 0), *crowd("b", 3, 10, 0, tenant="dev")]),
+        **{name: alarms_after(said, promoted=name == "customers-stay") for name, said in named.items()},
     }
 
 

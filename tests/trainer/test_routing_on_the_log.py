@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from actors.config import MasterConfig
 from actors.engines.torch import TorchEngine
-from actors.master.issue import rollout
+from actors.master.plan import rollout
 from actors.rollout.session import Session
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

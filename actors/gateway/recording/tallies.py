@@ -1,8 +1,8 @@
 """What this gateway served of each version: counts for the gate, of every answer, without any text.
 
-Beside all answers it counts the sessions of each client, and in how many of them something happened: a prompt may ask for a
+Beside all answers it counts the sessions of each tenant, and in how many of them something happened: a prompt may ask for a
 refusal, so what happens to one who asks often must not look like what happens to many. Bounded: `MAX_VERSIONS` versions,
-`MAX_CLIENTS` clients of each by name (the rest are one, without), and `MAX_SEEN` sessions of these versions remembered as
+`MAX_CLIENTS` tenants of each by name (the rest are one, without), and `MAX_SEEN` sessions of these versions remembered as
 counted.
 """
 
@@ -21,9 +21,10 @@ OPENING_CHARS = 200  # a refusal is one at the beginning of an answer
 
 
 class Asker(msgspec.Struct, frozen=True):
-    """Who asked. client: the key's id. session: or user, or the request itself where neither is named.
+    """The source of a request. client: its tenant, as ids name it. session: or user, or the request itself where it names
+    neither.
 
-    Example: Asker(client="abcdefghijklmnop", session="mddrffqvmjcncqrrjhvnrntq")
+    Example: Asker(client="mddrffqv", session="mddrffqvmjcncqrrjhvnrntq")
     """
 
     client: str = ""

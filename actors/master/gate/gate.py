@@ -1,175 +1,212 @@
-"""The gate before customers: whether a candidate version may become the stable one, decided from its evals. Pure.
+"""The gate before customers: which version becomes the stable one, and whether it stays that. Pure.
 
-A candidate is weighed once all suites of [master.gate] have a result for it. It passes where in every suite it is right at
-least `at_least` of the time, not worse than the stable version was, task by task, and the run not worse than it once was
-(`actors.master.gate.suites`), and where it answers recorded prompts much as the stable version did
-(`actors.master.gate.replies`). Newer candidates come first: one that is older than the newest decided is left out. With
-[master.gate.canary] what passes begins a trial in the canary channel, and becomes stable by what people say of it there
-(`actors.master.gate.trial`). What customers say of a version it let pass can take it back (`actors.master.gate.guard`); a
-version taken back, or tried once, is not weighed again. Every decision is an event with its numbers, so a restart decides
-nothing twice.
+A candidate is weighed once all suites of [master.gate] have a result for it (`actors.master.gate.suites`,
+`actors.master.gate.replies`). Newer candidates come first: one that is older than the newest decided is left out. With
+[master.gate.canary] what passes is tried by a share of sessions first, and after a promotion the version before keeps that
+share for a while; one test compares both sides of either (`actors.master.gate.trial`). Every decision is an event with its
+numbers, so a restart decides nothing twice; a version taken back, or tried once, is not weighed again.
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
-
-from actors.config import GateConfig
-from actors.master.gate.guard import Breach
-from actors.master.gate.people import People
+from actors.config import CanaryConfig, GateConfig
+from actors.master.gate import alarms
+from actors.master.gate.counts import Counts
 from actors.master.gate.replies import Replies
 from actors.master.gate.suites import drop, total_drop
+from actors.master.gate.trial import MEASURES, Evidence, Strata, ending, evidence, power, strata
 from infra.policies.channel import MASTERS, Stable, fenced, is_overtaken, moved
+from infra.settings.config import duration_s
 from schemas import Closure, Directive, EvalResult, Experience, PolicyEvent, Progress
-from schemas.fields import Channel
+from schemas.fields import Channel, Numbers, PolicyEventKind
 
+USUAL_SHARE = 0.1  # of sessions in a trial, where what it can find is said: the default of [gateway.canary]
 REMEMBERED = 1000  # decided versions whose results are kept: an operator may go back to one
 
 
-class GateDecision(msgspec.Struct, frozen=True):
-    """What the gate says of a version.
-
-    version: of the policy. passed: whether it may be served. reason: why, or why not. numbers: suite to accuracy,
-    "stable/<suite>" to the stable version's; of a trial what it was decided on. channel: where a version that passed is
-    served. owner: who decided.
-
-    Example: GateDecision(version=44, passed=False, reason="dev: 0.81, the stable version 40 has 0.88", numbers={"dev": 0.81})
-    """
-
-    version: int
-    passed: bool
-    reason: str
-    numbers: dict[str, float]
-    channel: Channel = "stable"
-    owner: str = "gate"
-
-
 class Gate:
-    """What is known of candidates and of the stable channel."""
+    """What is known of candidates, of the stable channel, and of people's words. State without clock or task."""
 
     KEPT: ClassVar[dict[str, Any]] = {
-        "_results": dict[int, dict[str, EvalResult]], "_decided": int, "_required": set[str], "_since": int,
-        "_refused": str, "_before": int, "stable": Stable,
+        "_results": dict[int, dict[str, EvalResult]], "_held": set[int], "_decided": int, "_required": set[str],
+        "_since": int, "_refused": str, "_began_ms": int, "stable": Stable,
     }  # fmt: skip
-    PARTS: ClassVar[tuple[str, ...]] = ("people", "_replies")
+    PARTS: ClassVar[tuple[str, ...]] = ("counts", "_replies")
 
     def __init__(self, config: GateConfig, *, policy: str, token: int = 0) -> None:
         self._config = config
         self._policy = policy
         self._token = token
         self._results: dict[int, dict[str, EvalResult]] = {}
+        self._held: set[int] = set()
         self._decided = -1
         self._replies = None if config.replies is None else Replies(config.replies)
         self._compared = "" if config.replies is None else config.replies.suite
         self._required = set(config.suites)
         self._since = -1  # the run is compared with itself from this version on
-        self.people = People(config)
-        self._weighs_people = config.guard is not None or config.canary is not None
+        self.counts = Counts(config.people)
         self._refused = ""  # why the version on trial cannot be served
-        self._before = -1
+        self._began_ms = 0  # when canaries began to serve what they serve
+        self._known: tuple[tuple[object, ...], dict[str, Strata], dict[str, Evidence]] | None = None
         self.stable = Stable()
 
+    # ---- what the log says
+
     def result(self, result: EvalResult) -> None:
-        """An eval result of any suite."""
+        """Take an eval result of any suite."""
         if result.policy == self._policy and result.suite in (*self._config.suites, self._compared):
             self._required.add(result.suite)  # recorded prompts are waited for once there are some
             self._results.setdefault(result.version, {})[result.suite] = result
 
     def directive(self, directive: Directive, offset: int) -> None:
-        """A directive of `policies`, and where it lies there."""
+        """Take a directive of `policies`, and where it lies there."""
         self.stable = fenced(self.stable, directive, offset)
 
     def event(self, event: PolicyEvent, at_ms: int | None = None) -> None:
-        """A record of `policies`: what the channel is at, and what was decided before. at_ms: when it was logged."""
+        """Take a record of `policies`: what the channel is at, and what was decided before. at_ms: when it was logged."""
+        at_ms = self.counts.tick(at_ms)
         if is_overtaken(self.stable, event):
             return
         was, self.stable = self.stable, moved(self.stable, event, self._policy)
-        self.people.moved(was, self.stable, at_ms)
-        if self.stable.version != was.version:
-            self._before = was.version if event.event == "promoted" else -1
         if self.stable.trial != was.trial:
             self._refused = ""
+        # A decision counts once it is made, and at its time in the log once it is read there.
+        if self.stable.trial != was.trial or (event.channel == "canary" and event.version == self.stable.trial):
+            self._began_ms = at_ms
+            if self.stable.trial >= 0:
+                self.counts.comparison(self.stable.trial).restart(at_ms, self.counts.block(at_ms))
         if event.policy != self._policy:
             return
         if event.event == "refused" and event.version == self.stable.trial:
             self._refused = f"{event.owner} refused it: {event.reason}"
         if event.channel == "stable" and event.event == "promoted" and event.owner not in MASTERS:
             self._since = max(self._since, event.version)
+        if event.channel == "stable" and event.event == "promoted":
+            self._held.discard(event.version)
+        elif event.channel == "stable" and event.event in ("held", "rolled_back"):
+            self._held.add(event.version if event.event == "held" else was.version)
         if event.channel != "candidate" and event.event in ("promoted", "held"):
             self._decided = max(self._decided, event.version)
             self._forget()
 
     def reply(self, experience: Experience) -> None:
-        """An answer to an eval task."""
+        """Take an answer to an eval task."""
         version = experience.max_version
-        if self._replies is not None and (version >= self.stable.version or version == self._before):
+        if self._replies is not None and (version >= self.stable.version or version == self.stable.before):
             self._replies.take(experience)
 
     def closure(self, closure: Closure, at_ms: int | None = None) -> None:
-        """What became of an answer, and what people said of it. at_ms: when it was logged."""
-        if self._weighs_people:
-            self.people.closure(closure, at_ms)
+        """Take what became of an answer, and what people said of it. at_ms: when it was logged."""
+        self.counts.closure(closure, self.counts.tick(at_ms))
 
     def progress(self, progress: Progress, at_ms: int | None = None) -> None:
-        """What a gateway served."""
-        if self._weighs_people:
-            self.people.progress(progress, at_ms)
+        """Take what a gateway served."""
+        self.counts.progress(progress, self.counts.tick(at_ms))
+
+    # ---- what follows from it
 
     def alarms(self) -> list[str]:
-        """What an operator should look at: where the assumptions of a test fail."""
-        return self.people.alarms(self.stable) if self._weighs_people else []
+        """Sentences for an operator: where the assumptions of a test fail."""
+        past, config = self.counts.comparison(-1), self._config.canary
+        found = alarms.of_history(config or CanaryConfig(), past, self.stable)
+        if config is None or self.stable.trial < 0:
+            return found + alarms.late_ratings(past.counts)
+        return found + alarms.of_comparison(self.counts.comparison(self.stable.trial), self._evidence(config)[0])
 
-    def breaches(self) -> list[Breach]:
-        """Rollbacks to publish now. A pinned version is its pinner's business."""
-        if self._config.guard is None or self.stable.pinned:
-            return []
-        found = self.people.breached(self.stable.version, self._before)
-        return [] if found is None else [found]
-
-    def decisions(self) -> list[GateDecision]:
-        """Decisions to publish now, as `record` makes them; they count once they are an `event`."""
+    def decisions(self) -> list[PolicyEvent]:
+        """Decisions to publish now, under this master's lease; they count once they are an `event`."""
+        config = self._config.canary
         if self.stable.trial >= 0:
-            tried = self._tried(self.stable.trial)
-            return [] if tried is None else [tried]
-        ready = sorted(
+            found = self._ended(config)
+            return [] if found is None else [found]
+        if config is not None and config.watch and self.stable.before >= 0:
+            why = f"keeps a share for {config.watch}, to compare version {self.stable.version} with it"
+            return [self._event("promoted", self.stable.before, why, "watch", channel="canary")]
+        ready = [
             version
             for version, found in self._results.items()
             if version > self._decided and found.keys() >= self._required
-        )
-        return [self._weigh(ready[-1])] if ready else []
+        ]
+        return [self._weighed(max(ready))] if ready else []
 
-    def record(self, decision: GateDecision | Breach) -> PolicyEvent:
-        """A decision as this master publishes it, under its lease."""
-        return policy_event(decision, self._policy, self._token)
+    def _event(
+        self, event: PolicyEventKind, version: int, reason: str, owner: str, numbers: Numbers | None = None,
+        channel: Channel = "stable",
+    ) -> PolicyEvent:  # fmt: skip
+        return PolicyEvent(
+            event=event, policy=self._policy, version=version, channel=channel, reason=reason, owner=owner,
+            token=self._token, stats=numbers or {},
+        )  # fmt: skip
 
-    def _tried(self, version: int) -> GateDecision | None:
-        """The result of a trial, None while it lasts. Without [master.gate.canary] a person ends it."""
+    def _ended(self, config: CanaryConfig | None) -> PolicyEvent | None:
+        """The end of a trial or of a watch, None while it lasts. Without [master.gate.canary] a person ends it."""
+        trial, version, watched = self.stable.trial, self.stable.version, self.stable.watched
         if self._refused:
-            return GateDecision(version=version, passed=False, reason=self._refused, numbers={}, owner="canary")
-        if self._config.canary is None:
+            return self._stopped(self._refused) if watched else self._event("held", trial, self._refused, "canary")
+        if config is None:
             return None
-        found = self.people.tried(self.stable)
-        if not found.ended:
+        measures = self._evidence(config)[1]
+        ended = ending(measures)
+        longest = (config.watch or "0s") if watched else config.max_duration
+        if not ended and self.counts.clock_ms - self._began_ms < duration_s(longest) * 1000:
             return None
-        passed = found.ended == "passed"
-        return GateDecision(version=version, passed=passed, reason=found.reason, numbers=found.numbers, owner="canary")
+        verdict = {"": f"undecided after {longest}", "worse": "worse by more than the margin"}.get(ended, ended)
+        reason, numbers = f"{verdict}: {_in_words(measures, trial if watched else version)}", _numbers(measures)
+        if watched:
+            if ended == "worse":
+                return self._event("rolled_back", trial, reason, "watch", numbers)
+            return self._stopped(reason, numbers)
+        was_served = any(found.new for found in measures.values())
+        passes = ended == "not worse" or (not ended and config.undecided == "promote" and was_served)
+        return self._event("promoted" if passes else "held", trial, reason, "canary", numbers)
 
-    def _weigh(self, version: int) -> GateDecision:
+    def _stopped(self, reason: str, numbers: Numbers | None = None) -> PolicyEvent:
+        """The end of a watch: canaries serve the stable version again."""
+        return self._event("promoted", self.stable.version, reason, "watch", numbers, channel="canary")
+
+    def _evidence(self, config: CanaryConfig) -> tuple[dict[str, Strata], dict[str, Evidence]]:
+        """What both sides of the comparison had, up to the last whole block of time."""
+        stable, counts = self.stable, self.counts
+        now, rated_up_to = counts.block(counts.clock_ms), counts.rated_up_to
+        key = (stable.trial, stable.version, self._began_ms, now, rated_up_to)
+        if self._known is None or self._known[0] != key:
+            new, old = (stable.version, stable.trial) if stable.watched else (stable.trial, stable.version)
+            first, sums = counts.block(self._began_ms), counts.comparison(stable.trial)
+            found = {}
+            for number, measure in enumerate(MEASURES):
+                known, end = (sums.rated, rated_up_to) if measure == "rated down" else (sums.served, now)
+                column = 1 if measure == "rated down" else number
+                sides = (
+                    {
+                        place: (row[0], row[column])
+                        for place, row in known.get(version, {}).items()
+                        if first <= place[1] < end
+                    }
+                    for version in (new, old)
+                )
+                found[measure] = strata(*sides)
+            share = self._config.people.tenant_share
+            self._known = key, found, {name: evidence(config, people, share) for name, people in found.items()}
+        return self._known[1], self._known[2]
+
+    def _weighed(self, version: int) -> PolicyEvent:
+        """The verdict on a candidate's evals."""
         found = self._results[version]
         before: Mapping[str, EvalResult] = self._results.get(self.stable.version, {})
-        numbers = {suite: one.accuracy for suite, one in found.items()}
-        numbers |= {f"stable/{suite}": one.accuracy for suite, one in before.items()}
+        numbers = {suite: result.accuracy for suite, result in found.items()}
+        numbers |= {f"stable/{suite}": result.accuracy for suite, result in before.items()}
         faults = []
+        num_tests = 2 * len(self._config.suites)
         for suite, bar in self._config.suites.items():
             share = found[suite].accuracy
             if share < bar.at_least:
                 faults.append(f"{suite}: {share:.3f}, expected at least {bar.at_least:g}")
-            elif suite in before and drop(bar, found[suite], before[suite]):
+            elif suite in before and drop(bar, found[suite], before[suite], num_tests):
                 stable = f"{before[suite].accuracy:.3f}"
                 faults.append(f"{suite}: {share:.3f}, the stable version {self.stable.version} has {stable}")
-            elif less := total_drop(bar, self._history(suite, version)):
-                faults.append(f"{suite}: the last {bar.over} candidates are {less:.3f} below the best {bar.over}")
+            elif less := total_drop(bar, self._passed(suite, version), found[suite], num_tests):
+                faults.append(f"{suite}: the last {bar.window} versions are {less:.3f} below the best {bar.window}")
         if self._replies is not None:
             compared, against = self._replies.weigh(version, self.stable.version)
             numbers |= compared
@@ -178,39 +215,64 @@ class Gate:
         if prompts := numbers.get(f"{self._compared}/prompts"):
             passed.append(f"{prompts:.0f} recorded prompts compared")
         reason = "; ".join(faults) or ", ".join(passed)
-        trial = not faults and self._config.canary is not None and self.stable.version >= 0
-        channel: Channel = "canary" if trial else "stable"
-        return GateDecision(version=version, passed=not faults, reason=reason, numbers=dict(numbers), channel=channel)
+        if faults:
+            return self._event("held", version, reason, "gate", numbers)
+        if self._config.canary is None or self.stable.version < 0:
+            return self._event("promoted", version, reason, "gate", numbers)
+        reason += f"; {self._prospect(self._config.canary, numbers)}"
+        return self._event("promoted", version, reason, "gate", numbers, channel="canary")
 
-    def _history(self, suite: str, version: int) -> list[EvalResult]:
-        """Results of a suite up to a version, since an operator last said that all is well."""
+    def _prospect(self, config: CanaryConfig, numbers: Numbers) -> str:
+        """What a trial can find at the traffic of the stable version, in words and in numbers."""
+        sums = self.counts.comparison(-1).rated.get(self.stable.version, {})
+        people = sum(row[0] for row in sums.values())
+        if not people:
+            return "nobody has rated the stable version outside of a trial, so what a trial can find is not known"
+        blocks = [block for _, block in sums]
+        hours = (max(blocks) + 1 - min(blocks)) * duration_s(self._config.people.block) / 3600.0
+        base, per_hour = sum(row[1] for row in sums.values()) / people, people / hours
+        passes, finds = power(config, base=base, per_hour=per_hour, share=USUAL_SHARE)
+        numbers |= {"trial/base": base, "trial/people an hour": per_hour, "trial/passes": passes, "trial/finds": finds}
+        return (
+            f"at {per_hour:.3g} people an hour and {base:.1%} complaints a trial of {config.max_duration} with a share of "
+            f"{USUAL_SHARE:g} passes {passes:.0%} of equal versions and finds {finds:.0%} of those with twice the odds"
+        )
+
+    def _passed(self, suite: str, version: int) -> list[EvalResult]:
+        """Results of versions that were not held, below a version, since an operator last promoted one by hand."""
         return [
             results[suite]
             for known, results in sorted(self._results.items())
-            if suite in results and self._since <= known <= version
+            if suite in results and self._since <= known < version and known not in self._held
         ]
 
     def _forget(self) -> None:
         """Drop what nothing is compared with any more."""
-        kept = (self.stable.version, self._before, self.stable.trial)
-        self.people.ratings.forget(set(kept))
+        kept = {self.stable.version, self.stable.before, self.stable.trial}
+        self.counts.forget(kept)
         old = sorted(version for version in self._results if version < self._decided and version not in kept)
         for version in old[:-REMEMBERED]:
             del self._results[version]
+            self._held.discard(version)
         if self._replies is not None:
             self._replies.forget(
                 [version for version in self._replies.versions() if version < self._decided and version not in kept]
             )
 
 
-def policy_event(decision: GateDecision | Breach, policy: str, token: int) -> PolicyEvent:
-    """A decision, or a rollback by the guard, as a record of `policies`. token: of the master's lease."""
-    if isinstance(decision, Breach):
-        return PolicyEvent(
-            event="rolled_back", policy=policy, token=token, version=decision.before, channel="stable",
-            reason=decision.reason, owner="guard", stats=decision.numbers,
-        )  # fmt: skip
-    return PolicyEvent(
-        event="promoted" if decision.passed else "held", policy=policy, token=token, version=decision.version,
-        channel=decision.channel, reason=decision.reason, owner=decision.owner, stats=decision.numbers,
-    )  # fmt: skip
+def _in_words(measures: Mapping[str, Evidence], old: int) -> str:
+    new_side = ", ".join(f"{name} {found.new_bad} of {found.new}" for name, found in measures.items())
+    old_side = ", ".join(f"{found.old_bad} of {found.old}" for found in measures.values())
+    return f"{new_side}; version {old} {old_side}"
+
+
+def _numbers(measures: Mapping[str, Evidence]) -> Numbers:
+    """By measure: people and the share of bad ones on both sides, and the evidence, 1 where it decides."""
+    found: Numbers = {}
+    for name, known in measures.items():
+        found |= {
+            f"{name}": known.new_bad / max(1, known.new), f"before/{name}": known.old_bad / max(1, known.old),
+            f"{name}/people": float(known.new), f"before/{name}/people": float(known.old),
+            f"{name}/worse": known.worse, f"{name}/not worse": known.not_worse,
+        }  # fmt: skip
+    return found

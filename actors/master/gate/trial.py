@@ -1,189 +1,220 @@
-"""A trial: whether a version that a share of sessions tries serves them worse than the stable one serves the others. Pure.
+"""The test that compares two versions served at the same time: is the new one worse by more than a margin, or not? Pure.
 
-Both sides are of the same time and drawn by lot, so nothing but the version differs. People are compared with others of
-the same tenant whose answers were given within the same block of time: given how many of them complain, who does is drawn
-from an urn where the versions are as good (`evidence.log_odds_ratio`), however often people complain at that time. So a
-daily cycle, a trend or a change of the share moves nothing. The likelihood ratio of `odds` times the odds of a complaint
-is a martingale under either, so at whatever moment one looks, a version that is no worse is turned away with probability
-alpha / 3 at most, and one that is `odds` times worse is let through by what people say with probability beta at most.
-Failures and refusals are tested as the guard does, with the other two thirds of alpha.
+Within a block of time and a tenant the lot decides which version a person meets. Let n people meet the new version and m the
+old one, x and y of them with something bad (a complaint, a failed answer, a refusal), and let the margin be the line
+p = k q + d between the chances p of the new and q of the old version. With any guess g made before the block, h = k g + d, a
+bet a and b = a k n / m, the product over the people of a block
 
-Assumptions, each with an alarm where it fails (`actors.master.gate.people`): a session is drawn by lot and its people are
-independent of each other (one word of each: `actors.master.gate.ratings`); words that come later than `mature` are few.
+    (1 + a (1 - h))^x (1 - a h)^(n - x) (1 - b (1 - g))^y (1 + b g)^(m - y)
+
+has an expectation of exp(n a (p - k q - d)) at most. So for a > 0 it is 1 at most where the new version is within the
+margin, for a < 0 where it is beyond, and the product of blocks reaches 1 / alpha with probability alpha at most, however often
+one looks (Ville's inequality). A wrong guess costs power alone. Proof and assumptions: infra/docs/explanation/statistics.md.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from actors.config import CanaryConfig, PeopleConfig
-from actors.master.gate.evidence import against, log_odds_ratio
-from actors.master.gate.guard import NUM_TRIAL_TESTS, failures, harmed
-from actors.master.gate.ratings import Tally, Voices
+from actors.config import CanaryConfig
 from infra.settings.config import duration_s
 
-Ending = Literal["", "passed", "failed"]
-LEAST_OF_BLOCK = 8  # people of both sides; fewer wait for those of the next block
+Ending = Literal["", "worse", "not worse"]
+Floats = NDArray[np.float64]
+Sums = Mapping[tuple[str, int], Sequence[int]]  # by tenant and block: people, and how many of them had something bad
+
+MEASURES = ("rated down", "failed", "refused")
+LEAST_PEOPLE = 8  # of both versions in a stratum
+BLOCK_SHARE = 0.25  # most of the evidence that decides which one block of a tenant gives
+SOLE_TENANT = 0.9  # a tenant with so many of the people decides by itself
+CLUMPED = 5.0  # standard deviations
+NUM_WINDOWS = 32
 
 
-class TrialResult(msgspec.Struct, frozen=True):
-    """The state of a trial. ended: "" while it lasts. numbers: what it was decided on. reason: for people.
+class Strata(msgspec.Struct, frozen=True):
+    """People of two versions by tenant and block of time.
 
-    Example: TrialResult(ended="passed", reason="rated down by 30 of 412 people, version 40 by 305 of 3720", numbers={...})
+    counts: (..., tenants, blocks, 4) people of the new version, how many of them bad, and the same of the old one; 0 where a
+    tenant has too few in a block, which then count for all such tenants together, in this block or the next.
+    parts: (tenants,) each tenant's part of the people; 1 for those that are counted together.
     """
 
-    ended: Ending
-    reason: str = ""
-    numbers: dict[str, float] = {}
+    counts: Floats
+    parts: Floats
 
 
-class PeopleBlock(msgspec.Struct, frozen=True):
-    """People of one tenant and one time on both sides.
+class Evidence(msgspec.Struct, frozen=True):
+    """How far one measure is from a decision.
 
-    tenant: of the keys. at_ms: when the time begins. new, old: how many people met the version on trial, and the stable
-    one. new_bad, old_bad: how many of them complained.
-
-    Example: PeopleBlock(tenant="mddrffqv", at_ms=1763715600000, new=2, new_bad=1, old=17, old_bad=2)
+    new, new_bad, old, old_bad: people of both versions, and how many of them had something bad. worse, not_worse: evidence so
+    far, as a part of what decides.
     """
 
-    tenant: str
-    at_ms: int
     new: int = 0
     new_bad: int = 0
     old: int = 0
     old_bad: int = 0
-
-    def __add__(self, more: "PeopleBlock") -> "PeopleBlock":
-        return PeopleBlock(
-            self.tenant, more.at_ms,
-            self.new + more.new, self.new_bad + more.new_bad, self.old + more.old, self.old_bad + more.old_bad,
-        )  # fmt: skip
+    worse: float = 0.0
+    not_worse: float = 0.0
 
 
-class TrialEvidence(msgspec.Struct, frozen=True):
-    """What people say of both sides.
+def strata(new: Sums, old: Sums) -> Strata:
+    """People by tenant and block. Who is in which stratum depends on how many people there are, not on what they say."""
+    blocks: dict[int, dict[str, Floats]] = {}
+    for column, sums in ((0, new), (2, old)):
+        for (tenant, block), (people, bad) in sums.items():
+            row = blocks.setdefault(block, {}).setdefault(tenant, np.zeros(4))
+            row[column : column + 2] += people, min(bad, people)
+    found: dict[str, dict[int, Floats]] = {}
+    waiting = np.zeros(4)
+    for index, block in enumerate(sorted(blocks)):
+        for tenant, row in sorted(blocks[block].items()):
+            if _is_enough(row):
+                found.setdefault(tenant, {})[index] = row
+            else:
+                waiting = waiting + row
+        if _is_enough(waiting):
+            found.setdefault("", {})[index] = waiting
+            waiting = np.zeros(4)
+    counts = np.zeros((max(1, len(found)), max(1, len(blocks)), 4))
+    for number, rows in enumerate(found.values()):
+        for index, row in rows.items():
+            counts[number, index] = row
+    people = counts[:, :, 0].sum(-1) + counts[:, :, 2].sum(-1)
+    named = np.array([tenant != "" for tenant in found] or [False])
+    return Strata(counts, np.where(named, people / max(1.0, people.sum()), 1.0))
 
-    people, bad: raters of the version on trial, and how many complained. people_stable, bad_stable: the same of the
-    stable one. against, favour: log ratios; see `decided`.
+
+def worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0) -> Floats:
+    """(..., blocks) evidence that the new version is worse by more than the margin, as a part of what decides.
+
+    The margin is the larger of two, so both must be exceeded: the smaller evidence counts.
     """
-
-    people: int = 0
-    bad: int = 0
-    people_stable: int = 0
-    bad_stable: int = 0
-    against: float = 0.0
-    favour: float = 0.0
+    bound = math.log(len(MEASURES) / config.alpha)
+    by_line = [_log_factors(found.counts, line, 1.0)[0] for line in _lines(config)]
+    return np.minimum(*(_added(logs, found.parts, bound, tenant_share) for logs in by_line))
 
 
-def outcome(
-    config: CanaryConfig,
-    people: PeopleConfig,
-    evidence: TrialEvidence,
-    new: Mapping[str, Tally],
-    old: Mapping[str, Tally],
-    age_ms: int,
-) -> TrialResult:
-    """The state of a trial of that age. new, old: what both sides served, by client."""
-    numbers = {f"trial/{name}": float(value) for name, value in msgspec.structs.asdict(evidence).items()}
-    stable = f"the stable version by {evidence.bad_stable} of {evidence.people_stable}"
-    reason = f"rated down by {evidence.bad} of {evidence.people} people, {stable}"
-    ended = decided(config, evidence.against, evidence.favour)
-    if ended == "failed":
-        return TrialResult("failed", reason, numbers)
-    bound = math.log(NUM_TRIAL_TESTS / config.alpha)
-    fault = harmed(failures(config.more_failed), bound, config.least, people.tenant_share, new, old)
-    if fault is not None:
-        return TrialResult("failed", f"{fault.reason}, the stable version {fault.before}", numbers | fault.numbers)
-    if ended == "passed":
-        return TrialResult("passed", reason, numbers)
-    if age_ms >= duration_s(config.longest) * 1000:
-        return TrialResult("failed", f"undecided after {config.longest}: {reason}", numbers)
-    return TrialResult("")
+def not_worse_series(config: CanaryConfig, found: Strata, tenant_share: float = 1.0) -> Floats:
+    """(..., blocks) evidence that the new version is not worse by more than the margin, as a part of what decides.
+
+    It is enough that one of the two margins is excluded, so each block bets against the one that is larger at the guess.
+    """
+    (absolute, high), (relative, low) = (_log_factors(found.counts, line, -1.0) for line in _lines(config))
+    logs = np.where(high > low, absolute, relative)
+    return _added(logs, found.parts, math.log(1.0 / config.beta), tenant_share)
 
 
-def evidence_of(
-    config: CanaryConfig, people: PeopleConfig, blocks: Sequence[PeopleBlock], *, several: bool
-) -> TrialEvidence:
-    """What blocks of people say, up to the first that decides: whenever one looks, the same. several: see `weighed`."""
-    found = TrialEvidence(
-        people=sum(one.new for one in blocks),
-        bad=sum(one.new_bad for one in blocks),
-        people_stable=sum(one.old for one in blocks),
-        bad_stable=sum(one.old_bad for one in blocks),
+def evidence(config: CanaryConfig, found: Strata, tenant_share: float) -> Evidence:
+    """The most evidence up to now; it decides where it ever was 1."""
+    new, new_bad, old, old_bad = (int(total) for total in found.counts.sum((0, 1)))
+    return Evidence(
+        new, new_bad, old, old_bad,
+        worse=float(worse_series(config, found, tenant_share).max()),
+        not_worse=float(not_worse_series(config, found, tenant_share).max()),
+    )  # fmt: skip
+
+
+def ending(measures: Mapping[str, Evidence]) -> Ending:
+    """Worse where any measure is, not worse where none can be by more than the margin, "" while neither is shown."""
+    if any(found.worse >= 1.0 for found in measures.values()):
+        return "worse"
+    return "not worse" if all(found.not_worse >= 1.0 for found in measures.values()) else ""
+
+
+def clumping(found: Strata) -> float:
+    """By how many standard deviations bad words come in clumps of one version more than people drawn by lot would give.
+
+    Pearson's statistic of up to NUM_WINDOWS stretches of time, with the variance of the hypergeometric distribution.
+    """
+    counts = found.counts.sum(0)
+    windows = np.array([part.sum(0) for part in np.array_split(counts, min(NUM_WINDOWS, len(counts)))])
+    new, new_bad, old, old_bad = windows.T
+    people, bad = (new + old).clip(2.0), new_bad + old_bad
+    variance = new * old * bad * (people - bad) / (people**2 * (people - 1.0))
+    known = variance >= 1.0
+    if known.sum() < LEAST_PEOPLE:
+        return 0.0
+    more, variance = (new_bad - new * bad / people)[known], variance[known]
+    more = more - more.sum() / variance.sum() * variance  # what the versions differ by all the time
+    return float(((more**2 / variance).sum() - len(more)) / math.sqrt(2.0 * len(more)))
+
+
+def drawn_people(
+    random: np.random.Generator, per_hour: float, share: float, rates: tuple[Floats, Floats], hours: Floats, paths: int
+) -> Strata:
+    """Simulated people of one tenant, of whom a share meets the new version. rates: chances of a bad word with the new and with
+    the old version, by block. hours: length of each block.
+    """
+    shares = (share, 1.0 - share)
+    people = [random.poisson(per_hour * part * hours, (paths, len(hours))) for part in shares]
+    columns = [column for num, rate in zip(people, rates, strict=True) for column in (num, random.binomial(num, rate))]
+    return Strata(np.stack(columns, -1)[:, None].astype(float), np.ones(1))
+
+
+def power(config: CanaryConfig, *, base: float, per_hour: float, share: float, paths: int = 100) -> tuple[float, float]:
+    """What a trial finds within its time where so many people an hour rate answers and a share `base` of them complains:
+    how often it shows that an equal version is not worse, and that one of twice the odds is worse. Simulated.
+    """
+    num_blocks = 96
+    hours = np.full(num_blocks, duration_s(config.max_duration) / 3600.0 / num_blocks)
+    found = []
+    for odds, series in ((1.0, not_worse_series), (2.0, worse_series)):
+        new = odds * base / (1.0 + (odds - 1.0) * base)
+        rates = np.full(num_blocks, new), np.full(num_blocks, base)
+        people = drawn_people(np.random.default_rng(0), per_hour, share, rates, hours, paths)
+        found.append(float((series(config, people).max(-1) >= 1.0).mean()))
+    return found[0], found[1]
+
+
+def _is_enough(row: Floats) -> bool:
+    return bool(row[0] and row[2] and row[0] + row[2] >= LEAST_PEOPLE)
+
+
+def _lines(config: CanaryConfig) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Both margins as lines p = k q + d: (d, k)."""
+    return (config.margin, 1.0), (0.0, 1.0 + config.relative_margin)
+
+
+def _added(logs: Floats, parts: Floats, bound: float, tenant_share: float) -> Floats:
+    """(..., blocks) evidence of all tenants up to each block, as a part of the bound. A block is limited, and so is a tenant:
+    to `tenant_share`, or to its part of the people where that is more.
+    """
+    logs = np.minimum(logs, BLOCK_SHARE * bound).cumsum(-1)
+    is_limited = (parts[:, None] < SOLE_TENANT) & (tenant_share < 1.0)
+    most = np.maximum(tenant_share, parts[:, None]) * bound
+    # What this cuts of the evidence against makes the probability exp(exp(-tenant_share * bound)) times as high at most.
+    least = -tenant_share * bound - math.log(len(parts))
+    total: Floats = np.where(is_limited, logs.clip(least, most), logs).sum(-2)
+    return total / bound
+
+
+def _log_factors(counts: Floats, line: tuple[float, float], side: float) -> tuple[Floats, Floats]:
+    """(..., blocks) logarithm of each block's factor, and the limit h: see the head of this file.
+
+    line: d and k. side: 1 bets on twice the margin, -1 on no difference.
+    """
+    shift, slope = line
+    new, new_bad, old, old_bad = np.moveaxis(counts, -1, 0)
+    people, bad = new + old, new_bad + old_bad
+    before = people.cumsum(-1) - people, bad.cumsum(-1) - bad
+    guess = ((before[1] + 1.0) / (before[0] + 10.0)).clip(1e-3, (0.9 - shift) / slope)
+    limit = slope * guess + shift
+    ratio = slope * new / old.clip(1.0)
+    bet = side * (limit - guess) / (limit * (1.0 - limit)) * old / (old + slope**2 * new).clip(1.0)
+    if side > 0:
+        bet = np.minimum(bet, 0.5 / np.maximum(limit, ratio * (1.0 - guess)))
+    else:
+        bet = np.maximum(bet, -0.9 / np.maximum(1.0 - limit, 2.0 * ratio * guess))
+    other = bet * ratio
+    logs = (
+        new_bad * np.log1p(bet * (1.0 - limit))
+        + (new - new_bad) * np.log1p(-bet * limit)
+        + old_bad * np.log1p(-other * (1.0 - guess))
+        + (old - old_bad) * np.log1p(other * guess)
     )
-    for against_, favour in weighed(config, people, merged(blocks), several=several):
-        found = msgspec.structs.replace(found, against=against_, favour=favour)
-        if decided(config, against_, favour):
-            break
-    return found
-
-
-def blocks_of(voices: Voices, trial: int, stable: int, block_ms: int, before_ms: int) -> list[PeopleBlock]:
-    """People of a trial by tenant and block of time, of answers given before a time."""
-    counts: dict[tuple[str, int], Counter[str]] = {}
-    for voice in voices:
-        if voice.answered_ms >= before_ms or voice.arm not in ((trial, trial), (stable, trial)):
-            continue
-        side = "new" if voice.arm[0] == trial else "old"
-        found = counts.setdefault((voice.tenant, voice.answered_ms // block_ms * block_ms), Counter())
-        found[side] += 1
-        found[f"{side}_bad"] += bool(voice.bad)
-    return [
-        PeopleBlock(tenant, at_ms, **counts[tenant, at_ms])
-        for tenant, at_ms in sorted(counts, key=lambda one: one[::-1])
-    ]
-
-
-def merged(blocks: Iterable[PeopleBlock]) -> list[PeopleBlock]:
-    """Blocks in the order of time; those of a tenant with too few people to compare are one with the next of that tenant.
-
-    Whether a block waits depends on how many people spoke, not on what they said. The last ones still wait.
-    """
-    found, waiting = [], dict[str, PeopleBlock]()
-    for block in blocks:
-        both = waiting.pop(block.tenant) + block if block.tenant in waiting else block
-        if both.new and both.old and both.new + both.old >= LEAST_OF_BLOCK:
-            found.append(both)
-        else:
-            waiting[block.tenant] = both
-    return found
-
-
-def weighed(
-    config: CanaryConfig, people: PeopleConfig, blocks: Iterable[PeopleBlock], *, several: bool
-) -> Iterator[tuple[float, float]]:
-    """The evidence against the version and in its favour after each block: see `decided`.
-
-    several: there is more than one tenant.
-    """
-    logs: dict[str, float] = {}
-    share = people.tenant_share if several else 1.0
-    turned, let = turns_away(config), lets_through(config)
-    for block in blocks:
-        more = log_odds_ratio(block.new, block.new_bad, block.old, block.old_bad, config.odds)
-        logs[block.tenant] = logs.get(block.tenant, 0.0) + more
-        yield against(logs.values(), turned, share), -against([-one for one in logs.values()], let, share)
-
-
-def turns_away(config: CanaryConfig) -> float:
-    """The evidence that turns a version away."""
-    return math.log(NUM_TRIAL_TESTS / config.alpha)
-
-
-def lets_through(config: CanaryConfig) -> float:
-    """How far below 0 the evidence lets a version through."""
-    return -math.log(config.beta)
-
-
-def decided(config: CanaryConfig, evidence_against: float, favour: float) -> Ending:
-    """What the evidence says: log likelihood ratios of `odds` times the odds, of all tenants together.
-
-    Where there are several, none gives more than its share of what turns a version away (against), or of what lets it
-    through (favour).
-    """
-    if evidence_against >= turns_away(config):
-        return "failed"
-    return "passed" if favour <= -lets_through(config) else ""
+    return np.where((new > 0) & (old > 0), logs, 0.0), limit

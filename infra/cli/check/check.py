@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from actors.config import CanaryConfig
+from actors.master.gate.trial import power
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
 from infra.cli.check.fit import check_fit
@@ -64,6 +66,8 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     if sources:
         versions = {source.name: mark_of(source.function).version for source in sources}
         console.print(feedback_table(settings.feedback, versions))
+    if settings.master.gate.canary is not None:
+        console.print(trial_table(settings, settings.master.gate.canary))
     for note in notes:
         console.print(f"note: {note}", style="yellow")
     if create:
@@ -90,6 +94,18 @@ def model_fits(settings: Settings) -> str:
     except ConfigError:  # a learner or a model whose needs are not known
         return ""
     return f"model: {f'will not fit, {num_problems} reasons' if num_problems else 'fits'} (computed): headrace plan"
+
+
+def trial_table(settings: Settings, config: CanaryConfig) -> Table:
+    """How often a trial ends in its time, by traffic: simulated with the share and the margins of the settings."""
+    share = 0.1 if settings.gateway is None or settings.gateway.canary is None else settings.gateway.canary.share
+    columns = (20.0, 100.0, 1000.0)
+    title = f"a trial of {config.max_duration}, share {share:g}: equal versions that pass, twice the odds that is found"
+    table = Table("complaints", *(f"{per_hour:,.0f} raters an hour" for per_hour in columns), title=title)
+    for base in (0.005, 0.02, 0.1, 0.3):
+        found = [power(config, base=base, per_hour=per_hour, share=share) for per_hour in columns]
+        table.add_row(f"{base:.1%}", *(f"{passes:.0%}, {finds:.0%}" for passes, finds in found))
+    return table
 
 
 def check_plugins(settings: Settings) -> list[str]:

@@ -66,11 +66,6 @@ evals = [
 at_least = 0.15
 max_drop = 0.02                  # below what the stable version has
 
-[master.gate.guard]              # what users say takes a version back
-harm = 0.1
-[master.gate.people]
-block = "10s"                    # looked at as often
-
 [master.stop]                    # when the users have gone and the last window has closed
 after = "{after_users}s"
 

@@ -19,8 +19,8 @@ def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waite
     feedback = tuple(
         FeedbackConfig(name=name, use="a:b", from_=heard, window=window) for name, window in (("a", "90m"), ("b", "1h"))
     )
-    said = MasterConfig(gate=GateConfig(people=PeopleConfig(mature="2h")))
+    said = MasterConfig(gate=GateConfig(people=PeopleConfig(rating_window="2h")))
     minutes = 90 + 5  # of a session's silence
-    assert Settings(app="a", feedback=feedback).gate().gate.people.mature == f"{minutes * 60_000}ms"
-    assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.mature == "2h"
-    assert Settings(app="a").gate().gate.people.mature == "0s"
+    assert Settings(app="a", feedback=feedback).gate().gate.people.rating_window == f"{minutes * 60_000}ms"
+    assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.rating_window == "2h"
+    assert Settings(app="a").gate().gate.people.rating_window == "0s"

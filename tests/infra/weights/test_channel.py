@@ -65,7 +65,7 @@ def test_what_an_overtaken_master_decides_moves_nothing_in_a_log_without_the_lea
     for event in (decided(0, "promoted", 1), decided(3, "promoted", 7)):
         stable = moved(stable, event, "main")
     assert (stable.version, stable.lease) == (7, 3)
-    for late in (decided(0, "promoted", 2), decided(2, "rolled_back", 1, "guard"), decided(0, "promoted", 2, "canary")):
+    for late in (decided(0, "promoted", 2), decided(2, "rolled_back", 1, "watch"), decided(0, "promoted", 2, "canary")):
         assert moved(stable, late, "main") == stable
     again = decided(3, "promoted", 8)
     assert not is_overtaken(stable, again) and moved(stable, again, "main").version == 8, "a master decides twice"

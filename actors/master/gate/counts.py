@@ -1,0 +1,206 @@
+"""What the gate knows of versions that served: what people said of their answers, and how many failed or were refused.
+
+Sums by block of time and tenant, of each pair of a version that answered and the version that canaries served meanwhile.
+
+Guarantees: of one person (a named rater, else a session) one word counts in a comparison, that of the first of their answers
+which has one; of one answer the newest revision counts, and what was taken back counts for nothing; a rating that comes later
+than `rating_window` after its answer counts for nothing, good or bad, so that how fast people praise or complain decides
+nothing; a record that comes twice changes nothing. A restart that counts the log anew counts alike. Bounded: the ratings of an
+answer that is older than MAX_ANSWERS others no longer change, a person counts again after MAX_PEOPLE others, and the newest
+MAX_COMPARISONS comparisons and MAX_STRATA sums of each are kept.
+"""
+
+from collections import OrderedDict
+from typing import Any, ClassVar
+
+import msgspec
+
+from actors.config import PeopleConfig
+from infra.settings.config import duration_s
+from schemas import Closure, Progress, Rating
+from schemas.ids import session_of
+from schemas.names import is_person, tenant_in
+
+MAX_ANSWERS = 100_000
+MAX_PEOPLE = 100_000
+MAX_COMPARISONS = 4
+MAX_STRATA = 100_000
+
+Place = tuple[str, int]  # tenant, and the block of time
+
+
+class Word(msgspec.Struct):
+    """What one person said first in a comparison.
+
+    answered_ms, group, version: of the answer. bad: whether it is a complaint, None where it was taken back.
+    """
+
+    answered_ms: int
+    group: str
+    version: int
+    bad: bool | None
+
+
+class RatedAnswer(msgspec.Struct):
+    """An answer of production.
+
+    version: that answered. trial: that canaries served then. answered_ms: when. revision: of the newest closure counted, -1
+    for none. people: who spoke of it in time. counts: ratings in time, bad ones that came late, and good ones.
+    """
+
+    version: int
+    trial: int
+    answered_ms: int
+    revision: int = -1
+    people: tuple[str, ...] = ()
+    counts: tuple[int, int, int] = (0, 0, 0)
+
+
+class Comparison(msgspec.Struct):
+    """What is known of the time while canaries served one version.
+
+    words: by person. rated: people and complaints. served: sessions, those with a failed answer, and with a refused one.
+    counts: ratings as in RatedAnswer.
+    """
+
+    words: dict[str, Word] = {}
+    rated: dict[int, dict[Place, list[int]]] = {}
+    served: dict[int, dict[Place, list[int]]] = {}
+    counts: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+
+    def restart(self, at_ms: int, at_block: int) -> None:
+        """Forget what was answered before a time: the same version was compared before."""
+        self.words = {person: word for person, word in self.words.items() if word.answered_ms >= at_ms}
+        for sums in (*self.rated.values(), *self.served.values()):
+            for place in [place for place in sums if place[1] < at_block]:
+                del sums[place]
+
+    def add(self, version: int, place: Place, more: tuple[int, ...], *, rated: bool) -> None:
+        """Add to the sums of a version."""
+        sums = (self.rated if rated else self.served).setdefault(version, {})
+        known = sums.setdefault(place, [0] * len(more))
+        known[:] = [old + new for old, new in zip(known, more, strict=True)]
+        if len(sums) > MAX_STRATA:
+            del sums[next(iter(sums))]
+
+
+class Counts:
+    """Counts what closures and gateways tell. clock_ms: the newest time in the log."""
+
+    KEPT: ClassVar[dict[str, Any]] = {
+        "clock_ms": int, "_answers": dict[str, RatedAnswer], "_comparisons": dict[int, Comparison],
+        "_reported": dict[tuple[str, int, int, str], tuple[int, int, int]],
+    }  # fmt: skip
+
+    def __init__(self, config: PeopleConfig) -> None:
+        self._config = config
+        self._window_ms = int(duration_s(config.rating_window or "0s") * 1000)
+        self._block_ms = int(duration_s(config.block) * 1000)
+        self.clock_ms = 0
+        self._answers: OrderedDict[str, RatedAnswer] = OrderedDict()
+        self._comparisons: dict[int, Comparison] = {}
+        self._reported: dict[tuple[str, int, int, str], tuple[int, int, int]] = {}
+
+    def tick(self, at_ms: int | None) -> int:
+        """The time of a record; without one, the newest."""
+        self.clock_ms = max(self.clock_ms, at_ms or 0)
+        return self.clock_ms if at_ms is None else at_ms
+
+    def closure(self, closure: Closure, at_ms: int) -> None:
+        """An answer of production was closed with the ratings of it, or revised."""
+        answer = self._answers.get(closure.group)
+        if answer is None:
+            if closure.lane != "live" or closure.revision or closure.version < 0:
+                return
+            answered_ms = closure.answered_ms if closure.answered_ms >= 0 else at_ms
+            answer = self._answers[closure.group] = RatedAnswer(closure.version, closure.trial, answered_ms)
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        if closure.revision > answer.revision and closure.ratings is not None:
+            answer.revision = closure.revision
+            self._revise(closure.group, answer, closure.ratings)
+
+    def progress(self, progress: Progress, at_ms: int) -> None:
+        """A gateway reports what it has served since it started."""
+        for answered in progress.answered:
+            comparison = self._stored(answered.trial)
+            for client in answered.clients:
+                key = (progress.instance, answered.trial, answered.version, client.client)
+                known = self._reported.pop(key, (0, 0, 0))
+                self._reported[key] = now = max(known, (client.sessions, client.failed, client.refused))
+                if len(self._reported) > MAX_STRATA:
+                    del self._reported[next(iter(self._reported))]
+                if now != known:
+                    more = tuple(new - old for new, old in zip(now, known, strict=True))
+                    comparison.add(answered.version, (client.client, self.block(at_ms)), more, rated=False)
+
+    def comparison(self, trial: int) -> Comparison:
+        """The comparison while canaries served that version; -1 for the time while they served none."""
+        return self._comparisons.get(trial) or Comparison()
+
+    def forget(self, kept: set[int]) -> None:
+        """Forget versions other than these, of the time without a comparison."""
+        past = self.comparison(-1)
+        past.rated = {version: sums for version, sums in past.rated.items() if version in kept}
+        past.served = {version: sums for version, sums in past.served.items() if version in kept}
+        self._reported = {key: known for key, known in self._reported.items() if key[1] >= 0 or key[2] in kept}
+
+    def block(self, at_ms: int) -> int:
+        """The number of the block of time."""
+        return at_ms // self._block_ms
+
+    @property
+    def rated_up_to(self) -> int:
+        """The first block whose answers may still be rated."""
+        return self.block(self.clock_ms - self._window_ms)
+
+    def _stored(self, trial: int) -> Comparison:
+        if trial not in self._comparisons:
+            self._comparisons[trial] = Comparison()
+            if len(self._comparisons) > MAX_COMPARISONS:
+                oldest = next(iter(self._comparisons))
+                del self._comparisons[oldest]
+                self._reported = {key: known for key, known in self._reported.items() if key[1] != oldest}
+        return self._comparisons[trial]
+
+    def _revise(self, group: str, answer: RatedAnswer, ratings: tuple[Rating, ...]) -> None:
+        comparison = self._stored(answer.trial)
+        deadline_ms = answer.answered_ms + self._window_ms
+        in_time = [rating for rating in ratings if rating.time_ms <= deadline_ms]
+        late = [rating for rating in ratings if rating.time_ms > deadline_ms]
+        bad = {person_of(group, rating): self._is_bad(rating) for rating in reversed(in_time)}
+        # A word replaced after its time stays as it was; one taken back counts no more.
+        stays = {person_of(group, rating) for rating in late} - bad.keys()
+        gone = [person for person in answer.people if person not in bad and person not in stays]
+        answer.people = (*bad, *(person for person in answer.people if person in stays))
+        for person, said in [*bad.items(), *((person, None) for person in gone)]:
+            # Outside of comparisons nothing is tested, and every answer counts.
+            who = person if answer.trial >= 0 else f"{group}/{person}"
+            self._speak(comparison, who, Word(answer.answered_ms, group, answer.version, said))
+        late_bad = sum(map(self._is_bad, late))
+        counts = (len(in_time), late_bad, len(late) - late_bad)
+        for number, (new, old) in enumerate(zip(counts, answer.counts, strict=True)):
+            comparison.counts[number] += new - old
+        answer.counts = counts
+
+    def _speak(self, comparison: Comparison, person: str, word: Word) -> None:
+        known = comparison.words.get(person)
+        if known is None and word.bad is None:
+            return
+        if known is not None and (word.answered_ms, word.group) > (known.answered_ms, known.group):
+            return
+        for said, sign in ((known, -1), (word, 1)):
+            if said is not None and said.bad is not None:
+                place = tenant_in(said.group), self.block(said.answered_ms)
+                comparison.add(said.version, place, (sign, sign * said.bad), rated=True)
+        comparison.words[person] = word
+        if len(comparison.words) > MAX_PEOPLE:
+            del comparison.words[next(iter(comparison.words))]
+
+    def _is_bad(self, rating: Rating) -> bool:
+        return rating.value < self._config.bad_below_of.get(rating.source, self._config.bad_below)
+
+
+def person_of(group: str, rating: Rating) -> str:
+    """The person behind a rating, as far as it is known: a rater of a tenant, else the session."""
+    return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group

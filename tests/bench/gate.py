@@ -1,0 +1,230 @@
+"""The gate's decisions in simulated worlds: how often they are wrong, and how often they find what is worse.
+
+Each row draws people (or answers to evals) and lets the gate's own functions decide. A world is a chance of a bad word by hour
+and what breaks the test's assumptions; a version is equal, 1.3 times as bad, or has twice the odds of a bad word. At 10 % and
+above, 1.3 times as bad lies on the margin.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.config import CanaryConfig, GateSuite
+from actors.master.gate.suites import drop, total_drop
+from actors.master.gate.trial import CLUMPED, Floats, Strata, clumping, not_worse_series, worse_series
+from schemas import EvalResult
+from tests.bench.report import Row
+
+HOURS = 168
+CONFIG = CanaryConfig()
+KINDS = {"equal": (1.0, 1.0), "1.3 times as bad": (1.3, 1.0), "twice the odds": (1.0, 2.0)}
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """People and what they do.
+
+    base: chance of a bad word with the old version. per_hour: people. share: part of them who meet the new version. cycle_h:
+    length of a cycle of ± 40 %, 0 for none. doubles: for six hours of a random day. night: all people come in six hours of
+    each day. copies: share of people who repeat the word before theirs, of anybody or (`within`) of the same version. tenants:
+    shares of the people. burst: people of the last tenant who all complain in one hour. dies: sessions of one hour that fail
+    on the new version's engine. jump: share and base from the middle on.
+    """
+
+    base: float = 0.1
+    per_hour: float = 100.0
+    share: float = 0.1
+    cycle_h: float = 0.0
+    doubles: bool = False
+    night: bool = False
+    copies: float = 0.0
+    within: bool = False
+    tenants: tuple[float, ...] = (1.0,)
+    burst: int = 0
+    dies: int = 0
+    jump: tuple[float, float] = (0.0, 0.0)
+
+
+WORLDS = {
+    **{f"base {base:g}": World(base=base) for base in (0.005, 0.02, 0.1, 0.3)},
+    "base 0.02, 20 an hour": World(base=0.02, per_hour=20.0),
+    "1,000 an hour": World(per_hour=1000.0),
+    "daily ± 40 %": World(cycle_h=24.0),
+    "weekly ± 40 %": World(cycle_h=168.0),
+    "doubles for six hours": World(doubles=True),
+    "only at night": World(night=True),
+    "20 % copy anybody": World(copies=0.2),
+    "50 % copy anybody": World(copies=0.5),
+    "20 % copy within a version": World(copies=0.2, within=True),
+    "50 % copy within a version": World(copies=0.5, within=True),
+    "burst of a tenant with 50 keys": World(tenants=(0.8, 0.2), burst=50),
+    "tenants of 99 and 1 %": World(tenants=(0.99, 0.01)),
+    "engine dies with 10 of 20": World(base=0.0, per_hour=200.0, dies=10),
+    "engine dies with 50 of 100": World(base=0.0, per_hour=1000.0, dies=50),
+    "share 0.02 to 0.5, base 0.02 to 0.2": World(base=0.02, share=0.02, jump=(0.5, 0.2)),
+    "watch": World(share=0.9),
+    "watch, weekly ± 40 %": World(share=0.9, cycle_h=168.0),
+    "watch, daily ± 40 %, base 0.3": World(base=0.3, share=0.9, cycle_h=24.0),
+}
+
+
+def run(paths: int = 300) -> Iterator[Row]:
+    """Simulate every world, each kind of version, and the evals. paths: of each."""
+    for (name, world), (kind, worse) in product(WORLDS.items(), KINDS.items()):
+        found = people(world, worse, paths, np.random.default_rng(0))
+        turned, passed = decided(found)
+        bound = 0.01 if kind == "equal" and not world.within else None
+        yield Row(f"{name}, {kind}: turned away", 100 * turned.mean(), "%", high=bound and 100 * bound)
+        yield Row(
+            f"{name}, {kind}: passed", 100 * passed.mean(), "%", high=None if kind == "equal" else _beta(world, kind)
+        )
+        if world.within and kind == "equal":
+            yield Row(f"{name}: alarm", 100 * np.mean([clumping(path) >= CLUMPED for path in each(found)]), "%")
+    turned, _ = decided(people(WORLDS["watch, weekly ± 40 %"], (1.0, 1.0), 12 * paths, np.random.default_rng(1)))
+    yield Row("12 promotions, weekly ± 40 %: any taken back", 100 * turned.reshape(-1, 12).any(1).mean(), "%", high=2.0)
+    yield from evals(paths)
+
+
+def _beta(world: World, kind: str) -> float | None:
+    """The most that may pass, where the version is beyond the margin."""
+    ratio, odds = KINDS[kind]
+    new = ratio * odds * world.base / (1.0 + (odds - 1.0) * world.base)
+    is_beyond = new >= max(world.base + CONFIG.margin, world.base * (1.0 + CONFIG.relative_margin)) - 1e-9
+    return 100 * CONFIG.beta if is_beyond and not world.copies and world.base else None
+
+
+def decided(found: Strata) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which paths end as worse, and which as not worse."""
+    first = []
+    for series in (worse_series, not_worse_series):
+        reached = series(CONFIG, found, 0.5) >= 1.0
+        first.append(np.where(reached.any(-1), reached.argmax(-1), reached.shape[-1]))
+    return first[0] < first[1], first[1] < first[0]
+
+
+def each(found: Strata) -> Iterator[Strata]:
+    """The paths one by one."""
+    return (Strata(counts, found.parts) for counts in found.counts)
+
+
+def people(world: World, worse: tuple[float, float], paths: int, random: np.random.Generator) -> Strata:
+    """Draw paths of a week, in blocks of an hour. worse: times as bad, and times the odds, with the new version."""
+    hour = np.arange(HOURS)
+    old = np.full((paths, HOURS), world.base)
+    share = np.full(HOURS, world.share)
+    if world.cycle_h:
+        old *= 1.0 + 0.4 * np.sin(2 * np.pi * (hour + random.uniform(0, world.cycle_h, (paths, 1))) / world.cycle_h)
+    if world.doubles:
+        begins = random.integers(0, HOURS - 6, (paths, 1))
+        old *= 1.0 + ((hour >= begins) & (hour < begins + 6))
+    if world.jump[0]:
+        share[HOURS // 2 :], old[:, HOURS // 2 :] = world.jump
+    per_hour = np.where(hour % 24 < 6, 4.0 * world.per_hour, 0.0) if world.night else np.full(HOURS, world.per_hour)
+    new = np.clip(worse[0] * worse[1] * old / (1.0 + (worse[1] - 1.0) * old), 0.0, 1.0)
+    draw = _copying if world.copies else _independent
+    tenants = []
+    for number, part in enumerate(world.tenants):
+        counts = draw(world, random, part * per_hour, share, new, old)
+        if world.burst and number == len(world.tenants) - 1:
+            drawn, when = random.binomial(world.burst, world.share, paths), random.integers(0, HOURS, paths)
+            for column, more in ((0, drawn), (1, drawn), (2, world.burst - drawn), (3, world.burst - drawn)):
+                counts[np.arange(paths), when, column] += more
+        tenants.append(counts)
+    if world.dies:
+        when = random.integers(0, HOURS, paths)
+        tenants[0][np.arange(paths), when, 1] = np.minimum(world.dies, tenants[0][np.arange(paths), when, 0])
+    return Strata(np.stack([_thick(counts) for counts in tenants], 1), np.array(world.tenants))
+
+
+def _independent(
+    world: World, random: np.random.Generator, per_hour: Floats, share: Floats, new: Floats, old: Floats
+) -> Floats:
+    num_new, num_old = (random.poisson(np.broadcast_to(per_hour * part, new.shape)) for part in (share, 1.0 - share))
+    return np.stack([num_new, random.binomial(num_new, new), num_old, random.binomial(num_old, old)], -1).astype(float)
+
+
+def _copying(
+    world: World, random: np.random.Generator, per_hour: Floats, share: Floats, new: Floats, old: Floats
+) -> Floats:
+    """People speak one after the other; some repeat the word before theirs."""
+    paths = np.arange(len(new))
+    counts = np.zeros((*new.shape, 4))
+    last = np.zeros((len(new), 2), bool)
+    for hour, num in enumerate(per_hour.astype(int)):
+        for _ in range(num):
+            side = np.where(random.random(len(new)) < share[hour], 0, 1)
+            own = random.random(len(new)) < np.where(side == 0, new[:, hour], old[:, hour])
+            whose = side if world.within else np.zeros_like(side)
+            word = np.where(random.random(len(new)) < world.copies, last[paths, whose], own)
+            last[paths, whose] = word
+            counts[paths, hour, 2 * side] += 1
+            counts[paths, hour, 2 * side + 1] += word
+    return counts
+
+
+def _thick(counts: Floats) -> Floats:
+    """Blocks with too few people wait for the next, as `strata` does it."""
+    found, waiting = np.zeros_like(counts), np.zeros_like(counts[:, 0])
+    for block in range(counts.shape[1]):
+        waiting = waiting + counts[:, block]
+        enough = (waiting[:, 0] > 0) & (waiting[:, 2] > 0) & (waiting[:, 0] + waiting[:, 2] >= 8)
+        found[enough, block] = waiting[enough]
+        waiting[enough] = 0.0
+    return found
+
+
+def evals(paths: int) -> Iterator[Row]:
+    """Candidates in a row, answered once a task at a temperature, 0.8 right at first."""
+    for tasks, suites in ((500, 1), (500, 3), (2000, 1)):
+        held = [any(candidates(12, 0.0, tasks, suites, seed)) for seed in range(paths)]
+        name = f"12 equal candidates, {suites} suite{'s' * (suites > 1)} of {tasks} tasks: any held"
+        yield Row(name, 100 * np.mean(held), "%", high=5.0)
+    for tasks in (500, 2000):
+        found = [candidates(1, 0.02, tasks, 1, seed)[0] for seed in range(paths)]
+        yield Row(f"worse by max_drop, {tasks} tasks: held", 100 * np.mean(found), "%", high=1.0)
+    found = [candidates(1, 0.1, 500, 1, seed)[0] for seed in range(paths)]
+    yield Row("10 points worse, 500 tasks: held", 100 * np.mean(found), "%", low=70.0)
+    behind = [sum(candidates(7, 0.0, 500, 1, seed, first_bad=True)) for seed in range(paths // 10)]
+    yield Row("good candidates held behind a bad one, of 7", max(behind, default=0), "", high=0.0)
+    for tasks in (500, 2000):
+        lost = [0.003 * (60 - sum(candidates(60, 0.003, tasks, 1, seed))) for seed in range(max(1, paths // 30))]
+        yield Row(f"60 candidates of 0.3 points less each, {tasks} tasks: points lost", 100 * max(lost), "", high=7.0)
+
+
+def candidates(num: int, less: float, tasks: int, suites: int, seed: int, *, first_bad: bool = False) -> list[bool]:
+    """Which of so many candidates are held; each is worse by `less` than the one before. The eight before them passed."""
+    random, suite = np.random.default_rng(seed), GateSuite()
+    hard = random.beta(1.6, 0.4, (suites, tasks))
+
+    def answered(version: int, worse: float) -> list[EvalResult]:
+        right = (random.random((suites, tasks)) < hard - worse).astype(int).tolist()
+        return [
+            EvalResult(
+                policy="main",
+                version=version,
+                suite="dev",
+                num_tasks=tasks,
+                num_correct=sum(row),
+                right=tuple(row),
+                tasks="9f",
+            )
+            for row in right
+        ]
+
+    passed = [answered(version, 0.0) for version in range(8)]
+    held = []
+    for number in range(num + first_bad):
+        is_bad = first_bad and number == 0
+        new = answered(8 + number, 0.4 if is_bad else less * (number + 1))
+        is_held = any(
+            drop(suite, result, stable, 2 * suites)
+            or total_drop(suite, [row[index] for row in passed], result, 2 * suites)
+            for index, (result, stable) in enumerate(zip(new, passed[-1], strict=True))
+        )
+        if not is_bad:
+            held.append(is_held)
+        if not is_held:
+            passed.append(new)
+    return held
