@@ -180,8 +180,8 @@ def test_topr_imitates_the_good_and_tapers_the_bad():
     weight = np.where(ADVANTAGE_S >= 0, 1, np.minimum(ratio, 1))
     assert per_sequence(value) == pytest.approx(-weight * ADVANTAGE_S * per_sequence(CURRENT))
     assert gradient == pytest.approx((-weight * ADVANTAGE_S)[SEQUENCE])
-    assert (clipped == ((ADVANTAGE_S < 0) & (ratio > 1))[SEQUENCE]).all()
-    assert clipped.any() and (weight < 1).any()
+    assert clipped is None, "a truncated weight silences no token, so that no alarm may come of it"
+    assert (weight < 1).any()
 
 
 def test_opmd_is_a_plain_policy_gradient_held_by_a_squared_distance():
