@@ -28,7 +28,7 @@ BY = "*Written by `python -m infra.cli.docs` from the code; change the docstring
 SETTINGS = f"""\
 # Every setting
 
-For whoever writes a `headrace.toml`: each table, with the type and the default of each key.
+Each table of a `headrace.toml`, with the type and the default of each key.
 
 {BY}A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
 resolves to. `--set a.b=c` overrides one key of any table on the command line. A role reads the file when it starts: a change
@@ -37,7 +37,7 @@ holds for a role once that is started again. Under `headrace up`, `kill` of a ro
 COMMANDS = f"""\
 # Every command
 
-For whoever types `headrace`: each command with its arguments and options.
+Each command with its arguments and options.
 
 {BY}`headrace COMMAND --help` prints the same.
 
@@ -57,7 +57,7 @@ A command that reads the settings also takes `--config FILE` (`-c`, default `hea
 NAMES = f"""\
 # Every name of `headrace`
 
-For whoever writes a plugin: what `from headrace import …` offers, by what is written with it.
+What `from headrace import …` offers to plugins, grouped by the kind of plugin.
 
 {BY}A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
 that name needs and nothing else. Of a record the names and defaults of its fields are shown.
@@ -67,7 +67,7 @@ that name needs and nothing else. Of a record the names and defaults of its fiel
 OPTIONS = f"""\
 # Every option of what ships
 
-For whoever names a part in `use`: its options, which go into the table beside it.
+The options of each part that `use` can name; they go into the `options` table.
 
 {BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
 `actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments. With `[trainer.lora]` versions are adapters, and
@@ -77,7 +77,7 @@ requests still run under. Where all are taken, the requests of the oldest go on 
 METRICS = f"""\
 # Every metric
 
-For whoever draws or watches them: what every role serves at `/metrics`, with its labels.
+What every role serves at `/metrics`, with labels.
 
 {BY}Every role also has `headrace_build_info` (role, release) and the metrics of its process (`process_*`). Every sample bears
 the label `app`, as in the settings. What a report in the log carries has the same values under shorter names: `tokens_per_s`
@@ -90,7 +90,7 @@ that it is counted or set on.
 BENCHMARKS = f"""\
 # Every benchmark
 
-For whoever asks how fast it is, and where it is not fast enough: the newest run of each benchmark, measured.
+The newest run of each benchmark, with its targets.
 
 {BY}The figures are of `tests/bench/measured.json`, which `make bench NAME=… ARGS=--save` writes. Load: processes that ran or
 waited for a core before the run; above the number of cores, trust ratios and processor time, not the clock. A comparison has
