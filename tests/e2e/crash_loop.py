@@ -30,12 +30,13 @@ import msgspec
 
 from infra.cli.connect import connected
 from infra.cli.demo.demo import children, prepare, write_settings
+from infra.cli.demo.record import READ, RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
-from infra.cli.demo.watch import Watch, follow_log
 from infra.cli.run.up import broker_child, role_child
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.audit import audit
 from infra.local.supervisor import Child, Supervisor
+from infra.log.follower import Follower
 from infra.log.log import Log
 from schemas import PolicyEvent, Progress, topics
 from schemas.errors import BrokerUnavailable
@@ -157,6 +158,17 @@ async def fire(folder: Path, shots: list[Shot], seen: RolesSeen, until_s: float)
     return times
 
 
+async def follow_run(log: Log, record: RunRecord) -> None:
+    """Take in what comes, until cancelled."""
+    follower = Follower(log, READ)
+    try:
+        while True:
+            await record.read_on(log, follower)
+            await asyncio.sleep(0.5)
+    finally:
+        await follower.close()
+
+
 def patient(child: Child) -> Child:
     """A child that may die as often as it is shot."""
     return msgspec.structs.replace(child, max_failures=1_000_000)
@@ -209,14 +221,14 @@ async def crash_loop(
     roles = [patient(role_child(settings, config, (), role)) for role in TARGETS if role != "kafka"]
     overtaken = [child for child in roles if stops_only and child.name in OVERTAKEN]
     lasting = [*(child for child in roles if child not in overtaken), *loads]
-    watch, seen = Watch(started_s=time.time()), RolesSeen()
+    record, seen = RunRecord(started_s=time.time()), RolesSeen()
     async with Supervisor([patient(broker)]) as first:
         await prepare(settings, first, task_of(options.task))
         async with connected(settings) as log, Supervisor(lasting) as running, Shifts(overtaken) as shifts:
             ledger = LiveLedger(log, folder / "acknowledged.txt")
-            following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_log(log, watch))]
+            following = [asyncio.create_task(follow_reports(log, seen)), asyncio.create_task(follow_run(log, record))]
             keeping = asyncio.create_task(ledger.follow())
-            await until(lambda: len(watch.published) > 2, "the first policies")
+            await until(lambda: len(record.published) > 2, "the first policies")
             started_s = time.monotonic()
             until_s = started_s + minutes * 60
             shots = [] if stops_only else plan_shots(kills, seed, pause_s)
@@ -226,7 +238,7 @@ async def crash_loop(
             await (shifts if stops_only else running).stop("master")
             finish = patient(role_child(settings, config, FINISH, "master"))
             async with Supervisor([finish]):
-                await until(watch.done.is_set, "the run to drain", 300.0)
+                await until(lambda: record.done, "the run to drain", 300.0)
             await shifts.stop()
             await running.stop()
             ledger.finish()

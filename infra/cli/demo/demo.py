@@ -1,14 +1,15 @@
 """`headrace demo`: the whole system on one machine, one process per role, watched from here.
 
-    settings ─┬─> broker, model, tasks ─┬─> loads ─> watch the log until the master is done ─> report
+    settings ─┬─> broker, model, tasks ─┬─> loads ─> read the log until the master is done ─> report
               └─> roles, which wait ────┘
 
-This process starts the roles, reads the log and draws. Nothing it does changes what is learned. Ctrl-C stops the roles in
-order; started again with the same folder, the run goes on where it was.
+This process starts the roles, reads the log and prints a line every five seconds. Nothing it does changes what is learned.
+Ctrl-C stops the roles in order; started again with the same folder, the run goes on where it was.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import sys
@@ -16,103 +17,127 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from infra.cli.connect import connected
-from infra.cli.demo.demo_task import DemoTask
-from infra.cli.demo.report import finish_report
-from infra.cli.demo.screen import DemoScreen
+from infra.cli.demo.record import READ, RunRecord
+from infra.cli.demo.report import finish_report, result_table
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
+from infra.cli.demo.tasks import DemoTask
 from infra.cli.demo.traffic import gateway_settings, users_child
-from infra.cli.demo.watch import Watch, follow_log
+from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
 from infra.cli.run.early import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter
-from infra.local.supervisor import Child, Supervisor
+from infra.local.supervisor import ALARM_AFTER, Child, ChildState, Supervisor
+from infra.log.follower import Follower
+from infra.log.log import Log
 from infra.roles.unless import unless
 from schemas.errors import ConfigError
+
+TELL_S = 5.0
+LOOK_S = 1.0
 
 
 async def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code: 0 when it came to its end, 130 after Ctrl-C."""
-    started_s = time.time()
+    run = RunRecord(started_s=time.time())
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    console = Console(stderr=True, highlight=False, quiet=options.quiet)
+    console = Console(stderr=True, highlight=False, quiet=options.quiet, soft_wrap=True)
     config = write_settings(options)
     sets = (*options.sets, *(gateway_settings() if options.traffic else ()))
     settings = load_settings(config, sets)
     log_to_file(settings.folder / "logs" / "demo.log")
-    watch = Watch(started_s=started_s)
-    screen = DemoScreen(console, watch, settings, options)
+    console.print(f"headrace demo in {settings.folder}; logs in {settings.folder / 'logs'}")
     broker = broker_child(settings)
     assert broker is not None, "the demo brings its own broker"
     others = loads(settings, config)
     with tempfile.TemporaryDirectory(prefix="hr-") as place:
         begin = Path(place) / "begin"
         # The roles load their libraries while the broker starts and the model is built.
-        roles = Supervisor([early(one, begin) for one in role_children(settings, config, sets)], watch.child_event)
-        async with Supervisor([broker], watch.child_event) as first, roles:
-            with screen:
-                watch.phase = "starting the broker, building the model"
-                try:
-                    await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
-                except Stopped:
-                    return 130
-                if options.traffic:
-                    others.append(await asyncio.to_thread(users_child, settings, options.minutes))
-                await asyncio.to_thread(begin.touch)
-                await play(settings, watch, stop, (first, roles), others)
-                watch.phase = "accounting for every experience"
-                async with connected(settings) as log:
-                    report = await finish_report(log, settings, watch, options)
-    screen.print_result(report)
+        roles = Supervisor([early(child, begin) for child in role_children(settings, config, sets)])
+        async with Supervisor([broker]) as first, roles:
+            console.print(run.line("starting the broker, building the model"))
+            try:
+                await unless(stop.wait(), prepare(settings, first, task_of(options.task)), Stopped)
+            except Stopped:
+                return INTERRUPTED
+            if options.traffic:
+                others.append(await asyncio.to_thread(users_child, settings, options.minutes))
+            await asyncio.to_thread(begin.touch)
+            async with connected(settings) as log, Supervisor(others) as beside:
+                follower = Follower(log, READ)
+                with contextlib.suppress(Stopped):
+                    states = (first.states, roles.states, beside.states)
+                    await unless(stop.wait(), until_done(log, follower, run, settings, states, console), Stopped)
+                console.print(run.line("stopping the roles"))
+                await beside.stop()
+                await roles.stop()
+                await follower.close()
+                console.print(run.line("accounting for every experience"))
+                last = Follower(log, READ)
+                await run.read_on(log, last)  # the last results came while the roles were stopping
+                await last.close()
+                children = [state for by_name in states for state in by_name.values()]
+                values = await finish_report(log, settings, run, options, children)
+    print_result(console, settings, values)
     if options.quiet:
-        print(report.to_json())
-    return 130 if stop.is_set() else 0
+        print(json.dumps(values))
+    return INTERRUPTED if stop.is_set() else 0
 
 
-async def play(
+async def until_done(
+    log: Log,
+    follower: Follower,
+    run: RunRecord,
     settings: Settings,
-    watch: Watch,
-    stop: asyncio.Event,
-    running: tuple[Supervisor, Supervisor],
-    others: Sequence[Child],
+    states: Sequence[dict[str, ChildState]],
+    console: Console,
 ) -> None:
-    """Until the master is done, or a stop; then all but the broker are stopped. running: the broker, and the roles."""
-    first, roles = running
-    async with connected(settings) as log, Supervisor(others, watch.child_event) as beside:
-        watch.children = (first.states, roles.states, beside.states)
-        follower = asyncio.create_task(follow_log(log, watch))
-        try:
-            with contextlib.suppress(Stopped):
-                await unless(stop.wait(), until_done(watch, follower, settings), Stopped)
-        finally:
-            watch.phase = "stopping the roles"
-            await beside.stop()
-            await roles.stop()
-            follower.cancel()
+    """Wait until the master is done, with a line of progress every TELL_S. Raises ConfigError if a role cannot go on."""
+    told_s = time.monotonic()
+    while not run.done:
+        for name in failed(states):
+            path = settings.folder / "logs" / f"{name}.log"
+            raise ConfigError(f"{name} cannot go on: {await asyncio.to_thread(last_error, path)} (see {path})")
+        await asyncio.sleep(LOOK_S)
+        await run.read_on(log, follower)
+        if time.monotonic() - told_s >= TELL_S:
+            told_s = time.monotonic()
+            console.print(run.line())
 
 
-async def until_done(watch: Watch, follower: asyncio.Task[None], settings: Settings) -> None:
-    """Wait until the master says that it is done. Raises ConfigError with a role's last words if it cannot go on."""
-    while not watch.done.is_set():
-        if follower.done():
-            follower.result()
-        for name in watch.failed():
-            log = settings.folder / "logs" / f"{name}.log"
-            words = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-            raise ConfigError(f"{name} cannot go on: {words[-1] if words else 'it said nothing'} (see {log})")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await watch.done.wait()
+def failed(states: Sequence[dict[str, ChildState]]) -> list[str]:
+    """Children that have not done their work and cannot, or have failed again and again."""
+    return [
+        state.name
+        for by_name in states
+        for state in by_name.values()
+        if state.given_up or state.failures >= ALARM_AFTER or (state.pid is None and state.exit_code == CONFIG_ERROR)
+    ]
+
+
+def print_result(console: Console, settings: Settings, values: dict[str, Any]) -> None:
+    """Print the table at the end, and the commands to try next."""
+    folder = settings.folder
+    console.print(result_table(values))
+    console.print(f"plot    {folder / 'report.png'}\nreport  {folder / 'report.json'}\n")
+    config = folder / "headrace.toml"
+    with contextlib.suppress(ValueError):  # shorter where it lies below the current folder
+        config = config.relative_to(config.cwd())
+    console.print("Worth trying next:")
+    for command in ("peek buffer -n 3", "peek batches -n 3", "up", "console"):
+        console.print(f"  headrace {command} -c {config}", style="bold")
+    console.print("The last shows all of it in the browser: every answer, every version and why.")
 
 
 def log_to_file(path: Path) -> None:
-    """Write messages of libraries to a file, since the screen is drawn."""
+    """Write messages of libraries to a file, since lines of progress are printed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(LineFormatter())

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.demo.arithmetic import ARITHMETIC
-from infra.cli.demo.demo_task import DemoTask
-from infra.cli.demo.guess import GUESS
-from infra.cli.demo.shapes import SHAPES
+from infra.cli.demo.tasks import ARITHMETIC, GUESS, SHAPES, DemoTask
 from infra.cli.demo.traffic import TRAFFIC
 from schemas.errors import ConfigError
 

@@ -9,7 +9,7 @@ import msgspec
 
 from actors.gateway.access.keys import create_key
 from infra.cli.connect import store_of
-from infra.cli.demo.arithmetic import ARITHMETIC, WARMUP
+from infra.cli.demo.tasks import ARITHMETIC, ARITHMETIC_WARMUP
 from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.run.up import child_environment
 from infra.cli.settings import Settings
@@ -90,7 +90,7 @@ TRAFFIC = msgspec.structs.replace(
     ARITHMETIC,
     name="traffic",
     about="two-digit addition, learned from what users of a gateway say",
-    settings=f"{SETTINGS}\n{WARMUP}",
+    settings=f"{SETTINGS}\n{ARITHMETIC_WARMUP}",
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
     minutes=9.0,

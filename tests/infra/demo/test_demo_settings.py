@@ -12,10 +12,9 @@ from actors.tasksets.files import read_rows
 from actors.tasksets.guess import HIGH, HIGHER, INVALID, LOWER, TURNS, guess, guess_demonstrations
 from actors.tasksets.taskset import Demonstration
 from infra.cli.demo.char_model import build_char_model
-from infra.cli.demo.compare import label_of
 from infra.cli.demo.demo import write_settings
-from infra.cli.demo.demo_task import DemoTask
 from infra.cli.demo.settings import ENGINES, TASKS, DemoOptions, demo_toml
+from infra.cli.demo.tasks import DemoTask
 from infra.cli.settings import Settings, load_settings
 from infra.settings.plugin import find
 from schemas import Message
@@ -164,13 +163,6 @@ def test_a_control_changes_one_thing_only(tmp_path: Path) -> None:
         other = demo_toml(DemoOptions(directory=tmp_path, control=control))
         changed = [line for line in other.splitlines() if line not in plain.splitlines()]
         assert changed and all("weight" in line for line in changed) == (control != "shuffled"), control
-
-
-def test_a_curve_is_called_mix_only_where_demonstrations_have_a_weight() -> None:
-    assert (
-        label_of("arithmetic", "shuffled", 2) == "MIX: reinforcement and demonstrations, advantages shuffled (seed 2)"
-    )
-    assert label_of("shapes", "none", 0) == "reinforcement (seed 0)"
 
 
 def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:

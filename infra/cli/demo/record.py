@@ -1,0 +1,95 @@
+"""The demo's run as its log tells it: reports of the roles, versions, evals, moves of the stable channel."""
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from infra.policies.channel import Stable, fenced, moved
+from schemas import Directive, EvalResult, PolicyEvent, Progress, topics
+
+READ = (topics.REPORTS, topics.POLICIES, topics.EVALS)
+
+
+@dataclass
+class RunRecord:
+    """A run, folded from its log. `read_on` takes in what has come since.
+
+    accuracy: suite → version → share correct. reports: newest of each process. newest: newest of each role. stable: moves of
+    the stable channel, in seconds since the start, and to which version. num_held: candidates that the gate held back.
+    history: gauges of the trainer's reports. done: the master of this start has said that it is.
+    """
+
+    started_s: float
+    accuracy: dict[str, dict[int, float]] = field(default_factory=dict)
+    reports: dict[str, Progress] = field(default_factory=dict)
+    newest: dict[str, Progress] = field(default_factory=dict)
+    published: dict[int, PolicyEvent] = field(default_factory=dict)
+    stable: list[tuple[float, int]] = field(default_factory=list)
+    num_held: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
+    done: bool = False
+    _channel: Stable = field(default_factory=Stable)
+    _nexts: dict[str, dict[int, int]] = field(default_factory=dict)
+
+    async def read_on(self, log: Log, follower: Follower) -> None:
+        """Take in what has come since the last call. follower: over READ."""
+        for topic in READ:
+            begins, ends = await log.bounds(topic)
+            starts = {
+                index: max(begin, self._nexts.get(topic.name, {}).get(index, 0)) for index, begin in begins.items()
+            }
+            async with aclosing(follower.chunks(topic, starts, ends)) as chunks:
+                async for records in chunks:
+                    for record in records:
+                        self.take(await log.decoded(record))
+            self._nexts[topic.name] = dict(ends)
+
+    def take(self, message: LogMessage) -> None:
+        """Take in one record."""
+        record, at_s = message.value, message.timestamp_ms / 1000
+        if isinstance(record, Progress):
+            self.reports[record.instance] = self.newest[record.role] = record
+            if record.role == "train":
+                gauges = {name: value for name, value in record.gauges.items() if "{" not in name}
+                self.history.append({"elapsed_s": at_s - self.started_s, "version": float(record.version)} | gauges)
+            is_done = record.master is not None and record.master.state == "done"
+            self.done |= is_done and at_s >= self.started_s  # an earlier process says nothing about this start
+        elif isinstance(record, EvalResult):
+            self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy
+        elif isinstance(record, Directive):
+            self._channel = fenced(self._channel, record, message.offset)
+        elif isinstance(record, PolicyEvent) and record.channel == "stable":
+            before, self._channel = self._channel, moved(self._channel, record, record.policy)
+            self.num_held += record.event == "held"
+            if self._channel.version != before.version:
+                self.stable.append((at_s - self.started_s, self._channel.version))
+        elif isinstance(record, PolicyEvent) and record.event == "published":
+            self.published.setdefault(record.version, record)
+
+    def counter(self, role: str, name: str) -> float:
+        """A counter, added up over all processes that the role has had."""
+        return sum(report.counters.get(name, 0.0) for report in self.reports.values() if report.role == role)
+
+    def gauge(self, role: str, name: str) -> float | None:
+        """A gauge of the role's newest report."""
+        report = self.newest.get(role)
+        return None if report is None else report.gauges.get(name)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the command was typed."""
+        return time.time() - self.started_s
+
+    def line(self, phase: str = "") -> str:
+        """How far the run is. phase: by default the master's state."""
+        master = self.newest.get("master")
+        suites = "".join(
+            f"; {suite} {found[max(found)]:.1%} at v{max(found)}" for suite, found in sorted(self.accuracy.items())
+        )
+        version = f"v{max(self.published)}" if self.published else "no version yet"
+        return (
+            f"{self.elapsed_s():5.0f} s  {phase or (master.state if master else 'starting')}: "
+            f"{self.counter('train', 'steps'):,.0f} steps, "
+            f"{self.counter('train', 'experiences_trained'):,.0f} experiences trained, {version}{suites}"
+        )

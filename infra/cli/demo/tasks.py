@@ -1,0 +1,252 @@
+"""The tasks of `headrace demo`: data, vocabulary, settings, and what counts as success.
+
+arithmetic   two-digit addition, one answer an episode, learned with the MIX loss
+guess        several turns with an environment, learned from its rewards alone
+shapes       how many shapes a picture shows. The demonstrations count too low, so the model learns from them to look at the
+             picture, and from rewards to count; without the picture a guess is right one time in three at most.
+"""
+
+from collections.abc import Mapping
+from string import Template
+
+import msgspec
+
+from infra.cli.demo.char_model import CHARACTERS_ALONE, PICTURES, TURNS_TEMPLATE, Size, Vocabulary
+
+
+class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task of `headrace demo`.
+
+    name: by which `--task` knows it. about: what it is, in a few words. write: a function (folder, seed=) that writes
+    tasks.jsonl and experts.jsonl. vocabulary, size: of the model. settings: the TOML from [pacing] on, with {engine},
+    {seed}, {minutes}, {stop_at}, {processors}, {usual}, {expert}; where `workflow` says what plays, {workflow},
+    {in_flight} and {deadline_s} too, and an agent may play instead. suite: the evals that are reported. measure: what a
+    person calls them. stop_at: success that ends the run. lanes: of each control there is, the weights of the lanes
+    usual and expert. engines: those it runs on, the usual one first. minutes: how long tasks are issued by default.
+    workflow: what plays, "" for the usual one.
+
+    Example: DemoTask(name="arithmetic", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
+    """
+
+    name: str
+    about: str
+    write: str
+    vocabulary: Vocabulary
+    size: Size
+    settings: str
+    suite: str
+    measure: str
+    stop_at: float
+    lanes: Mapping[str, tuple[float, float]]
+    engines: tuple[str, ...] = ("vllm", "torch")
+    minutes: float = 4.0
+    workflow: str = ""
+
+
+FRAME = Template("""\
+[pacing]
+groups_per_step = $groups             # G: fresh groups in every optimizer step
+max_staleness = 2                # η: no trained token is older than so many versions
+steps_per_version = 1            # k
+straggler_s = 5.0
+reissue_s = 20.0
+
+[engine]
+{engine}
+
+[explore]
+episodes_in_flight = $in_flight
+linger_s = 0.2
+$explore
+[master]
+num_episodes = $num_episodes
+max_tokens = $max_tokens
+temperature = 1.0
+first_version = 1                # rollouts begin after the supervised warm-up
+seed = {seed}
+evals = [
+$evals
+]
+
+[master.stop]$stop_why
+suite = "$stop_suite"
+at = {stop_at}
+after = "{minutes}m"
+$tables
+[reward]
+blend = {{ $score = 1.0 }}
+require = ["$score"]
+
+[collect]
+deadline_s = $deadline_s
+{processors}
+[trainer]
+learning_rate = $learning_rate
+betas = [0.9, 0.98]              # a short memory of gradient sizes: they fall fast as answers become right
+gradient_clip = 1.0
+checkpoint_every = 20
+$schedule
+[trainer.lanes]                  # $lanes
+usual = {{ loss = "dppo", weight = {usual} }}
+expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
+
+$warmup""")
+BY_DEV = {
+    "stop_suite": "dev",
+    "stop_why": "                    # decided on the development set; the held-out one is only reported",
+}
+
+
+def scored(name: str, use: str) -> str:
+    """The settings table of a score."""
+    return f'\n[[score]]\nname = "{name}"\nuse = "{use}"\n'
+
+
+def framed(**holes: object) -> str:
+    """The settings for `DemoTask.settings`: the frame, filled with the values of a task. Raises KeyError for a missing one."""
+    return FRAME.substitute(
+        {"explore": "", "tables": "", "schedule": "", "stop_why": "", "in_flight": 1024, "deadline_s": 30.0} | holes
+    )
+
+
+ARITHMETIC_WARMUP = """\
+[trainer.warmup]
+lane = "expert"
+stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
+min_steps = 150
+max_steps = 600
+min_experiences = 2000
+learning_rate = 5e-4
+batch = 64
+"""
+
+ARITHMETIC = DemoTask(
+    name="arithmetic",
+    about="two-digit addition",
+    write="actors.tasksets.arithmetic:write_arithmetic",
+    vocabulary=CHARACTERS_ALONE,
+    size=Size(hidden=128, layers=4),
+    settings=framed(
+        **BY_DEV,
+        groups=32,
+        num_episodes=16,
+        max_tokens=5,
+        evals="""\
+    {{ suite = "held-out", every = 40, tasks = 500 }},
+    {{ suite = "dev", every = 20, tasks = 250 }},""",
+        score="exact",
+        tables=scored("exact", "streams.scores.exact:exact"),
+        learning_rate="2e-4",
+        schedule="schedule = {{ hold_steps = 60, decay_steps = 100, final = 0.1 }}   # smaller steps as less is wrong\n",
+        lanes="the MIX loss: (1 - m) reinforcement + m supervised",
+        warmup=ARITHMETIC_WARMUP,
+    ),
+    suite="held-out",
+    measure="held-out accuracy",
+    stop_at=0.93,
+    lanes={"none": (0.75, 0.25), "shuffled": (0.75, 0.25), "sft": (0.0, 0.25), "rl": (1.0, 0.0)},
+)
+
+GUESS_WORKFLOW = """\
+workflow = "actors.rollout.workflows.interact:Interact"
+
+[explore.options]
+max_turns = 5
+
+[explore.options.environment]
+use = "actors.rollout.environments.guess:Guess"
+
+[explore.options.environment.options]
+high = 16
+turns = 5                        # bisection finds any of up to 31 numbers in as many
+higher = ">"
+lower = "<"
+invalid = "?"
+shaped = 0.9                     # a guess is worth what it rules out; the best play stays the best
+"""
+GUESS_TABLES = """
+[tasks.dedupe]                   # every game asks the same; the number behind it makes the task
+by = "task"
+"""
+GUESS_WARMUP = """\
+[trainer.warmup]                 # a player that uses its hints and wastes two guesses of three
+lane = "expert"
+stop_at = 1.0
+min_steps = 200                  # a player at random has no accuracy to look at
+max_steps = 200
+min_experiences = 2000
+learning_rate = 2e-3
+batch = 64
+"""
+
+GUESS = DemoTask(
+    name="guess",
+    minutes=10.0,
+    about="guess a number from 1 to 16 in five turns",
+    write="actors.tasksets.guess:write_guess",
+    vocabulary=Vocabulary(
+        words=(*(f"{number:02d}" for number in range(100)), *"<>?-"),
+        pattern=r"\d\d|[\s\S]",
+        chat_template=TURNS_TEMPLATE,
+    ),
+    size=Size(hidden=64, layers=2),
+    settings=framed(
+        groups=16,
+        explore="{workflow}",
+        in_flight="{in_flight}",
+        deadline_s="{deadline_s}",
+        num_episodes=16,
+        max_tokens="3                   # of a turn: a number and the end token",
+        evals="""    {{ suite = "all-numbers", every = 10, tasks = 16, score = "environment" }},""",
+        stop_suite="all-numbers",
+        score="environment",
+        tables=GUESS_TABLES,
+        learning_rate="1e-3",
+        lanes="the player is no example to follow: its moves are for the warm-up alone",
+        warmup=GUESS_WARMUP,
+    ),
+    workflow=GUESS_WORKFLOW,
+    suite="all-numbers",
+    measure="numbers found, greedy",
+    stop_at=0.93,
+    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
+)
+
+SHAPES_WARMUP = """\
+[trainer.warmup]                 # long enough to see; no accuracy on these demonstrations would say so
+lane = "expert"
+stop_at = 1.0
+min_steps = 150
+max_steps = 150
+min_experiences = 1400            # of them a tenth is kept for validation
+learning_rate = 2e-3
+batch = 64
+"""
+
+SHAPES = DemoTask(
+    name="shapes",
+    about="count the shapes in a picture",
+    write="actors.tasksets.shapes:write_shapes",
+    vocabulary=PICTURES,
+    size=Size(hidden=64, layers=2, image=32),
+    settings=framed(
+        **BY_DEV,
+        groups=16,
+        in_flight=512,
+        num_episodes=8,
+        max_tokens="3                   # a number and the end token",
+        evals="""\
+    {{ suite = "held-out", every = 20, tasks = 200, score = "vision" }},
+    {{ suite = "dev", every = 10, tasks = 100, score = "vision" }},""",
+        score="vision",
+        tables=scored("vision", "streams.scores.vision:vision"),
+        learning_rate="1e-4",
+        lanes="who counts too low is no example to follow: demonstrations are for the warm-up alone",
+        warmup=SHAPES_WARMUP,
+    ),
+    suite="held-out",
+    measure="pictures counted right, greedy",
+    stop_at=0.97,
+    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
+    engines=("torch",),  # vLLM refuses heads of 16, which is what was measured, on a CPU
+)

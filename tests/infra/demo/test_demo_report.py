@@ -1,0 +1,233 @@
+"""What the demo tells of a run: folded from records, over restarts of the roles."""
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from infra.cli.demo.demo import children, failed, print_result, write_settings
+from infra.cli.demo.record import READ, RunRecord
+from infra.cli.demo.report import (
+    WINDOW,
+    accuracies,
+    begin_of,
+    draw_plot,
+    draw_traffic,
+    measured,
+    read_seen,
+    staleness,
+    startup_s,
+    traffic_rows,
+    traffic_values,
+    windows,
+)
+from infra.cli.demo.settings import DemoOptions
+from infra.cli.demo.traffic import USERS_FILE, users_child
+from infra.cli.demo.users import Seen
+from infra.cli.main import app
+from infra.cli.settings import Settings, load_settings
+from infra.local.supervisor import ChildState
+from infra.log.bus import Record
+from infra.log.follower import Follower
+from infra.log.log import Log, LogMessage
+from infra.log.memory import MemoryBus
+from schemas import Block, Control, EvalResult, MasterState, PolicyEvent, Progress, encode, topics
+from tests.schemas.record_samples import group_block
+
+START_S = 1_763_715_600.0
+TRAFFIC: dict[str, Any] = {"task": "traffic", "engine": "torch"}
+
+
+def run_of(*events: tuple[float, Control | Block]) -> RunRecord:
+    run = RunRecord(started_s=START_S)
+    for at_s, record in events:
+        run.take(LogMessage(Record("t", 0, 0, int((START_S + at_s) * 1000), b"", encode(record)), value=record))
+    return run
+
+
+def progress(role: str, number: int = 1, state: str = "running", **counters: float) -> Progress:
+    return Progress(role=role, instance=f"{role}/{number}", state=state, counters=counters)
+
+
+def evaluated(version: int, correct: int, suite: str = "held-out") -> EvalResult:
+    return EvalResult(policy="main", version=version, suite=suite, num_tasks=10, num_correct=correct)
+
+
+def test_counters_are_added_up_over_the_processes_a_role_has_had() -> None:
+    reports = [progress("train", 1, steps=5.0), progress("train", 1, steps=9.0), progress("train", 2, steps=4.0)]
+    assert run_of(*enumerate(reports)).counter("train", "steps") == 13.0
+
+
+def test_only_a_master_that_is_done_in_this_run_ends_it() -> None:
+    done = Progress(role="master", instance="master/1", master=MasterState(state="done"))
+    assert not run_of((-5, done)).done, "that was an earlier process"
+    assert run_of((5, done)).done and not run_of((5, progress("master", state="done"))).done
+
+
+def test_a_log_that_is_read_on_is_read_once() -> None:
+    async def main() -> tuple[RunRecord, float | None]:
+        log = Log(MemoryBus(lambda: int(START_S * 1000) + 31_500), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        run, follower = RunRecord(started_s=START_S), Follower(log, READ)
+        for steps in (1.0, 2.0):
+            await log.publish(topics.REPORTS, progress("train", steps=steps))
+            await log.publish(topics.EXPERIENCES, group_block())
+            await run.read_on(log, follower)
+        await follower.close()
+        return run, await startup_s(log, START_S)
+
+    run, first_s = asyncio.run(main())
+    assert len(run.history) == 2 and run.counter("train", "steps") == 2.0 and first_s == 31.5
+    assert ": 2 steps, 0 experiences trained, no version yet" in run.line()
+
+
+def test_start_up_is_not_measured_in_a_run_that_was_gone_on_with() -> None:
+    async def main() -> float | None:
+        log = Log(MemoryBus(lambda: int(START_S * 1000) - 100_000), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        await log.publish(topics.EXPERIENCES, group_block())
+        return await startup_s(log, START_S)
+
+    assert asyncio.run(main()) is None
+
+
+def test_a_line_of_progress_names_phase_steps_version_and_accuracy() -> None:
+    run = run_of(
+        (1, progress("train", steps=12.0, experiences_trained=3000.0)), (2, progress("master", state="issuing")),
+        (3, PolicyEvent(event="published", policy="main", version=8)), (4, evaluated(0, 0)), (4, evaluated(8, 3)),
+    )  # fmt: skip
+    assert run.line().endswith("s  issuing: 12 steps, 3,000 experiences trained, v8; held-out 30.0% at v8")
+
+
+def test_the_plot_of_a_run_that_was_gone_on_with_begins_where_the_run_did() -> None:
+    assert begin_of([{"elapsed_s": -3600.0}, {"elapsed_s": 50.0}]) == -3600.0
+    assert begin_of([{"elapsed_s": 53.0}]) == begin_of([]) == 0.0
+
+
+def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> None:
+    results = [evaluated(0, 0), evaluated(1, 3), evaluated(40, 9), evaluated(41, 10, "dev")]
+    assert accuracies(run_of(*enumerate(results)), "held-out") == {
+        "accuracy_start": 0.0, "accuracy_after_sft": 0.3, "accuracy_final": 0.9, "accuracy_final_version": 40,
+    }  # fmt: skip
+    assert accuracies(run_of(), "held-out")["accuracy_final"] is None
+
+
+def test_staleness_is_weighted_by_tokens() -> None:
+    counters = {f"staleness_tokens{{versions={age}}}": count for age, count in ((0, 90.0), (1, 6.0), (2, 4.0))}
+    assert staleness(run_of((0, progress("train", **counters)))) == {
+        "staleness_mean": 0.14, "staleness_p95": 1, "staleness_max": 2,
+    }  # fmt: skip
+    assert staleness(run_of())["staleness_max"] is None
+
+
+def test_idle_shares_and_failures_come_from_the_roles() -> None:
+    busy = {"idle_seconds": 1.0, "learner_seconds": 2.0, "publish_wait_seconds": 0.5, "snapshot_seconds": 0.5}
+    found = measured(run_of((0, progress("train", **busy)), (0, progress("explore", requests_failed=3.0))))
+    assert found["trainer_idle_share"] == 0.25 and found["requests_failed"] == 3
+
+
+def test_a_child_that_cannot_go_on_is_named() -> None:
+    states = [
+        ChildState(name="train", exit_code=2),
+        ChildState(name="explore", given_up=True),
+        ChildState(name="serve", pid=7, failures=3),
+        ChildState(name="load-tasks", exit_code=0),
+        ChildState(name="master", pid=8, exit_code=1, failures=1),
+    ]
+    assert failed([{state.name: state for state in states}]) == ["train", "explore", "serve"]
+
+
+VALUES = {
+    "measure": "held-out accuracy", "accuracy_start": 0.0, "accuracy_after_sft": 0.284, "accuracy_final": 0.956,
+    "wall_s": 217.0, "startup_s": 53.0, "steps": 143, "warmup_steps": 275, "policy_versions": 145,
+    "experiences_published": 80_188, "experiences_trained": 75_184, "dropped": {"all rewards equal": 4704}, "pending": 0,
+    "staleness_mean": 1.5, "staleness_p95": 2, "staleness_max": 2, "mismatch_abs_max": 1e-5, "reload_pause_ms_p50": 85.0,
+    "reload_pause_ms_p95": 179.0, "reload_kv": "keep", "publish_to_serving_ms_p95": 581.0, "requests_failed": 0,
+    "rollout_tokens_per_s": 2733.0, "explorer_idle_share": 0.09, "trainer_idle_share": 0.28, "peak_rss_mb": {"kafka": 350.0},
+}  # fmt: skip
+
+
+def test_a_demo_ends_with_the_table_and_a_console_command_that_there_is(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=400, soft_wrap=True)
+    print_result(console, Settings(app="demo", folder=tmp_path), VALUES)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    *_, named, why = text.strip().splitlines()
+    assert "0.0% → 28.4% → 95.6%" in text
+    assert named.strip() == f"headrace console -c {tmp_path / 'headrace.toml'}" and "in the browser" in why
+    assert "console" in [one.callback.__name__ for one in app.registered_commands if one.callback is not None]
+
+
+def move(event: str, version: int) -> PolicyEvent:
+    return PolicyEvent(event=event, policy="main", version=version, channel="stable")  # type: ignore[arg-type]
+
+
+def moved() -> RunRecord:
+    return run_of(
+        (1, evaluated(1, 3)), (2, move("promoted", 1)), (3, evaluated(16, 2)), (4, move("held", 16)), (5, evaluated(32, 8)),
+        (6, move("promoted", 32)), (7, move("rolled_back", 1)), (8, move("promoted", 32)),
+    )  # fmt: skip
+
+
+def seen(folder: Path, count: int) -> Path:
+    """Users' notes, the last of them first: wrong answers of version 1, right ones of version 32, one failure."""
+    notes = [Seen(at_s=START_S + n, version=32 if n > count // 2 else 1, right=n > count // 2) for n in range(count)]
+    notes.append(Seen(at_s=START_S + count, failed=1, error="Timeout: no"))
+    path = folder / USERS_FILE
+    path.write_bytes(b"".join(msgspec.json.encode(note) + b"\n" for note in reversed(notes)))
+    return path
+
+
+def test_the_traffic_report_tells_the_stable_channel_by_its_moves_and_what_users_saw(tmp_path: Path) -> None:
+    found = traffic_values(moved(), seen(tmp_path, 1200), "held-out")
+    assert found["stable"] == [[2.0, 1, 0.3], [6.0, 32, 0.8], [7.0, 1, 0.3], [8.0, 32, 0.8]]
+    assert (found["stable_first"], found["stable_last"], found["held"]) == (0.3, 0.8, 1)
+    assert (found["requests_failed"], found["errors_seen"], found["answers"]) == (1, ["Timeout: no"], 1200)
+    assert (found["users_right_first"], found["users_right_last"]) == (0.0, 1.0)
+    assert traffic_rows(found)["what users saw"] == "0.0% → 100.0% right, of 1,200 answers"
+    assert traffic_values(run_of(), tmp_path / "none", "held-out")["users_right_last"] is None
+
+
+def test_what_was_trained_is_as_old_as_it_was_on_average_over_the_run(tmp_path: Path) -> None:
+    reports = [Progress(role="train", instance="train/1", gauges={"live/staleness_mean": age}) for age in (10.0, 30.0)]
+    found = traffic_values(run_of(*enumerate(reports)), tmp_path / "none", "held-out")
+    assert found["live_staleness_mean"] == 20.0
+
+
+def test_users_notes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    points = windows([note for note in read_seen(seen(tmp_path, 2 * WINDOW)) if note.version >= 0], START_S)
+    assert [at_s for at_s, _ in points] == [WINDOW - 1.0, 2 * WINDOW - 1.0]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_pictures_can_be_drawn_of_any_run(tmp_path: Path, full: bool) -> None:
+    run = moved() if full else run_of()
+    if full:
+        seen(tmp_path, 600)
+    values = {"measure": "held-out accuracy", "control": "none"}
+    for name, draw in (("plot", draw_plot), ("traffic", draw_traffic)):
+        draw(run, values, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_nothing_but_the_warm_up_is_given_and_explorers_answer_evals_alone(tmp_path: Path) -> None:
+    found = load_settings(write_settings(DemoOptions(directory=tmp_path, **TRAFFIC)))
+    lanes = found.trainer.lanes
+    assert {name: lane.weight for name, lane in lanes.items()} == {"live": 1.0, "expert": 0.0}
+    assert found.master.split not in ("train", *(suite.suite for suite in found.master.evals))
+    assert found.gateway is not None and found.gateway.channel == "stable" and found.reward.require == ("user",)
+    assert "exact" not in found.reward.blend, "nobody knows the right answer in production"
+
+
+def test_the_users_key_is_in_their_environment_and_in_no_argument(tmp_path: Path) -> None:
+    config = write_settings(DemoOptions(directory=tmp_path, **TRAFFIC))
+    settings = load_settings(config, ("gateway.listen=127.0.0.1:9000",))
+    child = users_child(settings, 1.0)
+    key = child.env["HEADRACE_KEY"]
+    assert key.startswith("hr-") and not any(key in argument for argument in child.argv)
+    assert "http://127.0.0.1:9000/v1" in child.argv
+    assert "serve" in {one.name for one in children(settings, config)}
