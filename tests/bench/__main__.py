@@ -22,7 +22,9 @@ from tests.bench.report import described, keep, table
 def names() -> dict[str, str]:
     """Every benchmark with what it measures."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.name.startswith(("_", "test_")):
+            continue
         module = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in module.body):
             found[path.stem.replace("_", "-")] = (ast.get_docstring(module) or "").partition("\n")[0]

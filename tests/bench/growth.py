@@ -1,0 +1,178 @@
+"""Whether what a start, a draw or a question costs grows no worse than linearly with the log: exponents of CPU over size.
+
+Logs are in memory; a broker adds 20 to 25 µs to each record read.
+"""
+
+import asyncio
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from infra.ledger.audit import audit
+from infra.ledger.index import LogIndex
+from infra.ledger.trace import trace_answer
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.log.reports import lately
+from infra.observe.metrics import Metrics
+from infra.store.directory import DirectoryStore
+from infra.store.memory import MemoryStore
+from schemas import Block, Message, Span, encode, make_experience
+from schemas.ids import experience_id, request_group, session_name
+from schemas.topics import REPORTS, VERIFIED
+from streams.collect.collector import Collector, CollectSettings
+from streams.collect.credit import FeedbackRules
+from streams.collect.rules import Rules
+from streams.stages.chain_builder import build_collect
+from tests.bench.hop import DAY_MS, TRAFFIC, waiting_answer
+from tests.bench.report import Row
+from tests.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
+from tests.starts import REPORT, cpu_s, log_of_groups, start_master, store_records
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.uses import Uses, use_key
+from trainer.config import LaneConfig
+from trainer.loop.supply import drawn_from
+
+Figures = dict[str, float]
+LINEAR = 1.1  # exponent at most: noise is in it
+LEAST_S = 0.005  # of what is too short to say anything
+USES = 1_000_000
+
+
+def run(sizes: str = "10000,100000,1000000", only: str = "") -> Iterator[Row]:
+    """sizes: Groups, reports, answers or experiences, by commas. only: Names of what grows, by commas."""
+    at = [int(size) for size in sizes.split(",")]
+    for name in only.split(",") if only else WORKS:
+        WORKS[name](min(at[0], 1000))  # warms up
+        found = []
+        for size in at:
+            gc.collect()
+            found.append(WORKS[name](size))
+        for what in found[0]:
+            points = [
+                (size, figures[what]) for size, figures in zip(at, found, strict=True) if figures[what] >= LEAST_S
+            ]
+            seconds = ", ".join(f"{figures[what]:.3g}" for figures in found)
+            if len(points) < 2:
+                yield Row(what, None, "", why=f"too short to say: {seconds} s")
+                continue
+            slope = np.polyfit([math.log(size) for size, _ in points], [math.log(cpu) for _, cpu in points], 1)[0]
+            yield Row(what, float(slope), "exponent", high=LINEAR, why=f"CPU {seconds} s")
+
+
+def master(size: int) -> Figures:
+    async def started() -> Figures:
+        log, store = await log_of_groups(size), MemoryStore()
+        alone = await cpu_s(partial(start_master, log, store))
+        return {"master, from nothing": alone, "master, snapshot": await cpu_s(partial(start_master, log, store))}
+
+    return asyncio.run(started())
+
+
+def readers(size: int) -> Figures:
+    async def trainer(log: Log) -> None:
+        async for _ in log.scan(REPORTS, await lately(log)):
+            pass
+
+    async def read() -> Figures:
+        log = await log_of_groups(1_000)
+        store_records(log, REPORTS, [REPORT] * size)
+        return {"readers, trainer": await cpu_s(partial(trainer, log))}
+
+    return asyncio.run(read())
+
+
+def collect(size: int) -> Figures:
+    """A partition of waiting answers that a worker with an empty folder takes over."""
+
+    async def taken_over(folder: Path) -> Figures:
+        log, random = Log(MemoryBus(), "bench", store=DirectoryStore(folder / "store")), np.random.default_rng(0)
+        await log.create_topics(partitions=1, keep_ms=30 * DAY_MS)
+        groups = [request_group(session_name("bench", f"s{number}"), 1, number) for number in range(size)]
+        await log.publish_all(VERIFIED, (waiting_answer(group, random) for group in groups))
+        records = [record async for chunk in log.chunks(VERIFIED) for record in chunk]
+        first, second = (collector_of(log, folder / name) for name in ("first", "second"))
+        await first.recover(0, lambda: False)
+        for at in range(0, size, 64):
+            await first.take(records[at : at + 64])
+        stored = await cpu_s(first.snapshot)
+        first.close()
+        took = await cpu_s(partial(second.recover, size, lambda: False))
+        assert second.num_open() == size
+        second.close()
+        return {"collect, taken over": took, "collect, state stored": stored}
+
+    with tempfile.TemporaryDirectory() as name:
+        return asyncio.run(taken_over(Path(name)))
+
+
+def collector_of(log: Log, folder: Path) -> Collector:
+    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
+    rules = Rules(deadline_ms=300_000, keep_ms=30 * DAY_MS, sources=sources)
+    return Collector(log, Metrics("process"), 0, CollectSettings(folder, rules, build_collect(TRAFFIC)))
+
+
+def ledger(size: int) -> Figures:
+    """Audit, and trace with its index built from nothing, over records that are made as they are read."""
+    whole = STEP_ITEMS * STEPS_PER_VERSION
+    count = max(whole, size // whole * whole)
+
+    async def audited() -> Figures:
+        bus = MadeBus(count)
+        spent = await cpu_s(partial(audit, Log(bus, APP), APP)) - bus.made_cpu_s
+        bus = MadeBus(count)
+        log = Log(bus, APP)
+        with tempfile.TemporaryDirectory() as folder:
+            index = LogIndex(Path(folder) / "trace.sqlite", run=APP, policy="main")
+            built = await cpu_s(partial(index.refresh, log)) - bus.made_cpu_s
+            asked = await cpu_s(partial(trace_answer, log, index, name_of(count // 2)))
+            index.close()
+        return {"audit": spent, "trace, index": built, "trace, a question": asked}
+
+    return asyncio.run(audited())
+
+
+def buffer(size: int) -> Figures:
+    """Lone answers drawn by priority and evenly."""
+    held = Buffer({"live": USES})
+    one = make_experience(
+        tokens=range(1, 141), logprobs=[-0.5] * 100, messages=(Message("user", "How far?"), Message("assistant", "240 km")),
+        id=experience_id("live.0", 0, 0), group="live.0", episode=0, group_size=1, lane="live", spans=(Span(40, 140, 3),),
+    )  # fmt: skip
+    frame, priorities = encode(Block((one,))), np.random.default_rng(0).random(size).tolist()
+    begin_s = time.process_time()
+    for at, priority in enumerate(priorities):
+        made = msgspec.structs.replace(
+            one, group=f"live-{at}.0", priority=priority, tenant=f"t{at % 20}", subject=f"u{at % 1000}"
+        )
+        assert held.add(at, frame, Block((made,))) == ""
+    figures = {"buffer, filled": time.process_time() - begin_s}
+    for name in ("priority", "spread"):
+        lane = LaneConfig(draw=name, max_uses=USES)  # type: ignore[arg-type]
+        begin_s = time.process_time()
+        drawn_from(held.drawable("live"), lane, num_experiences=min(1000, size), seed=0)
+        figures[f"buffer, draw by {name}"] = time.process_time() - begin_s
+    return figures
+
+
+def uses(size: int) -> Figures:
+    counted = Uses()
+    begin_s = time.process_time()
+    for number in range(size):
+        counted.add(use_key(f"t{number}.0", 0, "live"), number)
+    figures = {"uses, counted": time.process_time() - begin_s}
+    begin_s = time.process_time()
+    assert counted.forget_below(size, ()) == size
+    return figures | {"uses, forgotten": time.process_time() - begin_s}
+
+
+WORKS: dict[str, Callable[[int], Figures]] = {
+    "master": master, "readers": readers, "collect": collect, "ledger": ledger, "buffer": buffer, "uses": uses
+}  # fmt: skip
