@@ -1,62 +1,77 @@
-"""Where the records about a group lie: an index of the log in one SQLite file, brought up to date before each question.
+"""The index of the log: one SQLite file beside the run, in which `trace` finds records and the console searches answers.
 
-Guarantees: the file is a cache of the log and of nothing else; a log that begins anew makes it begin anew; only journal
-records that count are in it (see `trainer.journal.journal.effective`). The first question of a long log reads all of it, the
-next ones what has come since; `infra.ledger.following` keeps it up beside a run, so that none has much to read. Several
-processes may share a file: one reads the log, the others wait for it. What retention took from the log leaves the index.
-Who reads the log for another index hands the records on (`LogIndex.offer`), so that they are read once for both.
+    log ─> one writer (`headrace trace --keep-up`) ─> state/index.sqlite ─> trace, forget, console
+
+Guarantees: the file is a cache of the log and of nothing else, and may be removed at any time; a log that begins anew makes it
+begin anew; only journal records that count are in it (`schemas.journal.Effective`); what retention took from the log leaves it,
+and every table has a bound (`bounds`). One process writes at a time, by a lock that the kernel releases for a process that
+dies; any number read. The tables of the console are folded only where a console asked for them.
 """
 
 import asyncio
+import contextlib
 import fcntl
+import logging
 import math
 import sqlite3
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from infra.ledger.rows import KEYED, given_up_in, is_opened, keys_of, number, places_of
+from infra.ledger.index_fold import ENDED, KEYED, SCHEMA, TIME_BITS, Folder, is_opened, number
+from infra.log.blobs import is_claim
 from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log
-from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
-from schemas.ids import group_of, partition_key
+from schemas import Block, Control, decode, topics
+from schemas.errors import BadFrame, HeadraceError
+from schemas.ids import partition_key
 from schemas.topics import Topic
 
-Places = Mapping[int, int]
-"""Partition → offset."""
-
-LAYOUT = 7
-INDEXED = (*KEYED, topics.BATCHES, topics.POLICIES)
-MAX_RECORDS = 5000
-PRUNED_AT = 100_000  # records that retention took from a partition: looking for their rows means looking at all
-LOCK_AGAIN_S = 0.1
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS reads (topic TEXT, part INTEGER, next INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS kept (topic TEXT, part INTEGER, first INTEGER, PRIMARY KEY (topic, part)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
-CREATE TABLE IF NOT EXISTS sealed (key TEXT, grp INTEGER, session TEXT, PRIMARY KEY (key, grp)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
-CREATE TABLE IF NOT EXISTS trained (grp INTEGER, step INTEGER);
-CREATE TABLE IF NOT EXISTS undone (first INTEGER, last INTEGER, reason TEXT);
-CREATE TABLE IF NOT EXISTS fence (token INTEGER);
-CREATE TABLE IF NOT EXISTS policies (offset INTEGER PRIMARY KEY, version INTEGER, step INTEGER, time_ms INTEGER, event TEXT);
-"""
+FILE = "index.sqlite"
+LAYOUT = 1
+# In this order a record is read after those that it is about.
+PAGED = (
+    topics.EXPERTS, topics.EXPERIENCES, topics.VERIFIED, topics.EVALS, topics.BUFFER, topics.PROGRESS, topics.REPORTS,
+    topics.BATCHES, topics.POLICIES, topics.DEAD_LETTERS,
+)  # fmt: skip
+INDEXED = tuple(topic for topic in PAGED if topic in KEYED or topic in (topics.BATCHES, topics.POLICIES))
+MAX_RECORDS = 2000
+PRUNED_AT = 100_000  # records that retention took from a partition: to look for their rows is to look at all
+PRUNED_ANSWERS = 20_000  # at once
+AGAIN_S = 0.1
+EVERY_S = 3.0
 # Made behind the first read: millions of rows are sorted once in seconds, while each put in its place costs a page.
 ORDER = """
 CREATE INDEX IF NOT EXISTS places_by_group ON places (grp);
 CREATE INDEX IF NOT EXISTS trained_by_group ON trained (grp);
 """
+LOGGED = ("places", "sealed", "steps", "trained", "undone", "policies")
+TIMED = ("answers", "scores", "uses", "texts", "words", "fates", "letters", "marks", "tasks")
+# The column that numbers the rows of a table, and how many of the newest numbers stay.
+NEWEST: Mapping[str, tuple[str, int]] = {
+    "letters": ("n", 50_000),
+    "marks": ("n", 50_000),
+    "orders": ("n", 50_000),
+    "policies": ("version", 50_000),
+    "curves": ("version", 50_000),
+    "evals": ("version", 50_000),
+}
+MAX_TASKS = 200_000
+
+Bounds = Mapping[Topic, tuple[Mapping[int, int], Mapping[int, int]]]
+"""Topic → where each partition begins, and where it ends."""
+
+logger = logging.getLogger(__name__)
 
 
 class IndexPlace(msgspec.Struct, frozen=True, order=True):
-    """Where one record lies and when the broker stored it. topic: without the app.
-
-    partition: index. offset: in the partition. time_ms: when the broker stored it.
+    """Where one record lies. topic: without the app. partition: index. offset: in the partition. time_ms: when the broker
+    stored it.
 
     Example: IndexPlace(topic="verified", partition=3, offset=981, time_ms=1763715600000)
     """
@@ -68,9 +83,8 @@ class IndexPlace(msgspec.Struct, frozen=True, order=True):
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """A journaled step. undone: why it changed nothing in the end, "" if it did.
-
-    step: of the optimizer. offset: of its record in `batches`. time_ms: when the broker stored that.
+    """A journaled step. step: of the optimizer. offset: of its record in `batches`. time_ms: when the broker stored it.
+    undone: why it changed nothing in the end, "" if it did.
 
     Example: TrainedStep(step=40, offset=57, time_ms=1763715600000)
     """
@@ -82,29 +96,85 @@ class TrainedStep(msgspec.Struct, frozen=True):
 
 
 class LogIndex:
-    """One open index file. Not safe for concurrent use."""
+    """One open index file. Not safe for concurrent use.
 
-    def __init__(self, path: Path, *, run: str, policy: str, prune_at: int = PRUNED_AT) -> None:
-        """prune_at: records that retention took from a partition before their rows go."""
+    run, policy: whose journal and whose versions it has. pages: fold the tables of the console, too, in this file from now on.
+    keep_ms: answers that are older than the newest by more are removed. prune_at: records that retention took from a partition
+    before their rows are removed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run: str,
+        policy: str,
+        pages: bool = False,
+        keep_ms: float = math.inf,
+        prune_at: int = PRUNED_AT,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._run = run
-        self._policy = policy
-        self._prune_at = prune_at
+        self.path = path
+        self._run, self._policy, self._keep_ms, self._prune_at = run, policy, keep_ms, prune_at
+        self._wants_pages = pages
+        self._writing = threading.Lock()  # a thread may go on after its caller was cancelled
         self._lock = path.with_suffix(".lock").open("w", encoding="ascii")
-        self._database = sqlite3.connect(path, timeout=60.0)
-        # NORMAL may lose the last reads with the machine, never the file: the log has them.
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        (layout,) = self._database.execute("PRAGMA user_version").fetchone()
-        if layout != LAYOUT:
-            self._drop()
-            self._database.executescript(SCHEMA)
-            self._database.execute(f"PRAGMA user_version = {LAYOUT}")
+        self._is_writer = False
+        self._folder: Folder | None = None
+        self._is_trimmed = False
+        self._open()
 
     def close(self) -> None:
-        """Close the file."""
-        self._database.close()
+        """Close the file, once no thread writes, and let another process write it."""
+        with self._writing:
+            self.database.close()
         self._lock.close()
+
+    def _open(self) -> None:
+        self.database = sqlite3.connect(self.path, timeout=60.0, check_same_thread=False)
+        self.database.execute("PRAGMA journal_mode = WAL")
+        self.database.execute("PRAGMA synchronous = OFF")  # what the machine loses of a cache of the log is read again
+        self.database.execute("PRAGMA cache_size = -32000")
+        self.database.execute(ENDED)
+        self._inode = inode(self.path)
+        is_writer = self._is_writer
+        if self.database.execute("PRAGMA user_version").fetchone() != (LAYOUT,) and self._claim():
+            self._begin_anew()
+            if not is_writer:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+                self._is_writer = False
+        if self._wants_pages:  # said in the file: another process may write it
+            with contextlib.suppress(sqlite3.OperationalError), self.database:
+                self.database.execute("INSERT OR IGNORE INTO meta VALUES ('pages wanted', 1)")
+
+    def _claim(self) -> bool:
+        """Become the writer if no process is."""
+        if not self._is_writer:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._is_writer = True
+        return self._is_writer
+
+    def _begin_anew(self) -> None:
+        """Forget everything, at once: a reader meanwhile finds all as it was, or nothing yet."""
+        found: list[tuple[str, str]] = self.database.execute(
+            "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' AND name NOT LIKE 'words_%' AND type = 'table'"
+        ).fetchall()
+        drops = "".join(f"DROP {kind} IF EXISTS {name};\n" for kind, name in found)
+        pages = "INSERT INTO meta VALUES ('pages wanted', 1), ('pages', 1);" if self._wants_pages else ""
+        self.database.executescript(f"BEGIN IMMEDIATE;\n{drops}{SCHEMA}{pages}PRAGMA user_version = {LAYOUT};\nCOMMIT;")
+        self._folder = None
+
+    def note(self, name: str) -> object:
+        """One of the facts about the file: `fault`, `pages`, `whole` (the log was read to its end once); None for none."""
+        row = self.database.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def set_note(self, name: str, value: object) -> None:
+        """Set one of these facts, where this process writes."""
+        if self._is_writer:
+            with self.database:
+                self.database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     async def refresh(
         self,
@@ -112,79 +182,150 @@ class LogIndex:
         on_read: Callable[[str, int], None] = lambda topic, left: None,
         follower: Follower | None = None,
         wait_s: float = math.inf,
-    ) -> None:
-        """Read what has come since the last time. on_read: called with a topic and how many of its records are left.
+    ) -> bool:
+        """Read what has come since the last time, and stay the file's writer until it is closed. Where another process is the
+        writer, wait until that has read as far. Returns whether the index has all that the log has now.
 
-        follower: over INDEXED, of a caller that comes back every few seconds. wait_s: for another process that reads the log
-        into the file meanwhile; after it this call reads nothing.
+        on_read: called with a topic and how many of its records are left. follower: over PAGED, of a caller that comes back
+        every few seconds. wait_s: for another process.
         """
-        async with self._alone(wait_s) as is_alone:
-            if not is_alone:
-                return
-            ends = {
-                (topic.name, at.index): end
-                for topic in INDEXED
-                for at, end in (await log.bus.end_offsets(log.name(topic))).items()
-            }
-            if self.is_of_another_log(ends):
-                self._drop()
-                self._database.executescript(SCHEMA)
-            for topic in INDEXED:
-                await self._read(log, topic, on_read, follower)
-            self._database.executescript(ORDER)
+        until_s = time.monotonic() + wait_s
+        ends: Bounds = {}
+        while not self._claim():
+            if time.monotonic() >= until_s:
+                return False
+            ends = ends or await bounds_now(log, self._topics())
+            if not any(left_of(ends, reads_of(self.database)).values()):
+                return True
+            await asyncio.sleep(AGAIN_S)
+        await self._in_thread(self._check_file)
+        bounds = await bounds_now(log, self._topics())
+        await self._in_thread(self._check_log, bounds)
+        for topic in self._topics():
+            await self._read(log, topic, bounds[topic], on_read, follower)
+        await self._in_thread(self._finish)
+        return True
 
-    def reads(self) -> dict[tuple[str, int], int]:
-        """How far each partition was read, by topic without the app, and index."""
-        rows = self._database.execute("SELECT topic, part, next FROM reads").fetchall()
-        return {(topic, part): following for topic, part, following in rows}
+    def _topics(self) -> tuple[Topic, ...]:
+        return PAGED if self.note("pages wanted") else INDEXED
 
-    def is_of_another_log(self, ends: Mapping[tuple[str, int], int]) -> bool:
-        """Whether a partition was read further than it goes. ends: by topic without the app, and index."""
-        return any(ends.get(at, 0) < following for at, following in self.reads().items())
+    async def _in_thread(self, work: Callable[..., None], *values: object) -> None:
+        def turn() -> None:
+            with self._writing:
+                work(*values)
 
-    async def resume(self, begins: Mapping[Topic, Mapping[int, int]]) -> dict[tuple[str, int], int]:
-        """Where `offer` goes on: `reads`, with what retention took passed over. begins: of each partition, by topic."""
-        async with self._alone(0.0) as is_alone:
-            known = self.reads()
-            if is_alone:
-                for topic, firsts in begins.items():
-                    self._prune(topic, firsts)
-                    passed = {part: at for part, at in firsts.items() if known.get((topic.name, part), 0) < at}
-                    self._store(topic, [], [], passed)
-                    known |= {(topic.name, part): at for part, at in passed.items()}
-        return known
+        await asyncio.to_thread(turn)
 
-    async def offer(
-        self, topic: Topic, records: Sequence[Record], values: Sequence[object], before: Places, behind: Places
+    def _check_file(self) -> None:
+        """The file that is written is the one that lies there, of this layout, with the pages that are wanted."""
+        if inode(self.path) != self._inode:
+            logger.warning("index_gone path=%s: it is made again from the log", self.path)
+            self.database.close()
+            self._open()
+        (layout,) = self.database.execute("PRAGMA user_version").fetchone()
+        if layout == LAYOUT:
+            self._wants_pages |= bool(self.note("pages wanted"))
+        if layout != LAYOUT or (self._wants_pages and not self.note("pages")):
+            self._begin_anew()
+
+    def _check_log(self, bounds: Bounds) -> None:
+        """The log is the one that was read; what it lost at its beginning is passed over, and its rows go."""
+        reads = reads_of(self.database)
+        if any(
+            ends.get(part, 0) < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part in ends
+        ):
+            self._begin_anew()
+        for topic, (begins, _) in bounds.items():
+            known = dict(
+                self.database.execute("SELECT part, pruned FROM reads WHERE topic = ?", (topic.name,)).fetchall()
+            )
+            for part, begin in begins.items():
+                if begin - known.get(part, 0) >= self._prune_at:
+                    self._prune(topic, part, begin)
+
+    async def _read(
+        self,
+        log: Log,
+        topic: Topic,
+        bounds: tuple[Mapping[int, int], Mapping[int, int]],
+        on_read: Callable[[str, int], None],
+        follower: Follower | None,
     ) -> None:
-        """Take what is new here of records that were read for another index; nothing while another process reads the log
-        into this one. values: what they hold. before, behind: the caller's reading of each partition was there before these
-        records, and goes on there. A partition that is not read up to the first is left out: nothing is skipped.
-        """
-        async with self._alone(0.0) as is_alone:
-            if not is_alone:
-                return
-            known = self.reads()
-            places = {part: known.get((topic.name, part), 0) for part in behind}
-            taken = {part: behind[part] for part, at in places.items() if before[part] <= at < behind[part]}
-            fresh = [
-                (one, value)
-                for one, value in zip(records, values, strict=True)
-                if one.partition in taken and one.offset >= places[one.partition]
-            ]
-            if taken:
-                self._store(topic, [one for one, _ in fresh], [value for _, value in fresh], taken)
+        begins, ends = bounds
+        reads = reads_of(self.database)
+        following = {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
+        behind = {part: end for part, end in ends.items() if following[part] < end}
+        if not behind:
+            return
+        read = log.chunks if follower is None else follower.chunks
+        async with aclosing(read(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
+            async for records in chunks:
+                following |= {record.partition: record.offset + 1 for record in records}
+                claims = [(await log.decoded(at)).value if is_claim(at.value) else None for at in records]
+                await self._in_thread(self._store, topic, records, claims, following)
+                on_read(topic.name, sum(end - following[part] for part, end in behind.items()))
+        # Compaction may have taken the last records.
+        await self._in_thread(self._store, topic, (), (), following | behind)
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether a log was read to its end once: before, to look for a group would be to look at every row."""
-        return (
-            self._database.execute("SELECT 1 FROM sqlite_master WHERE name = 'places_by_group'").fetchone() is not None
-        )
+    def _store(
+        self,
+        topic: Topic,
+        records: Sequence[Record],
+        claims: Sequence[Control | Block | None],
+        following: Mapping[int, int],
+    ) -> None:
+        """Everything of one read and how far it got, in one transaction."""
+        pages = bool(self.note("pages"))
+        values = [
+            claim or (_held(record) if pages or is_opened(topic, record) else None)
+            for record, claim in zip(records, claims, strict=True)
+        ]
+        try:
+            with self.database:
+                if self._folder is None:
+                    self._folder = Folder(self.database, run=self._run, policy=self._policy, pages=pages)
+                self._folder.fold(topic, records, values)
+                self.database.executemany(
+                    "INSERT INTO reads (topic, part, next) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET next = excluded.next",
+                    [(topic.name, part, offset) for part, offset in following.items()],
+                )
+        except BaseException:
+            self._folder = None  # what it remembers of the journal was not stored
+            raise
+        self._is_trimmed = False
+
+    def _prune(self, topic: Topic, part: int, begin: int) -> None:
+        """Remove rows of records that retention took."""
+        with self.database as database:
+            if topic in KEYED:
+                database.execute(
+                    "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, part, begin)
+                )
+            elif topic is topics.BATCHES:
+                database.execute(
+                    "DELETE FROM trained WHERE step IN (SELECT step FROM steps WHERE offset < ?)", (begin,)
+                )
+                database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
+                database.execute("DELETE FROM undone WHERE last < (SELECT min(step) FROM steps)")
+            database.execute(
+                "INSERT INTO reads VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET pruned = excluded.pruned",
+                (topic.name, part, begin, begin),
+            )
+
+    def _finish(self) -> None:
+        """Behind a read: order what was read first, and remove rows beyond their bounds."""
+        if self.note("whole") is None:
+            self.database.executescript(ORDER)
+            self.set_note("whole", 1)
+        if not self._is_trimmed:
+            (newest,) = self.database.execute("SELECT max(n) FROM answers").fetchone()
+            before_ms = max(0.0, ((newest or 0) >> TIME_BITS) - self._keep_ms)
+            trim(self.database, int(before_ms))
+            self._is_trimmed = True
 
     def places(self, group: str) -> list[IndexPlace]:
         """Records that may be about a group, by topic and offset: its own, and those that only name its session."""
-        rows = self._database.execute(
+        rows = self.database.execute(
             "SELECT topic, part, offset, time_ms FROM places WHERE grp IN (?, ?)",
             (number(group), number(partition_key(group))),
         )
@@ -192,188 +333,162 @@ class LogIndex:
 
     def steps(self, group: str) -> list[TrainedStep]:
         """Steps whose batch held a member of the group, ascending."""
-        rows = self._database.execute(
-            "SELECT DISTINCT steps.step, offset, time_ms FROM trained JOIN steps ON trained.step = steps.step"
-            " WHERE grp = ? ORDER BY steps.step",
-            (number(group),),
-        )
-        return [self._trained(row) for row in rows.fetchall()]
+        return self._steps("step IN (SELECT step FROM trained WHERE grp = ?)", number(group))
 
     def steps_under(self, key_ids: Iterable[str]) -> list[TrainedStep]:
         """Steps whose batch held anything sealed under one of these keys, ascending."""
-        found: dict[int, TrainedStep] = {}
-        for key_id in key_ids:
-            rows = self._database.execute(
-                "SELECT DISTINCT steps.step, offset, time_ms FROM sealed JOIN trained ON trained.grp = sealed.grp"
-                " JOIN steps ON trained.step = steps.step WHERE key = ?",
-                (key_id,),
-            )
-            found |= {row[0]: self._trained(row) for row in rows.fetchall()}
+        under = "step IN (SELECT step FROM sealed JOIN trained ON trained.grp = sealed.grp WHERE key = ?)"
+        found = {step.step: step for key_id in key_ids for step in self._steps(under, key_id)}
         return [found[step] for step in sorted(found)]
-
-    def num_groups_under(self, key_ids: Iterable[str]) -> int:
-        """Groups sealed under these keys, those made from others included."""
-        counts = [
-            self._database.execute("SELECT count(*) FROM sealed WHERE key = ?", (key_id,)).fetchone()[0]
-            for key_id in key_ids
-        ]
-        return sum(counts)
-
-    def sessions_under(self, key_ids: Iterable[str]) -> list[str]:
-        """Sessions with an answer sealed under one of these keys."""
-        found: set[str] = set()
-        for key_id in key_ids:
-            rows = self._database.execute("SELECT DISTINCT session FROM sealed WHERE key = ?", (key_id,)).fetchall()
-            found |= {session for (session,) in rows if session}
-        return sorted(found)
 
     def steps_between(self, first: int, last: int) -> list[TrainedStep]:
         """Journaled steps first to last, inclusive."""
-        rows = self._database.execute(
-            "SELECT step, offset, time_ms FROM steps WHERE step BETWEEN ? AND ? ORDER BY step", (first, last)
+        return self._steps("step BETWEEN ? AND ?", first, last)
+
+    def _steps(self, where: str, *values: object) -> list[TrainedStep]:
+        reason = "SELECT reason FROM undone WHERE steps.step BETWEEN first AND last LIMIT 1"
+        rows = self.database.execute(
+            f"SELECT step, offset, time_ms, coalesce(({reason}), '') FROM steps WHERE {where} ORDER BY step", values
         )
-        return [self._trained(row) for row in rows.fetchall()]
+        return [TrainedStep(*row) for row in rows]
+
+    def num_groups_under(self, key_ids: Iterable[str]) -> int:
+        """Groups sealed under these keys, those made from others included."""
+        count = "SELECT count(*) FROM sealed WHERE key = ?"
+        return sum(self.database.execute(count, (key_id,)).fetchone()[0] for key_id in key_ids)
+
+    def sessions_under(self, key_ids: Iterable[str]) -> list[str]:
+        """Sessions with an answer sealed under one of these keys."""
+        named = "SELECT DISTINCT session FROM sealed WHERE key = ? AND session != ''"
+        return sorted({session for key_id in key_ids for (session,) in self.database.execute(named, (key_id,))})
 
     def policy_offsets(self, version: int) -> list[int]:
-        """Offsets in `policies` of what was said about a version."""
-        rows = self._database.execute("SELECT offset FROM policies WHERE version = ? ORDER BY offset", (version,))
+        """Offsets in `policies` of the events of a version."""
+        rows = self.database.execute("SELECT offset FROM policies WHERE version = ? ORDER BY offset", (version,))
         return [offset for (offset,) in rows]
 
     def first_version_after(self, step: int) -> int | None:
-        """The first published version that holds what a step learned."""
-        (version,) = self._database.execute(
-            "SELECT min(version) FROM policies WHERE event = 'published' AND step >= ?", (step,)
-        ).fetchone()
+        """The first published version that holds what a step learned; None for none."""
+        asked = "SELECT min(version) FROM policies WHERE event = 'published' AND step >= ?"
+        (version,) = self.database.execute(asked, (step,)).fetchone()
         return None if version is None else int(version)
 
     def newest_version(self) -> int:
-        """Of all published, -1 for none."""
-        row = self._database.execute("SELECT max(version) FROM policies WHERE event = 'published'").fetchone()
-        return -1 if row[0] is None else int(row[0])
+        """The newest published version, -1 for none."""
+        asked = "SELECT coalesce(max(version), -1) FROM policies WHERE event = 'published'"
+        return int(self.database.execute(asked).fetchone()[0])
 
-    def _trained(self, row: tuple[int, int, int]) -> TrainedStep:
-        step, offset, time_ms = row
-        found = self._database.execute(
-            "SELECT reason FROM undone WHERE ? BETWEEN first AND last LIMIT 1", (step,)
-        ).fetchone()
-        return TrainedStep(step=step, offset=offset, time_ms=time_ms, undone=found[0] if found else "")
 
-    @asynccontextmanager
-    async def _alone(self, wait_s: float) -> AsyncIterator[bool]:
-        """No other process reads the log into this file meanwhile; the kernel lets go for one that dies. False: one does."""
-        until_s = time.monotonic() + wait_s
-        while True:
+async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *, every_s: float = EVERY_S) -> None:
+    """Keep an index up until `stop`, or until cancelled: read what has come every few seconds, while no other process does. A
+    log that is away is waited for, and the file says so (`fault`).
+    """
+    follower = Follower(log, PAGED)
+    stop = stop or asyncio.Event()
+    try:
+        while not stop.is_set():
+            fault = ""
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until_s:
-                    yield False
-                    return
-                await asyncio.sleep(LOCK_AGAIN_S)
-        try:
-            yield True
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+                await index.refresh(log, follower=follower, wait_s=0.0)
+            except (HeadraceError, sqlite3.Error, OSError) as error:
+                fault = f"{type(error).__name__}: {error}"
+                logger.warning("index_behind error=%s", error)
+            with contextlib.suppress(sqlite3.Error):
+                if fault != (index.note("fault") or ""):
+                    index.set_note("fault", fault)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await stop.wait()
+    finally:
+        await follower.close()
 
-    async def _read(
-        self, log: Log, topic: Topic, on_read: Callable[[str, int], None], follower: Follower | None
-    ) -> None:
-        read = log.chunks if follower is None else follower.chunks
-        begins, ends = await log.bounds(topic)
-        known = {
-            partition: following
-            for partition, following in self._database.execute(
-                "SELECT part, next FROM reads WHERE topic = ?", (topic.name,)
-            )
-        }
-        self._prune(topic, begins)
-        following = {index: max(begin, known.get(index, 0)) for index, begin in begins.items()}
-        behind = {index: end for index, end in ends.items() if following[index] < end}
-        if not behind:
-            return
-        async with aclosing(read(topic, following, behind, max_records=MAX_RECORDS)) as chunks:
-            async for records in chunks:
-                following |= {record.partition: record.offset + 1 for record in records}
-                values = [log.decode(one).value if is_opened(topic, one) else None for one in records]
-                self._store(topic, records, values, following)
-                on_read(topic.name, sum(end - following[index] for index, end in behind.items()))
-        self._store(topic, [], [], following | behind)  # compaction may have taken the last records
 
-    def _store(
-        self, topic: Topic, records: Sequence[Record], values: Sequence[object], following: Mapping[int, int]
-    ) -> None:
-        """Everything of one read and how far it got, in one transaction. values: what the records hold."""
-        with self._database:
-            if topic in KEYED:
-                self._database.executemany("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records))
-                self._database.executemany(
-                    "INSERT INTO places VALUES (?, ?, ?, ?, ?)", given_up_in(topic, records, values)
-                )
-                self._database.executemany("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", keys_of(records))
-            else:
-                for record, value in zip(records, values, strict=True):
-                    self._control(record, value)
-            self._database.executemany(
-                "INSERT OR REPLACE INTO reads VALUES (?, ?, ?)",
-                [(topic.name, partition, offset) for partition, offset in following.items()],
-            )
+async def bounds_now(log: Log, chosen: Iterable[Topic]) -> Bounds:
+    """Where topics begin and end. Asked downstream first, so that what a record is about lies before the end of its topic."""
+    found = {topic: await log.bounds(topic) for topic in reversed(tuple(chosen))}
+    return dict(reversed(found.items()))
 
-    def _prune(self, topic: Topic, begins: Mapping[int, int]) -> None:
-        """Forget where records lay that retention has taken, many at once."""
-        kept = self._database.execute("SELECT part, first FROM kept WHERE topic = ?", (topic.name,))
-        known: dict[int, int] = dict(kept.fetchall())
-        for partition, begin in begins.items():
-            if begin - known.get(partition, 0) >= self._prune_at:
-                with self._database:
-                    self._forget(topic, partition, begin)
-                    self._database.execute(
-                        "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", (topic.name, partition, begin)
-                    )
 
-    def _forget(self, topic: Topic, partition: int, begin: int) -> None:
-        if topic in KEYED:
-            self._database.execute(
-                "DELETE FROM places WHERE topic = ? AND part = ? AND offset < ?", (topic.name, partition, begin)
-            )
-        elif topic is topics.BATCHES:
-            gone = "SELECT step FROM steps WHERE offset < ?"
-            self._database.execute(f"DELETE FROM trained WHERE step IN ({gone})", (begin,))
-            self._database.execute("DELETE FROM steps WHERE offset < ?", (begin,))
+def reads_of(database: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    """How far each partition was read, by topic without the app, and index."""
+    return {(topic, part): at for topic, part, at in database.execute("SELECT topic, part, next FROM reads")}
 
-    def _control(self, record: Record, value: object) -> None:
-        match value:
-            case PolicyEvent(policy=self._policy):
-                self._database.execute(
-                    "INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)",
-                    (record.offset, value.version, value.step, record.timestamp_ms, value.event),
-                )
-            case Fence(run=self._run):
-                self._database.execute("INSERT INTO fence VALUES (?)", (value.token,))
-            case Batch(run=self._run) if not self._is_fenced(value.token):
-                row = (value.step, value.token, record.offset, record.timestamp_ms)
-                if self._database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
-                    groups = {number(group_of(item.id)) for item in value.items}
-                    self._database.executemany(
-                        "INSERT INTO trained VALUES (?, ?)", [(group, value.step) for group in groups]
-                    )
-            case Skip(run=self._run) if not self._is_fenced(value.token):
-                self._undone(value.step, value.step, f"step skipped: {value.reason}")
-            case Rollback(run=self._run) if not self._is_fenced(value.token):
-                self._undone(value.from_step, value.to_step, f"rolled back: {value.reason}")
 
-    def _undone(self, first: int, last: int, reason: str) -> None:
-        self._database.execute("INSERT INTO undone VALUES (?, ?, ?)", (first, last, reason))
+def left_of(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    """How many records of each topic are still to be read."""
+    return {
+        topic.name: sum(max(0, end - max(begins[part], reads.get((topic.name, part), 0))) for part, end in ends.items())
+        for topic, (begins, ends) in bounds.items()
+    }
 
-    def _is_fenced(self, token: int) -> bool:
-        (highest,) = self._database.execute("SELECT max(token) FROM fence").fetchone()
-        if highest is None:  # the beginning was trimmed: see `schemas.journal.Effective`
-            self._database.execute("INSERT INTO fence VALUES (?)", (token,))
-        return highest is not None and token < highest
 
-    def _drop(self) -> None:
-        tables: list[tuple[Any]] = self._database.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table'"
-        ).fetchall()
-        for (table,) in tables:
-            self._database.execute(f"DROP TABLE {table}")
+def inode(path: Path) -> int:
+    """Which file lies there; 0 for none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection to an index that only reads. Raises sqlite3.Error where there is none."""
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    database.execute("PRAGMA cache_size = -8000")
+    return database
+
+
+def trim(database: sqlite3.Connection, before_ms: int, at_most: int = PRUNED_ANSWERS) -> None:
+    """Remove rows beyond their bounds. before_ms: time of the oldest record that the log keeps. at_most: answers at once."""
+    with database:
+        old = f"IN (SELECT n FROM answers WHERE n < {before_ms << TIME_BITS} ORDER BY n LIMIT {at_most})"
+        database.execute(
+            f"INSERT INTO words (words, rowid, asked, answered) SELECT 'delete', n, asked, answered FROM texts WHERE n {old}"
+        )
+        database.execute(f"DELETE FROM scores WHERE n {old} AND name IN (SELECT DISTINCT name FROM scores)")
+        for table in ("texts", "uses", "answers"):
+            database.execute(f"DELETE FROM {table} WHERE n {old}")
+        database.execute("DELETE FROM fates WHERE minute < ?", (before_ms // 60_000,))
+        for table in ("letters", "marks", "tasks"):
+            database.execute(f"DELETE FROM {table} WHERE time_ms < ?", (before_ms,))
+        for table, (column, most) in NEWEST.items():
+            newest = f"(SELECT max({column}) FROM {table}) - {most}"
+            if table == "letters":  # their numbers have gaps
+                newest = f"(SELECT n FROM letters ORDER BY n DESC LIMIT 1 OFFSET {most})"
+            database.execute(f"DELETE FROM {table} WHERE {column} <= {newest}")
+        database.execute(
+            "DELETE FROM tasks WHERE task IN (SELECT task FROM tasks ORDER BY time_ms"
+            f" LIMIT max(0, (SELECT count(*) FROM tasks) - {MAX_TASKS}))"
+        )
+
+
+def bounds(replay: str) -> dict[str, str]:
+    """Each table with its bound, in words. replay: how long the log keeps.
+
+    >>> bounds("30d")["letters"]
+    '30d (keep.replay), at most the newest 50,000'
+    """
+    kept = dict.fromkeys(LOGGED, "what the topics keep") | {table: f"{replay} (keep.replay)" for table in TIMED}
+    for table, (column, most) in NEWEST.items():
+        what = f"the newest {most:,}" + ("" if column == "n" else f" {column}s")
+        kept[table] = f"{kept[table]}, at most {what}" if table in TIMED else what
+    kept["tasks"] += f", at most the newest {MAX_TASKS:,}"
+    return kept | {"meta": "a row for each fact", "reads": "a row for each partition"}
+
+
+def sizes(database: sqlite3.Connection) -> dict[str, int]:
+    """How many rows each table has. Texts are not counted, which would read them all: each unsealed answer has one."""
+    tables = bounds("").keys() - {"texts", "words"}
+    found = {table: int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]) for table in sorted(tables)}
+    (num_sealed,) = database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()
+    return found | dict.fromkeys(("texts", "words"), found["answers"] - num_sealed)
+
+
+def _held(record: Record) -> Control | Block | None:
+    """What a record holds, sealed sections shut; None where it does not decode. Raises UnknownMajor."""
+    if is_claim(record.value):
+        return None
+    try:
+        return decode(record.value)
+    except BadFrame:
+        return None

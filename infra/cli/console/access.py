@@ -1,49 +1,46 @@
-"""Who may look and who may act: keys of the app, a cookie for as long as the browser looks, and where a form may come from.
+"""Sign-in: who may look and who may act, by keys of the app and a signed session cookie.
 
-    a key (or the link the command prints) ─> POST /enter ─> cookie, signed by this process ─> asked of the keys at each request
+    a key (or the link that the command prints) ─> POST /enter ─> session cookie ─> the key book is asked at each request
 
-Guarantees: nothing is shown without a valid key, and a revoked key opens nothing RELOAD_S later. After signing out the cookie
-of the session opens nothing, whoever has it. Only a POST changes anything; it carries a token of its own session and comes
-from a page of this console. The link only lets people look.
-
-A session belongs to one console and one start of it, since each signs with a secret of its own: another console of the app, and
-the same one after a restart, ask for the key again. So ended sessions need not be written anywhere.
+Guarantees: nothing is shown without a valid key, and a revoked key opens nothing RELOAD_S later. After signing out, a copy of
+the cookie opens nothing. Only a POST changes anything; it carries a token of its own session and comes from a page of this
+console. The link only lets people look. A session belongs to one console and one start of it, since each start signs with a
+secret of its own.
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
 
 import msgspec
 
 from actors.gateway.access.keys import KeyBook, Refused, Scope
-from infra.cli.look.console_bounds import LIVES_S, MAX_ENDED
 from infra.store.store import Store
 from schemas.errors import StoreError
 
 RELOAD_S = 5.0
-LINK = "link"  # who looks through the link that the command prints
+LIVES_S = 12 * 3600  # of a session
+MAX_ENDED = 10_000  # sessions that were signed out of; the newest are remembered
+LINK = "link"  # the viewer who came by the link that the command prints
 LOOKS: frozenset[Scope] = frozenset({"look", "operate", "unseal"})
 
 _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """Who looks, and what they may do. name: as it is written in the log. session: random, of one sign-in; the token in
-    their forms is made from it. until_s: when the cookie expires, seconds of the epoch. scopes: of their key.
+    """A signed-in person. name: as it is written in the log. scopes: of their key. token: that every form of theirs carries.
 
-    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), session="4f…", until_s=1.8e9)
+    Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), token="4f…")
     """
 
     name: str
     scopes: tuple[Scope, ...]
-    session: str
-    until_s: float
+    token: str
 
     def may(self, scope: Scope) -> bool:
         """Whether the key has this scope. Each scope of the console includes look."""
@@ -54,31 +51,17 @@ class Forbidden(Exception):
     """The viewer may not do this, or the request does not come from a page of this console. The message says which."""
 
 
-class _Cookie(msgspec.Struct, frozen=True, array_like=True):
-    """What a cookie holds."""
-
-    key_id: str
-    until_s: float
-    session: str
-
-
 class ConsoleAccess:
-    """Sign-in and sessions of one console. link: a secret that lets its holder look, "" for none. clock: seconds of the epoch.
-    max_ended: how many ended sessions are remembered.
-    """
+    """Sign-in and sessions of one console. link: a secret that lets its holder look, "" for none. clock: seconds since 1970."""
 
-    def __init__(
-        self, store: Store, link: str = "", clock: Callable[[], float] = time.time, max_ended: int = MAX_ENDED
-    ) -> None:
+    def __init__(self, store: Store, link: str = "", clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._link = link
         self._clock = clock
         self._book = KeyBook()
         self._read_s = -math.inf
-        self._secret = secrets.token_bytes(32)
-        self._max_ended = max_ended
-        self._ended: dict[str, float] = {}  # session → when its cookie expires
         self._turn = asyncio.Lock()
+        self._ended: dict[str, None] = {}
 
     async def refresh(self) -> None:
         """Read the keys again if RELOAD_S have passed. Until that succeeds the known keys hold."""
@@ -93,8 +76,8 @@ class ConsoleAccess:
                 _log.warning("keys_not_read error=%s", error)
             self._read_s = self._clock()
 
-    def enter(self, presented: str) -> str:
-        """Return a cookie for a key of the console or for the link. Raises Refused, Forbidden."""
+    def enter(self, presented: str, session: MutableMapping[str, Any]) -> None:
+        """Begin a session for a key of the console or for the link. Raises Refused, Forbidden."""
         if self._link and hmac.compare_digest(presented.encode("utf-8", "replace"), self._link.encode()):
             key_id = LINK
         else:
@@ -102,57 +85,35 @@ class ConsoleAccess:
             if LOOKS.isdisjoint(key.scopes):
                 raise Forbidden(f"this key has {', '.join(key.scopes)}; the console needs look, operate or unseal")
             key_id = key.id
-        held = msgspec.json.encode(_Cookie(key_id, self._clock() + LIVES_S, secrets.token_hex(16)))
-        return f"{held.hex()}.{self._mac(held)}"
+        session.clear()
+        session.update(key=key_id, until=self._clock() + LIVES_S, token=secrets.token_hex(32))
 
-    def viewer(self, cookie: str) -> Viewer:
-        """The viewer of a cookie, with the scopes that their key has now. Raises Refused."""
-        text, _, mac = cookie.partition(".")
-        if not text:
+    def viewer(self, session: Mapping[str, Any]) -> Viewer:
+        """The viewer of a session, with the scopes that their key has now. Raises Refused."""
+        if not session:
             raise Refused("missing")
-        try:
-            body = bytes.fromhex(text)
-        except ValueError as error:
-            raise Refused("wrong") from error
-        if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
-            raise Refused("wrong")
-        held = msgspec.json.decode(body, type=_Cookie)
-        if held.until_s < self._clock() or held.session in self._ended:
+        token = session["token"]
+        if session["until"] < self._clock() or token in self._ended:
             raise Refused("expired")
-        if held.key_id == LINK:
-            return Viewer(LINK, ("look",), held.session, held.until_s)
-        key = self._book.live(held.key_id, self._clock())
-        return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, held.session, held.until_s)
+        if session["key"] == LINK:
+            return Viewer(LINK, ("look",), token)
+        key = self._book.live(session["key"], self._clock())
+        return Viewer(f"console:{key.tenant}/{key.id}", key.scopes, token)
 
-    def leave(self, viewer: Viewer) -> None:
-        """End a session: its cookie opens nothing more. Where more than `max_ended` would be remembered, every session ends."""
-        now_s = self._clock()
-        self._ended = {session: until_s for session, until_s in self._ended.items() if until_s >= now_s}
-        if len(self._ended) < self._max_ended:
-            self._ended[viewer.session] = viewer.until_s
-            return
-        _log.warning("sessions_ended count=%d", len(self._ended))
-        self._secret = secrets.token_bytes(32)
-        self._ended = {}
+    def leave(self, session: MutableMapping[str, Any]) -> None:
+        """End a session: its cookie, and every copy of it, opens nothing more."""
+        self._ended[session["token"]] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        session.clear()
 
-    @property
-    def num_ended(self) -> int:
-        """How many ended sessions are remembered."""
-        return len(self._ended)
 
-    def form_token(self, viewer: Viewer) -> str:
-        """The token that every form of this viewer carries."""
-        return self._mac(f"form {viewer.session}".encode())
-
-    def check_form(self, viewer: Viewer, scope: Scope, form: Mapping[str, str]) -> None:
-        """Check that the viewer has the scope and that the form is of their session. Raises Forbidden."""
-        if not viewer.may(scope):
-            raise Forbidden(f"this needs a key with the scope {scope}: headrace keys create --scope {scope}")
-        if not hmac.compare_digest(form.get("token", "").encode("utf-8", "replace"), self.form_token(viewer).encode()):
-            raise Forbidden("the form is of another session: open the page again")
-
-    def _mac(self, body: bytes) -> str:
-        return hmac.new(self._secret, body, hashlib.sha256).hexdigest()
+def check_form(viewer: Viewer, scope: Scope, form: Mapping[str, str]) -> None:
+    """Check that the viewer has the scope and that the form is of their session. Raises Forbidden."""
+    if not viewer.may(scope):
+        raise Forbidden(f"this needs a key with the scope {scope}: headrace keys create --scope {scope}")
+    if not hmac.compare_digest(form.get("token", "").encode("utf-8", "replace"), viewer.token.encode()):
+        raise Forbidden("the form is of another session: open the page again")
 
 
 def check_origin(headers: Mapping[str, str], own: str) -> None:

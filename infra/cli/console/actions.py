@@ -5,18 +5,21 @@ An action is refused before anything is written unless the viewer's key has its 
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
+from starlette.responses import RedirectResponse, Response
 
 from actors.gateway.access.keys import Scope
 from infra.cli.console.access import Viewer
-from infra.cli.console.reading import Reading
+from infra.cli.console.letters import opened_letter
+from infra.cli.console.pages import Console, answer_values, letter_name, letter_place, letter_values
 from infra.cli.govern.channel import check_move, versions_and_stable
 from infra.policies.channel import MASTERS
 from schemas import Directive, PolicyEvent, topics
-from schemas.errors import BadFrame, ConfigError
+from schemas.errors import BadFrame, ConfigError, Sealed
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 
 MOVES: Mapping[str, tuple[PolicyEventKind, Channel]] = {
@@ -27,22 +30,21 @@ MOVES: Mapping[str, tuple[PolicyEventKind, Channel]] = {
     "rollback": ("rolled_back", "stable"),
 }
 ORDERS: Mapping[str, DirectiveKind] = {"pause": "pause", "resume": "continue"}
-# Every action with the scope it takes; what is not here does not exist.
-SCOPES: Mapping[str, Scope] = {
-    **dict.fromkeys((*MOVES, *ORDERS, "redeliver", "reprocess"), "operate"),
-    **dict.fromkeys(("open", "open-letter"), "unseal"),
-}
 STAGES = ("tasks", "verify", "collect")
 MAX_WHY = 500
 REPROCESS_S = 600.0
 MAX_REPORT = 4 * 1024 * 1024
+
+Form = Mapping[str, str]
+Done = tuple[str, dict[str, Any]] | Response
+"""A template with its values, or another response."""
 
 
 class Refusal(Exception):
     """The action cannot be done. The message says why, for the page."""
 
 
-def reason_of(form: Mapping[str, str]) -> str:
+def reason_in(form: Form) -> str:
     """The reason in a form, as it is written to the log. Raises Refusal for an empty one."""
     why = " ".join(form.get("why", "").split())[:MAX_WHY]
     if not why:
@@ -50,8 +52,8 @@ def reason_of(form: Mapping[str, str]) -> str:
     return why
 
 
-async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str, str]) -> str:
-    """Move a channel, as `headrace promote`, `pin`, `unpin` and `rollback` do. Returns in words what was done."""
+async def move(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
+    """Move a channel, as `headrace promote`, `pin`, `unpin` and `rollback` do."""
     kind, channel = MOVES[action]
     assert viewer.name not in MASTERS, "a key is never called as a master is"
     try:
@@ -60,50 +62,56 @@ async def move(reading: Reading, viewer: Viewer, action: str, form: Mapping[str,
         raise Refusal(f'got "{form.get("version", "")[:40]}", expected a published version') from error
     if action != "unpin" and version < 0:
         raise Refusal(f"got version {version}, expected a published one")
-    why = reason_of(form)
-    versions, stable = await versions_and_stable(reading.log, reading.settings.policy.name, version)
+    why = reason_in(form)
+    log, policy = console.reading.log, console.reading.settings.policy.name
+    versions, stable = await versions_and_stable(log, policy, version)
     try:
         check_move(versions, stable, kind, version)
     except ConfigError as error:
         raise Refusal(str(error)) from error
-    event = PolicyEvent(
-        event=kind, policy=reading.settings.policy.name, version=version, channel=channel, reason=why, owner=viewer.name
-    )
-    await reading.log.publish(topics.POLICIES, event)
-    reading.forget_fresh()
-    return f"{action}: done" if version < 0 else f"{action} version {version}: done"
+    event = PolicyEvent(event=kind, policy=policy, version=version, channel=channel, reason=why, owner=viewer.name)
+    await log.publish(topics.POLICIES, event)
+    console.reading.forget_fresh()
+    return _back("/versions", f"{action}: done" if version < 0 else f"{action} version {version}: done")
 
 
-async def order(reading: Reading, viewer: Viewer, action: str, form: Mapping[str, str]) -> str:
+async def order(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
     """Pause or resume learning, as the commands do."""
-    why = reason_of(form)
-    await reading.log.publish(topics.POLICIES, Directive(order=ORDERS[action], owner=viewer.name, reason=why))
-    reading.forget_fresh()
-    return "learning is paused" if action == "pause" else "learning goes on"
+    record = Directive(order=ORDERS[action], owner=viewer.name, reason=reason_in(form))
+    await console.reading.log.publish(topics.POLICIES, record)
+    console.reading.forget_fresh()
+    return _back("/versions", "learning is paused" if action == "pause" else "learning goes on")
 
 
-async def open_sealed(reading: Reading, viewer: Viewer, about: str, form: Mapping[str, str]) -> None:
-    """Write to the log that this viewer opens this answer or letter. It must not be shown before."""
-    record = Directive(order="open", owner=viewer.name, about=about, reason=reason_of(form))
-    await reading.log.publish(topics.POLICIES, record)
-
-
-async def redeliver(reading: Reading, viewer: Viewer, form: Mapping[str, str]) -> str:
+async def redeliver(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
     """Deliver again the dead letters that can be decoded, as `headrace reprocess dead-letters` does. Noted: who, why."""
     from streams.reprocess.letters import redeliver as deliver
     from streams.reprocess.run import ReprocessOrder, plan
 
-    by = f"{viewer.name}: {reason_of(form)}"
-    ranges = await plan(reading.log, ReprocessOrder(stage="dead-letters"))
-    report = await deliver(reading.log, ranges, lambda count: None, by=by)
+    by, log = f"{viewer.name}: {reason_in(form)}", console.reading.log
+    report = await deliver(log, await plan(log, ReprocessOrder(stage="dead-letters")), lambda count: None, by=by)
     went = ", ".join(f"{count:,} to {topic}" for topic, count in sorted(report.delivered.items())) or "none"
     left = ", ".join(f"{count:,} {why}" for why, count in sorted(report.refused.items()))
-    return f"delivered again: {went}" + (f"; left: {left}" if left else "")
+    return _back("/data", f"delivered again: {went}" + (f"; left: {left}" if left else ""))
 
 
-async def reprocess(command: Sequence[str], form: Mapping[str, str]) -> dict[str, Any]:
+async def reprocess(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
+    """What the rules of the settings file would change; one comparison at a time."""
+    if not console.command:
+        raise Refusal("an archive has no settings of stages to run")
+    if console.is_comparing:
+        raise Refusal("a comparison runs already; wait for it")
+    console.is_comparing = True
+    try:
+        return "reprocess.html", {"report": await compared(console.command, form)}
+    finally:
+        console.is_comparing = False
+
+
+async def compared(command: Sequence[str], form: Form) -> dict[str, Any]:
     """The report of `headrace reprocess STAGE --diff`. It runs as a process of its own, since rules may take much memory.
-    command: the arguments that name the run."""
+    command: the arguments that name the run.
+    """
     stage, begin = form.get("stage", ""), form.get("from", "").strip() or "beginning"
     if stage not in STAGES:
         raise Refusal(f'got stage "{stage[:40]}", expected one of {", ".join(STAGES)}')
@@ -123,8 +131,8 @@ async def reprocess(command: Sequence[str], form: Mapping[str, str]) -> dict[str
             process.kill()
             await process.wait()
     if process.returncode:
-        said = words.decode(errors="replace").strip().splitlines()
-        raise Refusal(said[-1] if said else f"it ended with {process.returncode}")
+        lines = words.decode(errors="replace").strip().splitlines()
+        raise Refusal(lines[-1] if lines else f"it ended with {process.returncode}")
     if len(out) > MAX_REPORT:
         raise Refusal("its report is too long for a page; use the command")
     try:
@@ -132,3 +140,48 @@ async def reprocess(command: Sequence[str], form: Mapping[str, str]) -> dict[str
     except msgspec.DecodeError as error:
         raise BadFrame(f"reprocess: {error}") from error
     return report
+
+
+async def open_answer(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
+    """Show a sealed answer once, after the log has who opened it and why."""
+    trace = await console.reading.answer(form.get("answer", ""))
+    values = await answer_values(console, trace, opened=True)
+    if values["view"]["shut"] == "forgotten":
+        raise Refusal("its user was forgotten: it cannot be opened")
+    await _note_opening(console, viewer, trace.id, form)
+    return "answer.html", values
+
+
+async def open_letter(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
+    """Show a sealed letter once, after the log has who opened it and why."""
+    place = letter_place(form.get("letter", "").split("/"))
+    time_ms, letter = await console.reading.letter(*place)
+    try:
+        opened = await asyncio.to_thread(opened_letter, letter, console.reading.log.keys)
+    except Sealed as error:
+        raise Refusal("its user was forgotten: it cannot be opened") from error
+    except BadFrame as error:
+        raise Refusal(str(error)) from error
+    await _note_opening(console, viewer, letter_name(place), form)
+    return "letter.html", await letter_values(console, place, time_ms, opened, opened=True)
+
+
+async def _note_opening(console: Console, viewer: Viewer, about: str, form: Form) -> None:
+    """Write to the log that this viewer opens this answer or letter. It is not shown before."""
+    record = Directive(order="open", owner=viewer.name, about=about, reason=reason_in(form))
+    await console.reading.log.publish(topics.POLICIES, record)
+
+
+def _back(path: str, done: str) -> Response:
+    return RedirectResponse(f"{path}?{urlencode({'done': done})}", status_code=303)
+
+
+# Every action with the scope it takes; what is not here does not exist.
+ACTIONS: Mapping[str, tuple[Scope, Callable[[Console, Viewer, str, Form], Awaitable[Done]]]] = {
+    **{name: ("operate", move) for name in MOVES},
+    **{name: ("operate", order) for name in ORDERS},
+    "redeliver": ("operate", redeliver),
+    "reprocess": ("operate", reprocess),
+    "open": ("unseal", open_answer),
+    "open-letter": ("unseal", open_letter),
+}

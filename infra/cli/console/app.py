@@ -1,37 +1,46 @@
 """The web application: its addresses, who may use each, and the headers of every response.
 
-Guarantees: by these headers a browser runs only the one script, loads nothing from elsewhere, and shows no page in a frame.
-Every page and every action is behind `ConsoleAccess`. A GET changes nothing.
+Guarantees: by these headers a browser runs only the console's own scripts, loads nothing from elsewhere, and shows no page in a
+frame. Every page and every action is behind `ConsoleAccess`. A GET changes nothing. Each value that a template shows went
+through `printable` and was escaped.
 """
 
 import logging
+import secrets
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.sessions import SessionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.gateway.access.keys import Refused
-from actors.gateway.access.keys import Scope as KeyScope
-from infra.cli.console.access import ConsoleAccess, Forbidden, Viewer, check_origin
-from infra.cli.console.actions import SCOPES, Refusal
-from infra.cli.console.page import Pages
-from infra.cli.console.pages_act import ACTIONS
-from infra.cli.console.pages_look import LOOKS
+from infra.cli.console.access import LIVES_S, ConsoleAccess, Forbidden, Viewer, check_form, check_origin
+from infra.cli.console.actions import ACTIONS, Refusal
+from infra.cli.console.flow import short
+from infra.cli.console.pages import PAGES, Console
 from infra.cli.console.reading import NotReadYet
+from infra.cli.terminal import printable
+from infra.cli.times import clock
 from schemas.errors import HeadraceError, NotInLog
 
 HERE = Path(__file__).parent
 MAX_BODY = 16 * 1024
 MAX_FIELDS = 64
+BRIEF = 140  # characters of a text in a list
+LOOK_S = 0.5  # for the log, to say how far the index is
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -41,72 +50,109 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+NAV = (
+    ("/", "Flow"), ("/learning", "Learning"), ("/answers", "Answers"), ("/versions", "Versions"), ("/data", "Data"),
+    ("/privacy", "Privacy"),
+)  # fmt: skip
 WHY = {
     "missing": "Sign in with a key that has the scope look, operate or unseal.",
     "wrong": "That key opens nothing here.",
     "revoked": "That key was revoked.",
     "expired": "That key has expired, or your session has ended.",
 }
-Look = Callable[[Pages, Request, Viewer], Awaitable[Response]]
-Act = Callable[[Pages, Request, Viewer, str, Mapping[str, str]], Awaitable[Response]]
+# What the page of an error says, by the first kind that fits.
+FAULTS: tuple[tuple[type[Exception], int], ...] = (
+    (Forbidden, 403), (NotInLog, 404), (NotReadYet, 503), (Refusal, 400), (HeadraceError, 503),
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
 
-def make_app(pages: Pages, access: ConsoleAccess, *, hosts: tuple[str, ...], port: str, own: str) -> ASGIApp:
+def make_app(console: Console, access: ConsoleAccess, *, hosts: tuple[str, ...], port: str, own: str) -> ASGIApp:
     """The console over one run. hosts: names a request may be for. port: that it listens on, which its cookie is named after.
     own: the origin of its pages behind TLS, "" without.
     """
-    doors = Doors(pages, access, port, own)
+    site = _Site(console, access, own)
     app = Starlette(
         routes=[
-            Route("/enter", doors.enter, methods=["GET", "POST"]),
-            Route("/leave", doors.leave, methods=["POST"]),
-            Route("/actions/{action}", doors.act, methods=["POST"]),
+            Route("/enter", site.enter, methods=["GET", "POST"]),
+            Route("/leave", site.leave, methods=["POST"]),
+            Route("/actions/{action}", site.act, methods=["POST"]),
             Mount("/assets", StaticFiles(directory=HERE / "assets")),
-            *[Route(path, doors.looking(look), methods=["GET"]) for path, look in LOOKS.items()],
+            *[Route(path, site.page(path), methods=["GET"]) for path in PAGES],
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False)],
-        exception_handlers={404: doors.missing, 500: doors.broken},
-    )
-    return Headed(
-        app
-    )  # around all of it: Starlette answers for a page that broke outside of an application's middleware
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=[*hosts], www_redirect=False),
+            Middleware(
+                SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LIVES_S, same_site="strict", https_only=bool(own),
+                # Of `__Host-` browsers take no cookie that came without TLS or was set by another host of the domain.
+                session_cookie=f"__Host-headrace_{port}" if own else f"headrace_{port}",
+            ),
+        ],
+        exception_handlers={404: site.missing, 500: site.broken},
+    )  # fmt: skip
+    # Around all of it: Starlette answers for a page that broke outside of an application's middleware.
+    return SecurityHeaders(app)
 
 
-class Doors:
-    """Checks each request before its page or action."""
+class SecurityHeaders:
+    """Puts HEADERS on every response. Browsers may keep the assets for a minute."""
 
-    def __init__(self, pages: Pages, access: ConsoleAccess, port: str, own: str) -> None:
-        self._pages = pages
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        held = HEADERS | ({"Cache-Control": "max-age=60"} if scope.get("path", "").startswith("/assets/") else {})
+        own = {name.lower().encode(): value.encode() for name, value in held.items()}
+
+        async def add(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [pair for pair in message["headers"] if pair[0].lower() not in own] + [
+                    *own.items()
+                ]
+            await send(message)
+
+        await self.app(scope, receive, add if scope["type"] == "http" else send)
+
+
+class _Site:
+    """Checks each request before its page or action, and renders what that returns."""
+
+    def __init__(self, console: Console, access: ConsoleAccess, own: str) -> None:
+        self._console = console
         self._access = access
         self._own = own
-        # Of `__Host-` browsers take no cookie that came without TLS or was set by another host of the domain.
-        self._cookie = f"__Host-headrace_{port}" if own else f"headrace_{port}"
+        self._templates = Environment(
+            loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, finalize=_safe,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        self._templates.filters |= {
+            "clock": clock, "iso": iso, "brief": brief, "short": short, "share": share, "signed": signed, "spark": spark,
+        }  # fmt: skip
 
-    def looking(self, look: Look) -> Callable[[Request], Awaitable[Response]]:
+    def page(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint of a page, for viewers who may look."""
+        template, read = PAGES[path]
 
-        async def endpoint(request: Request) -> Response:
-            try:
-                viewer = await self._viewer(request)
-            except Refused as error:
-                return self._pages.sign_in(request, WHY[error.reason], 401)
-            if not viewer.may("look"):
-                return self._pages.sign_in(request, "That key may not look.", 403)
-            return await self._answered(request, viewer, lambda: look(self._pages, request, viewer))
+        async def answer(request: Request) -> Response:
+            return await self._checked(request, lambda viewer: read(self._console, request), template)
 
-        return endpoint
+        return answer
 
     async def act(self, request: Request) -> Response:
         """An action, for viewers whose key has its scope, from a form of their own session."""
-        action = str(request.path_params["action"])
-        if action not in SCOPES:
-            return self._pages.error(request, None, 404, "There is no such action.")
-        do = ACTIONS[action]
-        return await self._posted(
-            request, SCOPES[action], lambda viewer, form: do(self._pages, request, viewer, action, form)
-        )
+        name = str(request.path_params["action"])
+        if name not in ACTIONS:
+            return await self._error(request, None, 404, "There is no such action.")
+        scope, do = ACTIONS[name]
+
+        async def done(viewer: Viewer) -> tuple[str, dict[str, Any]] | Response:
+            form = await form_of(request)
+            check_form(viewer, scope, form)
+            return await do(self._console, viewer, name, form)
+
+        return await self._checked(request, done)
 
     async def enter(self, request: Request) -> Response:
         """Sign in with a key, or with the link that was printed."""
@@ -118,90 +164,88 @@ class Doors:
             else:
                 presented = request.query_params.get("link", "")
                 if not presented:
-                    return self._pages.sign_in(request, "", 200)
-            value = self._access.enter(presented)
+                    return await self._show(request, None, "enter.html", 200, why="")
+            self._access.enter(presented, request.session)
         except Refused as error:
-            return self._pages.sign_in(request, WHY[error.reason], 401)
+            return await self._show(request, None, "enter.html", 401, why=WHY[error.reason])
         except Forbidden as error:
-            return self._pages.sign_in(request, str(error), 403)
-        answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(self._cookie, value, httponly=True, samesite="strict", secure=bool(self._own))
-        return answer
+            return await self._show(request, None, "enter.html", 403, why=str(error))
+        return RedirectResponse("/", status_code=303)
 
     async def leave(self, request: Request) -> Response:
         """Sign out: end the viewer's session."""
 
-        async def ended(viewer: Viewer, form: Mapping[str, str]) -> Response:
-            self._access.leave(viewer)
-            answer = RedirectResponse("/enter", status_code=303)
-            answer.delete_cookie(self._cookie, httponly=True, samesite="strict", secure=bool(self._own))
-            return answer
+        async def ended(viewer: Viewer) -> Response:
+            check_form(viewer, "look", await form_of(request))
+            self._access.leave(request.session)
+            return RedirectResponse("/enter", status_code=303)
 
-        return await self._posted(request, "look", ended)
+        return await self._checked(request, ended)
 
     async def missing(self, request: Request, error: Exception) -> Response:
         """There is no such page."""
-        return self._pages.error(request, None, 404, "There is no such page.")
+        return await self._error(request, None, 404, "There is no such page.")
 
     async def broken(self, request: Request, error: Exception) -> Response:
         """The page of an unexpected error. The log has the details."""
         _log.error("page_broke path=%s", request.url.path, exc_info=error)
-        return self._pages.error(request, None, 500, "This page broke; the console's log says how.")
+        return await self._error(request, None, 500, "This page broke; the console's log says how.")
 
-    async def _viewer(self, request: Request) -> Viewer:
-        await self._access.refresh()
-        return self._access.viewer(request.cookies.get(self._cookie, ""))
-
-    async def _posted(
-        self, request: Request, needed: KeyScope, done: Callable[[Viewer, Mapping[str, str]], Awaitable[Response]]
+    async def _checked(
+        self,
+        request: Request,
+        read: Callable[[Viewer], Awaitable[dict[str, Any] | tuple[str, dict[str, Any]] | Response]],
+        template: str = "",
     ) -> Response:
-        """Do it if the viewer's key has the scope and the form is of their session. Else the page says why not."""
+        """The rendered result of `read` where the viewer may look, else a page that says why not."""
+        viewer = None
         try:
-            check_origin(request.headers, self._own)
-            viewer = await self._viewer(request)
-            form = await form_of(request)
-            self._access.check_form(viewer, needed, form)
+            if request.method == "POST":
+                check_origin(request.headers, self._own)
+            await self._access.refresh()
+            viewer = self._access.viewer(request.session)
+            if not viewer.may("look"):
+                return await self._show(request, None, "enter.html", 403, why="That key may not look.")
+            found = await read(viewer)
+            if isinstance(found, Response):
+                return found
+            name, values = found if isinstance(found, tuple) else (template, found)
+            return await self._show(request, viewer, name, **values)
         except Refused as error:
-            return self._pages.sign_in(request, WHY[error.reason], 401)
-        except Forbidden as error:
-            return self._pages.error(request, None, 403, str(error))
-        return await self._answered(request, viewer, lambda: done(viewer, form))
-
-    async def _answered(self, request: Request, viewer: Viewer, answer: Callable[[], Awaitable[Response]]) -> Response:
-        try:
-            return await answer()
-        except NotInLog as error:
-            return self._pages.error(request, viewer, 404, str(error))
-        except NotReadYet as error:
-            return self._pages.error(request, viewer, 503, str(error))
-        except Refusal as error:
-            return self._pages.error(request, viewer, 400, str(error))
+            return await self._show(request, None, "enter.html", 401, why=WHY[error.reason])
         except sqlite3.OperationalError as error:
             _log.warning("index_not_read path=%s error=%s", request.url.path, error)
-            return self._pages.error(request, viewer, 503, "The index is being built anew: look again in a moment.")
-        except HeadraceError as error:
-            _log.warning("page_failed path=%s error=%s", request.url.path, error)
-            return self._pages.error(request, viewer, 503, str(error))
+            return await self._error(request, viewer, 503, "The index is being built anew: look again in a moment.")
+        except (Forbidden, Refusal, HeadraceError) as error:
+            status = next(status for kind, status in FAULTS if isinstance(error, kind))
+            if status == 503:
+                _log.warning("page_failed path=%s error=%s", request.url.path, error)
+            return await self._error(request, None if status == 403 else viewer, status, str(error))
 
+    async def _error(self, request: Request, viewer: Viewer | None, status: int, why: str) -> HTMLResponse:
+        return await self._show(request, viewer, "error.html", status, why=why)
 
-class Headed:
-    """Puts HEADERS on every response. Browsers may keep the stylesheet and the script, for a minute."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-
-        async def headed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                held = HEADERS | ({"Cache-Control": "max-age=60"} if scope["path"].startswith("/assets/") else {})
-                names = {name.lower().encode() for name in held}
-                kept = [pair for pair in message["headers"] if pair[0].lower() not in names]
-                message["headers"] = kept + [(name.lower().encode(), value.encode()) for name, value in held.items()]
-            await send(message)
-
-        await self.app(scope, receive, headed if scope["type"] == "http" else send)
+    async def _show(
+        self, request: Request, viewer: Viewer | None, template: str, status: int = 200, **values: Any
+    ) -> HTMLResponse:
+        """Render a template. viewer: None before signing in."""
+        known = await self._console.reading.look(LOOK_S) if viewer else None
+        about = {
+            "app": self._console.reading.settings.app,
+            "path": request.url.path,
+            "nav": NAV,
+            "status": status,
+            "viewer": viewer,
+            "token": viewer.token if viewer else "",
+            "fault": known.fault if known else "",
+            "building": known.building if known else "",
+            "unread": known.unread if known else "",
+            "can_act": bool(viewer and viewer.may("operate")),
+            "may_open": bool(viewer and viewer.may("unseal")),
+            "done": request.query_params.get("done", "")[:200] if viewer else "",
+        }
+        text = self._templates.get_template(template).render(about | values)
+        return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
 
 
 async def form_of(request: Request) -> dict[str, str]:
@@ -215,3 +259,40 @@ async def form_of(request: Request) -> dict[str, str]:
         return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except ValueError as error:
         raise Forbidden(f"the form has more than {MAX_FIELDS} fields") from error
+
+
+def _safe(value: object) -> object:
+    """Foreign text with its control characters made visible; our own markup as it is."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def iso(time_ms: float | None) -> str:
+    """A time in UTC as machines read it; "" for none."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ms / 1000)) if time_ms else ""
+
+
+def brief(text: str | None) -> str:
+    """The beginning of a text on one line."""
+    words = " ".join((text or "")[: 4 * BRIEF].split())
+    return words if len(words) <= BRIEF else words[: BRIEF - 1] + "…"
+
+
+def share(value: float | None) -> str:
+    """A share in percent; a dash for none."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def signed(value: float | None) -> str:
+    """A number with its sign; a dash for none."""
+    return "–" if value is None else f"{value:+.3g}"
+
+
+def spark(values: list[float]) -> str:
+    """The points of a line of 80 by 18 pixels; "" for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    low, high = min(0.0, *values), max(*values, 1e-9)
+    wide = 78 / (len(values) - 1)
+    return " ".join(
+        f"{1 + at * wide:.1f},{17 - 15 * (value - low) / (high - low):.1f}" for at, value in enumerate(values)
+    )

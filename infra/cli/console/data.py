@@ -1,17 +1,19 @@
-"""Dead letters, tasks, what processors made, what is sealed: what the Data and Privacy pages list from the index."""
+"""Dead letters, tasks, what processors made, what is sealed: rows of the index for the Data and Privacy pages."""
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from infra.cli.console.index import key_of
-from infra.cli.look.console_bounds import NEWEST
+from infra.ledger.index import NEWEST
+from infra.ledger.index_fold import number
 
 SHOWN = 100
 MAX_NAMED = 5000  # tasks of one beginning that are put in order
 
+Rows = Sequence[sqlite3.Row]
 
-def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Sequence[sqlite3.Row], int]:
+
+def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Rows, int]:
     """Dead letters below a number of the index, newest first, and the number from which the next page goes on, 0 at the end."""
     which = "reason = ? AND" if reason else "? = '' AND"
     found = database.execute(
@@ -22,14 +24,14 @@ def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tu
     return found[:SHOWN], found[SHOWN - 1]["n"] if len(found) > SHOWN else 0
 
 
-def mark_of(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
+def mark(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
     """When and by whom the letter at this place was delivered again; None where it was not."""
     asked = "SELECT time_ms, done_by FROM marks WHERE part = ? AND offset = ?"
     row: sqlite3.Row | None = database.execute(asked, (partition, offset)).fetchone()
     return row
 
 
-def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+def letter_counts(database: sqlite3.Connection) -> Rows:
     """How many letters there are of each reason and stage, and how many were delivered again."""
     return database.execute(
         "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
@@ -37,17 +39,17 @@ def letter_counts(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
     ).fetchall()
 
 
-def tasks(database: sqlite3.Connection, order: str, named: str) -> Sequence[sqlite3.Row]:
+def tasks(database: sqlite3.Connection, order: str, named: str) -> Rows:
     """Tasks with their mean score: the hardest, the easiest or the most judged. named: how their names begin. Where more than
     MAX_NAMED begin so, only the first of them by name are put in order.
     """
-    by = {"hardest": "total / judged, judged DESC", "easiest": "total / judged DESC, judged DESC"}.get(
-        order, "judged DESC"
-    )
+    orders = {"hardest": "total / judged, judged DESC", "easiest": "total / judged DESC, judged DESC"}
     those = "SELECT * FROM tasks WHERE task >= ? AND task < ? || char(1114111) ORDER BY task LIMIT ?"
     source, asked = (f"({those})", (named, named, MAX_NAMED)) if named else ("tasks", ())
     return database.execute(
-        f"SELECT task, judged, total / judged AS share, newest FROM {source} ORDER BY {by} LIMIT ?", (*asked, SHOWN)
+        f"SELECT task, judged, total / judged AS share, newest FROM {source} ORDER BY {orders.get(order, 'judged DESC')}"
+        " LIMIT ?",
+        (*asked, SHOWN),
     ).fetchall()
 
 
@@ -55,22 +57,20 @@ def task_shares(database: sqlite3.Connection) -> list[int]:
     """How many tasks have a mean score in each tenth of 0 to 1."""
     rows = database.execute(
         "SELECT min(9, max(0, cast(10 * total / judged AS INTEGER))) AS tenth, count(*) AS count FROM tasks GROUP BY tenth"
-    ).fetchall()
-    found = [0] * 10
-    for row in rows:
-        found[row["tenth"]] = row["count"]
-    return found
+    )
+    counts = {row["tenth"]: row["count"] for row in rows}
+    return [counts.get(tenth, 0) for tenth in range(10)]
 
 
-def made(database: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+def made(database: sqlite3.Connection) -> Rows:
     """The newest experiences that processors made from others."""
     return database.execute(
-        "SELECT answers.n, id, time_ms, lane, task, fate, asked, answered FROM answers LEFT JOIN texts ON"
-        " texts.n = answers.n WHERE made > 0 ORDER BY answers.n DESC LIMIT 20"
+        "SELECT answers.*, asked, answered FROM answers LEFT JOIN texts ON texts.n = answers.n WHERE made > 0"
+        " ORDER BY answers.n DESC LIMIT 20"
     ).fetchall()
 
 
-def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
+def privacy(database: sqlite3.Connection) -> dict[str, Any]:
     """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many of the newest orders were
     counted; None for all.
     """
@@ -84,19 +84,17 @@ def privacy(database: sqlite3.Connection) -> Mapping[str, Any]:
         "sealed": database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()[0],
         "opened": database.execute(newest, ("open", SHOWN)).fetchall(),
         "forgotten": database.execute(newest, ("forget", SHOWN)).fetchall(),
-        "newest": database.execute(
-            "SELECT id, time_ms, tenant FROM answers WHERE sealed > 0 ORDER BY n DESC LIMIT 20"
-        ).fetchall(),
+        "newest": database.execute("SELECT * FROM answers WHERE sealed > 0 ORDER BY n DESC LIMIT 20").fetchall(),
     }
 
 
-def fate_of(database: sqlite3.Connection, answer: str) -> str:
+def fate(database: sqlite3.Connection, answer: str) -> str:
     """What became of an answer, "" while it is pending."""
-    row = database.execute("SELECT fate FROM answers WHERE key = ?", (key_of(answer),)).fetchone()
+    row = database.execute("SELECT fate FROM answers WHERE key = ?", (number(answer),)).fetchone()
     return str(row["fate"]) if row else ""
 
 
-def openings_of(database: sqlite3.Connection, about: str) -> Sequence[sqlite3.Row]:
+def openings(database: sqlite3.Connection, about: str) -> Rows:
     """Who opened an answer or a letter, when and why."""
     return database.execute(
         "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)

@@ -1,37 +1,163 @@
-"""The flow in words: who waits for whom, in one sentence. From `status` alone."""
+"""The Flow page in figures and words, from the state of `headrace status` alone.
 
+A figure that no role reports is "missing"; zero is shown only where a role said zero.
+"""
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infra.cli.look.expected import OVER
+from infra.cli.look.status import grown_line
 from infra.cli.look.status_screen import State
+from infra.observe.alarms import alarm_of, anchor
+from infra.observe.measures import MEASURES
+from infra.policies.channel import Stable
 
+MISSING = "missing"
 WAITS = 0.4  # share of a minute above which a wait is worth a word
 BEHIND = 1000  # records that wait for a stage
+MAX_ALARMS = 30
+IN_TABLE = 16  # counters of one process
+IN_PULSE = 6  # counters of all processes of a role
+PULSE = 120  # values held of each line of the pulse
+OF_STEP = "alarms"  # the trainer's counter of values outside their range: its label is <lane>/<value>
+_LABEL = re.compile(r"(^|,)(\w+)=")
+_NUMBER = re.compile(r"\d[\d.,]*")
+
+Rates = Mapping[str, float]
+"""A counter's whole name, such as `answers{end=whole}` → rate a second."""
+
+
+def figures(state: State, stable: Stable, held: int = -1) -> dict[str, dict[str, Any]]:
+    """Each box of the picture: `lines` (up to three), `version`, `state` ("", "quiet" or "alarm") and `count` of processes.
+    held: version that the newest decision held back, -1 for none.
+    """
+    lags: Mapping[str, int | None] = state["lags"]
+    published = state["policies"]["published"]
+    versions = [
+        f"v{published} published" if published is not None else "none published",
+        f"v{stable.version} {'pinned' if stable.pinned else 'stable'}" if stable.version >= 0 else "none stable",
+        f"v{stable.trial} on trial" if stable.trial >= 0 else f"v{held} held back" if held >= 0 else "",
+    ]
+    waiting = f"{state['waiting']['answers']:,} answers wait for feedback" if state["waiting"] else ""
+    verified = f"{_lag(lags, 'verified')}, {_gauge(state, 'process', 'groups_pending', 'groups open')}"
+    return {
+        "tasks": _box(
+            _rate(state, "process", "experiences_in{stage=tasks}", "tasks/s"), _lag(lags, "taskset.raw"),
+            _gauge(state, "master", "tasks", "known"),
+        ),
+        "agent": _box(_rate(state, "serve", "requests", "requests/s")),
+        "people": _box(_rate(state, "process", "feedback_events", "events/s")),
+        "master": _role(
+            state, "master", _rate(state, "master", "issued", "tasks issued/s"),
+            _gauge(state, "master", "outstanding_groups", "groups outstanding"),
+        ),
+        "explorers": _role(
+            state, "explore", _rate(state, "explore", "tokens", "tokens/s"), _lag(lags, "tasks", unit="tasks wait"),
+            _gauge(state, "explore", "episodes_in_flight", "episodes in flight"),
+        ),
+        "gateway": _role(
+            state, "serve", _rate(state, "serve", "answers", "answers/s"), _gauge(state, "serve", "answers_running", "running"),
+            _gauge(state, "serve", "outbox_waiting", "wait for the log"),
+        ),
+        "verify": _role(
+            state, "process", _rate(state, "process", "experiences_in{stage=verify}", "answers/s"),
+            _lag(lags, "experiences", "experts"), has_version=False,
+        ),
+        "collect": _role(
+            state, "process", _rate(state, "process", "closures", "groups/s"), verified, waiting, has_version=False
+        ),
+        "trainer": _role(
+            state, "train", _rate(state, "train", "steps", "steps/s"),
+            _rate(state, "train", "experiences_trained", "answers/s"), _gauge(state, "train", "groups_waiting", "groups wait"),
+        ),
+        "versions": _box(*versions, state="alarm" if state["policies"]["newest_refused"] else ""),
+    }  # fmt: skip
+
+
+def _rate(state: State, role: str, name: str, unit: str) -> str:
+    found = [
+        rate
+        for report in _alive(state, role)
+        for counter, rate in report["rates"].items()
+        if counter == name or counter.startswith(f"{name}{{")
+    ]
+    return f"{short(sum(found))} {unit}" if found else f"{unit}: {MISSING}"
+
+
+def _gauge(state: State, role: str, name: str, unit: str) -> str:
+    found = [report["gauges"][name] for report in _of_role(state, role) if name in report["gauges"]]
+    return f"{sum(found):,.0f} {unit}" if found else f"{unit}: {MISSING}"
+
+
+def _lag(lags: Mapping[str, int | None], *names: str, unit: str = "wait") -> str:
+    known = [count for name in names if (count := lags.get(name)) is not None]
+    return f"{sum(known):,} {unit}" if known else f"lag: {MISSING}"
+
+
+def _role(state: State, name: str, *lines: str, has_version: bool = True) -> dict[str, Any]:
+    alive = _alive(state, name)
+    has_alarm = any(each["alarms"] or each["grown"] or each["failing"] or each["unread"] for each in alive)
+    is_quiet = not any(each["state"] not in OVER for each in alive)
+    is_heard = bool(_of_role(state, name))
+    return _box(
+        *(lines if is_heard else (MISSING,)),
+        version=_versions(alive) if has_version and is_heard else "",
+        state="alarm" if has_alarm else "quiet" if is_quiet else "",
+        count=len(alive),
+    )
+
+
+def _box(*lines: str, version: str = "", state: str = "", count: int = 1) -> dict[str, Any]:
+    return {"lines": [line for line in lines if line], "version": version, "state": state, "count": count}
+
+
+def _of_role(state: State, role: str) -> list[State]:
+    return [report for report in state["roles"] if report["role"] == role]
+
+
+def _alive(state: State, role: str) -> list[State]:
+    return [report for report in _of_role(state, role) if not report["silent"]]
+
+
+def _versions(alive: Sequence[State]) -> str:
+    found = sorted({report["version"] for report in alive if report["version"] >= 0})
+    if not found:
+        return "no version"
+    return f"v{found[0]}" if len(found) == 1 else f"v{found[0]} to v{found[-1]}"
 
 
 def sentence(state: State, now_s: float) -> str:
-    """Who waits for whom, as one sentence."""
-    alive = [
-        role for role in state["roles"] if not role["silent"] and role["state"] not in ("stopped", "done", "failed")
-    ]
+    """Which part waits for which, as one sentence."""
+    alive = [report for report in state["roles"] if not report["silent"] and report["state"] not in OVER]
     if not state["roles"]:
         return "No role has spoken yet."
     if not alive:
-        age_s = min(role["age_s"] for role in state["roles"])
+        age_s = min(report["age_s"] for report in state["roles"])
         return f"Nothing runs: this is how it was {since(age_s)} ago."
     learning = state["learning"]
     if learning["state"] != "on":
         why = f": {learning['reason']}" if learning["reason"] else ""
         return f"Learning is {learning['state']} by {learning['by']} since {since(now_s - learning['since_s'])}{why}."
     behind = max(((count or 0, name) for name, count in state["lags"].items() if name != "tasks"), default=(0, ""))
-    trainer = max((role["per_s"].get("idle_seconds", 0.0) for role in alive if role["role"] == "train"), default=0.0)
-    explorer = max((role["gauges"].get("idle_share", 0.0) for role in alive if role["role"] == "explore"), default=0.0)
+    trainer = max(
+        (report["per_s"].get("idle_seconds", 0.0) for report in alive if report["role"] == "train"), default=0.0
+    )
+    explorer = max(
+        (report["gauges"].get("idle_share", 0.0) for report in alive if report["role"] == "explore"), default=0.0
+    )
+    issues = any(report["gauges"].get("issued_groups", 0.0) > 0 for report in _of_role(state, "master"))
     if trainer >= WAITS:
         if behind[0] > BEHIND:
-            who = f"processing is the bottleneck, {behind[0]:,} records of {behind[1]} wait"
-        elif any(role["role"] == "serve" for role in alive) and not _issues(state):
-            who = "rated answers come no faster"
+            why = f"processing is the bottleneck, {behind[0]:,} records of {behind[1]} wait"
+        elif any(report["role"] == "serve" for report in alive) and not issues:
+            why = "rated answers come no faster"
         else:
-            who = "the explorers are the bottleneck"
-        return f"The trainer waited {min(trainer, 1.0):.0%} of the last minute: {who}."
-    if explorer >= WAITS and _issues(state):
+            why = "the explorers are the bottleneck"
+        return f"The trainer waited {min(trainer, 1.0):.0%} of the last minute: {why}."
+    if explorer >= WAITS and issues:
         return f"The explorers waited {min(explorer, 1.0):.0%} of their time: the trainer is the bottleneck."
     if behind[0] > BEHIND:
         return f"{behind[0]:,} records of {behind[1]} wait: processing is the bottleneck."
@@ -51,9 +177,171 @@ def since(seconds: float) -> str:
     return "less than a minute"
 
 
-def _issues(state: State) -> bool:
-    return any(value > 0 for value in _gauge(state, "master", "issued_groups"))
+def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Every alarm of `status`, in its order: `name` (title of its section of the help), `about`, `page` of the help,
+    `since_ms` (0 where it is not known), `times` since then and `lately` in the last minute (0 for one that lasts).
+
+    seen: when each was first seen here, seconds by `kind_of` its line.
+    """
+    counted = {
+        grown_line(report["instance"], name, more): (report, name, more)
+        for report in state["roles"]
+        for name, more in report["grown"].items()
+    }
+    found = []
+    for line in state["alarms"]:
+        known = alarm_of(line)
+        shown = {
+            "name": known.title if known else "",
+            "page": f"runbook#{anchor(known.title)}" if known else "runbook",
+            "about": line,
+            "since_ms": 1000 * seen.get(kind_of(line), 0.0),
+            "times": 0,
+            "lately": 0,
+        }
+        if line in counted:
+            report, counter, more = counted[line]
+            at_s, times = report["grown_at"][counter]
+            shown |= {"about": _counted(report, counter), "since_ms": 1000 * at_s, "times": times, "lately": more}
+        found.append(shown)
+    return found
 
 
-def _gauge(state: State, role: str, name: str) -> list[float]:
-    return [one["gauges"][name] for one in state["roles"] if one["role"] == role and name in one["gauges"]]
+def _counted(report: State, counter: str) -> str:
+    name, labels = name_and_labels(counter)
+    what = value_words(labels.partition("=")[2]) if name == OF_STEP and labels else label_words(labels)
+    return f"{what}, at {report['instance']}" if what else f"at {report['instance']}"
+
+
+def kind_of(line: str) -> str:
+    """An alarm's line without its numbers, which change from one reading to the next.
+
+    >>> kind_of("verified: 12,300 records wait, expected at most 10,000")
+    'verified: # records wait, expected at most #'
+    """
+    return _NUMBER.sub("#", line)
+
+
+def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict[str, float]:
+    """When each present alarm was first seen. Alarms that ended are forgotten."""
+    return {kind: seen.get(kind, now_s) for kind in map(kind_of, lines)}
+
+
+def value_words(value: str) -> str:
+    """The name of a step's value in words, with its meaning.
+
+    >>> value_words("live/chi2"), value_words("reward_collapse")
+    ('chi2 of lane live (estimate of χ²(π‖μ))', 'reward collapse')
+    """
+    lane, _, name = value.rpartition("/")
+    if not lane:
+        return name.replace("_", " ")
+    # The table has the values of one lane for all.
+    meaning = next((measure.meaning for measure in MEASURES if measure.name == f"usual/{name}"), "")
+    return f"{name} of lane {lane}" + (f" ({meaning})" if meaning else "")
+
+
+def by_labels(rates: Rates) -> dict[str, dict[str, float]]:
+    """Counter → labels ("" for none) → rate a second. Counters of seconds are left out: theirs is a share of time.
+
+    >>> by_labels({"steps": 0.5, "answers{end=whole}": 2.0, "step_seconds": 0.9})
+    {'steps': {'': 0.5}, 'answers': {'end=whole': 2.0}}
+    """
+    found: dict[str, dict[str, float]] = {}
+    for whole, rate in rates.items():
+        name, labels = name_and_labels(whole)
+        if "seconds" not in name:
+            found.setdefault(name, {})[labels] = rate
+    return found
+
+
+def name_and_labels(whole: str) -> tuple[str, str]:
+    """A counter's whole name in two.
+
+    >>> name_and_labels("answers{end=whole}"), name_and_labels("steps")
+    (('answers', 'end=whole'), ('steps', ''))
+    """
+    name, _, labels = whole.partition("{")
+    return name, labels.removesuffix("}")
+
+
+def rates(role: str, per_s: Rates, at_most: int) -> tuple[list[dict[str, Any]], int]:
+    """The counters that grow, with labels added up: `name`, `meaning` ("" for a plugin's), `per_s` and `labels` (of several,
+    those that grow fastest); and how many counters are left out. This role's own come first, in the order of the table.
+    """
+    known = {measure.name: (measure.roles != role, at, measure.meaning) for at, measure in enumerate(MEASURES)}
+    last = (True, len(MEASURES), "")
+    grown = {name: labels for name, labels in by_labels(per_s).items() if sum(labels.values()) > 0}
+    names = sorted(grown, key=lambda name: (*known.get(name, last)[:2], name))
+    found = []
+    for name in names[:at_most]:
+        labels = grown[name]
+        largest = max(labels, key=lambda each: labels[each])
+        words = label_words(largest)
+        found.append(
+            {
+                "name": name,
+                "meaning": known.get(name, last)[2],
+                "per_s": sum(labels.values()),
+                "labels": words if len(labels) == 1 or not words else f"most {words}, {short(labels[largest])}",
+            }
+        )
+    return found, max(0, len(names) - at_most)
+
+
+def together(roles: Sequence[State]) -> dict[str, dict[str, float]]:
+    """Role → counter → rate a second, added up over its processes that run."""
+    found: dict[str, dict[str, float]] = {}
+    for report in roles:
+        if not report["silent"] and report["state"] not in OVER:
+            sums = found.setdefault(report["role"], {})
+            for name, rate in report["rates"].items():
+                sums[name] = sums.get(name, 0.0) + rate
+    return found
+
+
+def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
+    """Add the present rates of each role, over all labels, to `pulse`; what no role reports any more goes."""
+    sums = {
+        f"{role}/{name}": sum(labels.values())
+        for role, counters in together(roles).items()
+        for name, labels in by_labels(counters).items()
+    }
+    for key in pulse.keys() - sums.keys():
+        del pulse[key]
+    for key, rate in sums.items():
+        pulse.setdefault(key, deque(maxlen=PULSE)).append(rate)
+
+
+def pulse_rows(state: State, pulse: Mapping[str, Sequence[float]]) -> tuple[list[dict[str, Any]], int]:
+    """The rates of each role with their values of the last minutes; and how many counters are left out."""
+    rows, more = [], 0
+    for role, counters in sorted(together(state["roles"]).items()):
+        found, left = rates(role, counters, IN_PULSE)
+        more += left
+        rows += [row | {"role": role, "values": list(pulse.get(f"{role}/{row['name']}", ()))} for row in found]
+    return rows, more
+
+
+def label_words(labels: str) -> str:
+    """Labels of a counter as people read them.
+
+    >>> label_words("outcome=kept,source=gateway")
+    'outcome kept, source gateway'
+    """
+    return _LABEL.sub(lambda found: f"{', ' if found[1] else ''}{found[2].replace('_', ' ')} ", labels)
+
+
+def short(value: float) -> str:
+    """A number in few characters.
+
+    >>> short(12500.0), short(0.25), short(3.0)
+    ('12.5k', '0.25', '3')
+    """
+    size = abs(value)
+    if size >= 1e12:
+        return f"{value:.0e}"
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}" if size >= 1e-4 or not size else f"{value:.0e}"

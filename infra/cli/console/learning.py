@@ -1,12 +1,15 @@
-"""The learning page: what was measured of each version, as small multiples, for this run and those beside it."""
+"""The Learning page: charts of what was measured of each version, for this run and those beside it, drawn by uPlot.
 
+A chart is plain data for the page's script and for the table below it: `title`, `x` (versions or minutes), `labels` of each x,
+`series` with a value or None for each x, and how to draw them.
+"""
+
+import math
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
-from markupsafe import Markup
-
-from infra.cli.console.charts import ChartPoint, Line, area_chart, bins_of, line_chart
-from infra.cli.console.tables import area_table, line_table, shown
+from infra.cli.terminal import printable
 
 # What a chart is called, the end of the names it draws, and whether its axis begins at zero.
 CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -19,69 +22,84 @@ CURVES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Gradient norm", ("grad_norm",), True),
     ("Effective sample share", ("/ess",), True),
 )
+MAX_POINTS, MAX_BINS = 240, 120
 MAX_FATES = 7
+COLOURS = 8  # of the stylesheet
+
 Run = tuple[str, sqlite3.Connection]
+Chart = dict[str, Any]
+Point = tuple[float, int, float, float | None, float | None]
+"""x, the version, a value, and the ends of its interval."""
 
 
-def charts_of(runs: Sequence[Run], *, by_time: bool) -> list[tuple[str, list[tuple[str, int]], Markup]]:
-    """Every chart, its table below it, with its title and legend (name and colour). runs: this one first."""
-    x_name = "time" if by_time else "version"
-    found = []
-    for title, lines in [*_evals(runs, by_time), *_curves(runs, by_time)]:
-        zero = next((zero for name, _, zero in CURVES if name == title), True)
-        legend = list(dict.fromkeys((line.name, line.colour) for line in lines))
-        chart = line_chart(title, lines, x_name=x_name, zero=zero)
-        found.append((title, legend, chart + shown(title, line_table(lines, x_name))))
-    return found
+def charts(runs: Sequence[Run], *, by_time: bool) -> list[Chart]:
+    """A chart for each suite and for each group of curves that has values. runs: this one first."""
+    found: dict[str, Chart] = {}
 
+    def draw(title: str, zero: bool, name: str, points: Sequence[Point], colour: int, run: int) -> None:
+        chart = found.setdefault(
+            title, {"title": title, "zero": zero, "stacked": False, "by_time": by_time, "lines": []}
+        )
+        chart["lines"].append(({"name": printable(name), "colour": colour % COLOURS, "dashed": run > 0}, thin(points)))
 
-def _evals(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
-    suites: dict[str, list[Line]] = {}
-    for number, (run, database) in enumerate(runs):
+    for place, (run, database) in enumerate(runs):
         start = _start(database)
-        rows = database.execute("SELECT * FROM evals ORDER BY suite, version").fetchall()
-        for suite in dict.fromkeys(row["suite"] for row in rows):
-            points = []
-            for row in rows:
-                if row["suite"] != suite or not row["asked"]:
-                    continue
-                share = row["right"] / row["asked"]
-                within = "" if row["low"] is None else f" ({row['low']:.1%} to {row['high']:.1%})"
-                x = (row["time_ms"] - start) / 60_000 if by_time else row["version"]
-                title = f"v{row['version']}: {share:.1%}{within}, {row['right']} of {row['asked']}"
-                points.append(ChartPoint(x, share, title, row["low"], row["high"], row["version"]))
-            suites.setdefault(suite, []).append(Line(run, points, number, dashed=number > 0))
-    return [(f"Suite {suite}", lines) for suite, lines in suites.items()]
-
-
-def _curves(runs: Sequence[Run], by_time: bool) -> list[tuple[str, list[Line]]]:
-    found: dict[str, list[Line]] = {}
-    for number, (run, database) in enumerate(runs):
+        suites: dict[str, list[Point]] = {}
+        for row in database.execute("SELECT * FROM evals WHERE asked > 0 ORDER BY suite, version"):
+            point = (*_x(row, start, by_time), row["right"] / row["asked"], row["low"], row["high"])
+            suites.setdefault(row["suite"], []).append(point)
+        for suite, points in suites.items():
+            draw(f"Suite {suite}", True, run, points, place, place)
+    for place, (run, database) in enumerate(runs):
         start = _start(database)
-        names = [row[0] for row in database.execute("SELECT DISTINCT name FROM curves ORDER BY name")]
-        for title, ends, _ in CURVES:
+        names = [row["name"] for row in database.execute("SELECT DISTINCT name FROM curves ORDER BY name")]
+        for title, ends, zero in CURVES:
             mine = [
                 name for name in names if any(name == end or (end[0] == "/" and name.endswith(end)) for end in ends)
             ]
             for colour, name in enumerate(mine):
-                rows = database.execute("SELECT * FROM curves WHERE name = ? ORDER BY version", (name,)).fetchall()
-                points = [
-                    ChartPoint(
-                        (row["time_ms"] - start) / 60_000 if by_time else row["version"],
-                        row["value"],
-                        f"v{row['version']}: {row['value']:.4g}",
-                        version=row["version"],
-                    )
-                    for row in rows
-                ]
-                label = name if len(runs) == 1 else f"{run} {name}"
-                shade = colour if len(runs) == 1 else number + 2 * colour
-                found.setdefault(title, []).append(Line(label, points, shade, dashed=number > 0))
-    return list(found.items())
+                rows = database.execute("SELECT * FROM curves WHERE name = ? ORDER BY version", (name,))
+                points = [(*_x(row, start, by_time), row["value"], None, None) for row in rows]
+                is_alone = len(runs) == 1
+                label, shade = (name, colour) if is_alone else (f"{run} {name}", place + 2 * colour)
+                draw(title, zero, label, points, shade, place)
+    return [_aligned(chart) for chart in found.values() if any(points for _, points in chart["lines"])]
 
 
-def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> tuple[list[tuple[str, int, int]], Markup]:
-    """What became of answers, as stacked areas: legend (name, colour, count) and chart, its table below it."""
+def _x(row: sqlite3.Row, start_ms: int, by_time: bool) -> tuple[float, int]:
+    x = round((row["time_ms"] - start_ms) / 60_000, 5) if by_time else row["version"]
+    return x, row["version"]
+
+
+def _aligned(chart: Chart) -> Chart:
+    """The chart with one axis for all of its lines."""
+    lines = chart.pop("lines")
+    places = sorted({point[:2] for _, points in lines for point in points})
+    chart |= {"x": [x for x, _ in places], "labels": [f"v{version}" for _, version in places], "series": []}
+    for about, points in lines:
+        known = {point[:2]: point[2:] for point in points}
+        values, low, high = ([known[at][part] if at in known else None for at in places] for part in range(3))
+        has_band = any(end is not None for end in low)
+        band = {"low": low if has_band else None, "high": high if has_band else None}
+        chart["series"].append(about | {"values": values} | band)
+    return chart
+
+
+def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
+    """At most so many finite points: the first, the last, and the lowest and highest of each stretch between."""
+    points = [point for point in points if math.isfinite(point[2])]
+    if len(points) <= at_most:
+        return points
+    inner, many = range(1, len(points) - 1), max(1, (at_most - 2) // 2)
+    kept = {0, len(points) - 1}
+    for part in range(many):
+        stretch = inner[part * len(inner) // many : (part + 1) * len(inner) // many]
+        kept |= {min(stretch, key=lambda at: points[at][2]), max(stretch, key=lambda at: points[at][2])}
+    return [points[at] for at in sorted(kept)]
+
+
+def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
+    """What became of answers, as areas upon one another over equal ranges of versions or minutes."""
     column = "minute" if by_time else "version"
     rows = database.execute(
         f"SELECT {column} AS x, fate, sum(count) AS count FROM fates WHERE version >= 0 GROUP BY x, fate ORDER BY x"
@@ -90,25 +108,25 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> tuple[list[tu
     for row in rows:
         totals[row["fate"]] = totals.get(row["fate"], 0) + row["count"]
     names = sorted((name for name in totals if totals[name] > 0), key=lambda name: (name != "trained", -totals[name]))
-    kept = names[:MAX_FATES]
-    bins = bins_of(rows[0]["x"], rows[-1]["x"]) if rows else bins_of(0, 0)
-    layers = {_fate(name): [0.0] * bins.count for name in kept}
-    rest = [0.0] * bins.count
+    first, last = (rows[0]["x"], rows[-1]["x"]) if rows else (0, 0)
+    width = -(-(last - first + 1) // MAX_BINS)
+    xs = range(first, last + 1, width)
+    layers = {name: [0] * len(xs) for name in (*names[:MAX_FATES], *(["others"] if len(names) > MAX_FATES else []))}
     for row in rows:
-        values = layers[_fate(row["fate"])] if row["fate"] in kept else rest
-        values[bins.at(row["x"])] += row["count"]
-    if any(rest):
-        layers["others"] = rest
-    legend = [(name, colour % 8, int(sum(values))) for colour, (name, values) in enumerate(layers.items())]
-    origin = bins.first if by_time else 0
-    x_name = "time" if by_time else "version"
-    title = "What became of answers"
-    chart = area_chart(title, bins, layers, x_name=x_name, origin=origin)
-    return legend, chart + shown(title, area_table(bins, layers, x_name, origin))
-
-
-def _fate(name: str) -> str:
-    return name or "pending"
+        if row["fate"] in totals and totals[row["fate"]] > 0:
+            layers[row["fate"] if row["fate"] in names[:MAX_FATES] else "others"][(row["x"] - first) // width] += row[
+                "count"
+            ]
+    origin, mark = (first, "") if by_time else (0, "v")
+    ranges = [(x - origin, x - origin + width - 1) for x in xs]
+    return {
+        "title": "What became of answers", "zero": True, "stacked": True, "by_time": by_time, "x": [x for x, _ in ranges],
+        "labels": [f"{mark}{low}" + (f" to {mark}{high}" if width > 1 else "") for low, high in ranges],
+        "series": [
+            {"name": printable(name) or "pending", "colour": colour % COLOURS, "dashed": False, "values": values, "low": None, "total": sum(values)}
+            for colour, (name, values) in enumerate(layers.items())
+        ],
+    }  # fmt: skip
 
 
 def _start(database: sqlite3.Connection) -> int:

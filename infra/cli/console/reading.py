@@ -1,39 +1,34 @@
-"""What the pages know: the index kept up beside them, and what is read from the log for a page.
+"""What the pages read: the index of the log, and what is read from the log for a page.
 
-    log ─> Keeper ─> console.sqlite ─> search, curves          see `infra.cli.console.keeping`
-    log ─> status, decisions, one answer                       when asked, and then held for HELD_S
+    log ─> keeper of the index ─> state/index.sqlite ─> search, curves, lists      see `infra.ledger.index`
+    log ─> status, decisions, one answer                                           when asked, then held for HELD_S
 
-It only reads: no role waits for it, and its process takes a small share of a busy machine (`infra.local.idle_time`). While the
-log is away the pages show what was known, and say so.
+It only reads; no role waits for it. While the log is away the pages show what was read before, and say so.
 """
 
 import asyncio
-import contextlib
 import math
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from infra.cli.console.alarms import noted
-from infra.cli.console.fold import MARK
-from infra.cli.console.index import ConsoleIndex, inode, lists
-from infra.cli.console.keeping import FILE, TRACE_FILE, IndexState
-from infra.cli.console.rates import by_labels, together
+from infra.cli.console.flow import beat, noted
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
-from infra.cli.look.console_bounds import read_only
 from infra.cli.look.expected import wanted_of
 from infra.cli.look.reader import LastHour, NewestRecords
 from infra.cli.look.status import read_status
 from infra.cli.look.status_screen import State
+from infra.cli.look.trace import index_of
 from infra.cli.settings import Settings
-from infra.ledger.index import LogIndex
+from infra.ledger.index import FILE, PAGED, bounds_now, inode, left_of, read_only, reads_of
+from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
@@ -44,13 +39,10 @@ from schemas.errors import BadFrame, BrokerUnavailable, HeadraceError, NotInLog,
 from schemas.topics import Topic
 
 HELD_S = 3.0
+PAGE_S = 5.0  # for the log, on most pages: then they say that it is being read
 # The topics of `status` that a page shows. Not experiences: they are most of a log, and the index reads them.
 SHOWN = (topics.PROGRESS, topics.REPORTS, topics.POLICIES)
-MANY = 5000  # records of a topic that are said on every page
-PULSE = 120  # values held of each line of the flow
-READ_S = 2.0  # of the log, for one look at an answer
-TRACE_WAIT_S = 0.5  # for a process that reads the log into the index of `trace` meanwhile
-TRACE_WAITS = 8  # for an answer that the pages list
+MANY = 5000  # unread records of a topic that every page names
 
 Found = TypeVar("Found")
 
@@ -59,9 +51,36 @@ class NotReadYet(HeadraceError):
     """What was asked for may be in what is not read yet."""
 
 
+class IndexState(msgspec.Struct, frozen=True):
+    """How far the index is. fault: why the log cannot be read now. left: records still to be read, by topic. held: records
+    that the log has, by topic. is_whole: the log was read to its end once.
+    """
+
+    fault: str = ""
+    left: Mapping[str, int] = {}
+    held: Mapping[str, int] = {}
+    is_whole: bool = False
+
+    @property
+    def building(self) -> str:
+        """How much of the log is read, in words; "" where next to nothing is left of a log that was read once."""
+        if self.is_whole and max(self.left.values(), default=0) < MANY:
+            return ""
+        held = sum(self.held.values())
+        return f"{held - sum(self.left.values()):,} of {held:,} records are read" if held else "nothing is read yet"
+
+    @property
+    def unread(self) -> str:
+        """What the index does not have yet, in words; "" where it has all."""
+        left = ", ".join(f"{count:,} of {name}" for name, count in self.left.items() if count)
+        if left:
+            return f"Not read yet: the index is behind the log by {left}."
+        return "" if self.is_whole else "Not read yet: the index is being built."
+
+
 class History(msgspec.Struct, frozen=True):
-    """Events of versions, of serving and of learning. events: with their offsets. stable: what customers get.
-    decisions: who moved it, and why. is_whole: no older ones are left out.
+    """Events of versions, of serving and of learning. events: with their times. stable: what customers get. decisions: that
+    moved it, and why. is_whole: no older ones are left out.
     """
 
     events: list[tuple[int, PolicyEvent]]
@@ -70,25 +89,23 @@ class History(msgspec.Struct, frozen=True):
     is_whole: bool
 
     @classmethod
-    def of(cls, words: PolicyWords) -> "History":
-        """What was read."""
+    def read_from(cls, words: PolicyWords) -> "History":
+        """The history in what was read of `policies`."""
         return cls([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
 
 
 class Reading:
-    """One run, as the pages read it. state: folder of the indexes. kept: how far they are. looked: set for each page."""
+    """One run, as the pages read it. state: folder of the index."""
 
-    def __init__(self, settings: Settings, log: Log, state: Path, kept: IndexState, looked: asyncio.Event) -> None:
+    def __init__(self, settings: Settings, log: Log, state: Path) -> None:
         self.settings = settings
         self.log = log
-        self.kept = kept
         self.pulse: dict[str, deque[float]] = {}
+        self.index_state = IndexState()
+        self._fault = ""  # of this process
         self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
-        ConsoleIndex(state / FILE).close()  # so that there is one to read
         self._path = state / FILE
-        self._looked = looked
-        run, policy = settings.run or settings.app, settings.policy.name
-        self._trace = LogIndex(state / TRACE_FILE, run=run, policy=policy)
+        self.index = index_of(settings, state, pages=True)
         self._newest_follower = Follower(log, SHOWN)
         self._newest = NewestRecords(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
@@ -107,25 +124,40 @@ class Reading:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        followers = (self._newest_follower, self._words_follower, self._reports_follower)
-        for follower in followers:
+        for follower in (self._newest_follower, self._words_follower, self._reports_follower):
             await follower.close()
-        self._trace.close()
+        self.index.close()
 
-    async def ask(self, question: Callable[[sqlite3.Connection], Found]) -> Found:
+    async def rows(self, question: Callable[..., Found], *values: Any) -> Found:
         """The answer of the index to a question, asked in a thread."""
-        self._looked.set()
-        return await asyncio.to_thread(lambda: question(self._reader()))
+        return await asyncio.to_thread(lambda: question(self._reader(), *values))
+
+    async def look(self, wait_s: float) -> IndexState:
+        """How far the index is, at most HELD_S old; what was known where the log does not say within `wait_s`."""
+
+        async def read() -> IndexState:
+            bounds = await bounds_now(self.log, PAGED)
+            reads, fault, is_whole = await self.rows(_progress)
+            self._fault = ""
+            held = left_of(bounds, {})
+            return IndexState(fault, left_of(bounds, reads), held, is_whole)
+
+        try:
+            self.index_state = await self.held("index", read, wait_s=wait_s)
+        except (NotReadYet, HeadraceError, sqlite3.Error):
+            self.index_state = IndexState(self._fault)
+        if self._fault:
+            self.index_state = msgspec.structs.replace(self.index_state, fault=self._fault)
+        return self.index_state
 
     async def status(self, wait_s: float | None = None) -> State:
         """What `headrace status` shows, at most HELD_S old, and when each alarm was first seen here. wait_s: see `held`."""
-        serves = self.settings.gateway is not None
-        wanted = wanted_of(self.settings.expect, serves=serves)
+        wanted = wanted_of(self.settings.expect, serves=self.settings.gateway is not None)
 
         async def read() -> State:
             now_s = time.time()
             state = await read_status(
-                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._look, hour=self._hour
+                self.log, now_s=now_s, max_lag=MAX_LAG, wanted=wanted, look=self._newest_shown, hour=self._hour
             )
             beat(self.pulse, state["roles"])
             self._seen = state["seen"] = noted(self._seen, state["alarms"], now_s)
@@ -133,63 +165,41 @@ class Reading:
 
         return await self.held("status", read, wait_s=wait_s)
 
-    async def _look(self, topic: Topic, last: int, kind: str) -> list[LogMessage]:
+    async def _newest_shown(self, topic: Topic, last: int, kind: str) -> list[LogMessage]:
         return await self._newest.newest(topic, last, kind) if topic in SHOWN else []
 
     async def history(self, wait_s: float | None = None) -> History:
         """Newest events of the policy, and decisions about it. wait_s: see `held`."""
-        policy = self.settings.policy.name
 
         async def read() -> History:
             if self._words is None:
+                policy = self.settings.policy.name
                 self._words = await recent_words(self.log, policy, at_least=RECENT, at_most=RECENT)
             await self._words.read_on(self.log, self._words_follower)
-            return History.of(self._words)
+            return History.read_from(self._words)
 
         return await self.held("history", read, wait_s=wait_s)
 
-    async def history_of(self, version: int, wait_s: float) -> History:
+    async def history_since(self, version: int, wait_s: float) -> History:
         """Events since a version was published, where that is older than what `history` has."""
         known = await self.history(wait_s)
-        if known.is_whole or any(one.event == "published" and one.version == version for _, one in known.events):
+        if known.is_whole or any(event.event == "published" and event.version == version for _, event in known.events):
             return known
-        return History.of(await words_about(self.log, self.settings.policy.name, version))
+        return History.read_from(await words_about(self.log, self.settings.policy.name, version))
 
     async def answer(self, ref: str) -> AnswerTrace:
-        """Everything the log says about an answer, as far as the index is kept up. Raises NotInLog, and NotReadYet where it may
-        be in what is not read yet.
-
-        What the pages list may not be in the index of `trace` yet: then it is waited for.
+        """Everything the log says about an answer, as far as the index is. Raises NotInLog, and NotReadYet where it may be in
+        what is not read yet.
         """
-        if self.kept.is_traced or self._trace.is_ordered:
-            with contextlib.suppress(NotInLog):
-                return await self._traced(ref, anew=False)
-        if not self.kept.is_traced:
-            # Who keeps it up reads the whole log into it, and a page does not.
-            raise NotReadYet(f"{ref[:200]}: {self.unread} Look again in a moment.")
-        is_listed = await self.ask(lambda database: lists(database, ref))
-        for _ in range(TRACE_WAITS - 1 if is_listed else 0):
-            with contextlib.suppress(NotInLog):
-                return await self._traced(ref, anew=True)
-            await asyncio.sleep(TRACE_WAIT_S)  # out of turn: others ask for theirs meanwhile
-        return await self._traced(ref, anew=True)
-
-    async def _traced(self, ref: str, *, anew: bool) -> AnswerTrace:
-        """One look, in turn. anew: what has come since the last is read first, for READ_S."""
-        async with self._turn("trace"):
-            is_whole = True
-            if anew:
-                try:
-                    async with asyncio.timeout(READ_S):
-                        await self._trace.refresh(self.log, wait_s=TRACE_WAIT_S)
-                except TimeoutError:  # what was read stays read
-                    is_whole = False
+        known = await self.look(PAGE_S)
+        if known.is_whole:  # before, to look for a group would be to look at every row
             try:
-                return await trace_answer(self.log, self._trace, ref)
+                async with self._turn("trace"):
+                    return await trace_answer(self.log, self.index, ref)
             except NotInLog:
-                if is_whole:
+                if not known.unread:
                     raise
-        raise NotReadYet(f"{ref[:200]}: it may be in what is not read yet: look again in a moment.")
+        raise NotReadYet(f"{ref[:200]}: {known.unread} Look again in a moment.")
 
     async def letter(self, partition: int, offset: int) -> tuple[int, DeadLetter]:
         """A dead letter and its time in ms, by where it lies. Raises NotInLog."""
@@ -201,15 +211,15 @@ class Reading:
     async def learned(self, version: int) -> PolicyTrace:
         """What a version learned from. Raises NotInLog."""
         async with self._turn("trace"):
-            return await trace_policy(self.log, self._trace, version)
+            return await trace_policy(self.log, self.index, version)
 
     async def held(
         self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S, wait_s: float | None = None
     ) -> Found:
-        """What `read` says, asked once for all who look within `held_s`; where the log is away, what it said last. wait_s: for
-        a reading that goes on, None for its end: then what it said last. Raises NotReadYet where that is nothing.
+        """What `read` returns, called once for all requests within `held_s`; where the log is away, what it returned last.
+        wait_s: for a reading that goes on, None for its end: then what it returned last. Raises NotReadYet where that is
+        nothing.
         """
-        self._looked.set()
         known: tuple[float, Found] | None = self._held.get(name)
         if known is not None and known[0] == -math.inf:  # a decision was made here, and is to be seen
             wait_s = None
@@ -238,7 +248,7 @@ class Reading:
             async with self._turn(name):
                 value = await read()
         except (BrokerUnavailable, StoreError, BadFrame) as error:
-            self.kept.fault = str(error)
+            self._fault = str(error)
             if name not in self._held:
                 raise
             value = self._held[name][1]
@@ -255,28 +265,6 @@ class Reading:
         self._readings.clear()
         self._held = {name: (-math.inf, value) for name, (_, value) in self._held.items()}
 
-    @property
-    def folding(self) -> str:
-        """How much of the log is read, in words; "" where next to nothing is left of a log that was read once."""
-        kept = self.kept
-        least = MANY if kept.is_caught_up else 1
-        left = {name: count for name, count in kept.left.items() if count >= least}
-        if kept.is_caught_up and not left:
-            return ""
-        held = sum(kept.held.values())
-        words = f"{held - sum(kept.left.values()):,} of {held:,} records are read" if held else "nothing is read yet"
-        words += f"; to be read: {_in_words(left)}" if left else ""
-        first = f"; the index of `trace` comes first, with {_in_words(kept.tracing)} to read" if kept.tracing else ""
-        return words + first
-
-    @property
-    def unread(self) -> str:
-        """What the index does not know yet, in words; "" where it knows all."""
-        left = {name: count for name, count in self.kept.left.items() if count}
-        if left:
-            return f"Not read yet: the index is behind the log by {_in_words(left)}."
-        return "" if self.kept.is_traced and self.kept.is_caught_up else "Not read yet: the index is being built."
-
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
 
@@ -289,18 +277,12 @@ class Reading:
         return held[1]
 
 
-def beat(pulse: dict[str, deque[float]], roles: Sequence[State]) -> None:
-    """Add what is counted a second now, of all that run of one kind and over all labels; what no role reports any more goes."""
-    sums = {
-        f"{role}/{name}": sum(labels.values())
-        for role, rates in together(roles).items()
-        for name, labels in by_labels(rates).items()
-    }
-    for key in pulse.keys() - sums.keys():
-        del pulse[key]
-    for key, rate in sums.items():
-        pulse.setdefault(key, deque(maxlen=PULSE)).append(rate)
+def has_answer(database: sqlite3.Connection, experience: str) -> bool:
+    """Whether the index has this experience."""
+    return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (number(experience),)).fetchone())
 
 
-def _in_words(left: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} of {name}" for name, count in left.items())
+def _progress(database: sqlite3.Connection) -> tuple[dict[tuple[str, int], int], str, bool]:
+    notes = dict(database.execute("SELECT name, value FROM meta").fetchall())
+    has_pages = bool(notes.get("pages"))  # a file of `trace` alone is read anew
+    return (reads_of(database) if has_pages else {}), notes.get("fault") or "", bool(notes.get("whole") and has_pages)

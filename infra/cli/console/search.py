@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from infra.ledger.index_fold import TIME_BITS
+
 LONGEST_S = 0.1
-WINDOW = 20_000
+FIRST_WINDOW, WINDOW = 500, 20_000  # answers of the first window; each next one is twice as long, up to this
 PAGE = 50
 MAX_DISTINCT = 60  # values of a column that a page offers
 MAX_PIECES = 16  # of a text that are looked for in the texts themselves
@@ -170,44 +172,39 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
     """The newest answers that fit."""
     steps = steps_of(database, query.learned) if query.learned is not None else None
     found, values = conditions(query, steps)
-    # Apart: both in one SELECT would look at every row.
-    top = database.execute(
-        "SELECT coalesce((SELECT max(n) FROM answers), 0), coalesce((SELECT min(n) FROM answers), 0)"
-    ).fetchone()
-    high = top[0] if query.before is None else min(top[0], query.before - 1)
+    high = 2**62 if query.before is None else query.before - 1
     began_s = time.monotonic()
     rows: list[Mapping[str, Any]] = []
     # Few fit, and an index has them: then all are looked at.
     is_narrow = bool(query.session or query.task or query.learned is not None) and not query.text
-    window = FEW if terms_of(query.text)[1] else WINDOW
-    size, place = (top[0], "+n") if is_narrow else (window, "n")
     by = "session" if query.session else "task" if query.task else ""
-    index = f" INDEXED BY by_{by}" if is_narrow and by else ""
-    while high >= top[1] and high > 0:
-        low = max(top[1], high - size + 1)
-        where = (
-            " AND ".join([f"{place} BETWEEN :low AND :high", *found])
-            .replace(":low", str(low))
-            .replace(":high", str(high))
-        )
+    index, place = (f" INDEXED BY by_{by}" if is_narrow and by else ""), "+n" if is_narrow else "n"
+    window, widest = FIRST_WINDOW, FEW if terms_of(query.text)[1] else WINDOW
+    while True:
+        below = f"SELECT n FROM answers WHERE n <= {high} ORDER BY n DESC LIMIT 1 OFFSET {window - 1}"
+        row = None if is_narrow else database.execute(below).fetchone()
+        low = 0 if row is None else row[0]
+        where = " AND ".join([f"{place} BETWEEN :low AND :high", *found])
+        where = where.replace(":low", str(low)).replace(":high", str(high))
         rows += database.execute(
             f"SELECT * FROM answers{index} WHERE {where} ORDER BY n DESC LIMIT {PAGE - len(rows)}", values
         ).fetchall()
         if len(rows) >= PAGE:
             return Page(_with_texts(database, rows), further=rows[-1]["n"])
-        high = low - 1
+        if low == 0:
+            return Page(_with_texts(database, rows), further=None)
+        high, window = low - 1, min(2 * window, widest)
         if time.monotonic() - began_s > longest_s:
-            at = database.execute("SELECT time_ms FROM answers WHERE n >= ? ORDER BY n LIMIT 1", (low,)).fetchone()
-            return Page(_with_texts(database, rows), further=low, looked_at_ms=at[0] if at else 0)
-    return Page(_with_texts(database, rows), further=None)
+            return Page(_with_texts(database, rows), further=low, looked_at_ms=low >> TIME_BITS)
 
 
 def steps_of(database: sqlite3.Connection, version: int) -> tuple[int, int]:
     """First and last step between the version before and this one; (0, -1) where it was never published."""
-    row = database.execute("SELECT step FROM published WHERE version = ?", (version,)).fetchone()
-    if row is None:
+    asked = "SELECT max(step) FROM policies WHERE event = 'published' AND"
+    row = database.execute(f"{asked} version = ?", (version,)).fetchone()
+    if row[0] is None:
         return 0, -1
-    before = database.execute("SELECT max(step) FROM published WHERE version < ?", (version,)).fetchone()[0]
+    before = database.execute(f"{asked} version < ?", (version,)).fetchone()[0]
     return (0 if before is None else before + 1), row[0]
 
 
@@ -217,11 +214,7 @@ def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]])
     for row in rows:
         text = database.execute("SELECT asked, answered FROM texts WHERE n = ?", (row["n"],)).fetchone()
         found.append(
-            {
-                **{name: row[name] for name in row.keys()},  # noqa: SIM118 (a sqlite3.Row iterates over its values)
-                "asked": text["asked"] if text else "",
-                "answered": text["answered"] if text else "",
-            }
+            {**dict(row), "asked": text["asked"] if text else "", "answered": text["answered"] if text else ""}
         )
     return found
 

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -20,22 +20,61 @@ from infra.cli.connect import log_to_stderr, reading, store_of
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
-from infra.cli.console.keeping import FILE, IndexState, Keeper, keep_apart, keeper_of
 from infra.cli.console.learning import Run
-from infra.cli.console.leaving import Leaving
-from infra.cli.console.page import Pages
+from infra.cli.console.pages import Console
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
-from infra.cli.look.console_bounds import read_only
+from infra.cli.look.trace import index_of
 from infra.cli.repeat.source import opened
+from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
+from infra.ledger.index import EVERY_S, FILE, follow, read_only
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 from infra.log.log import Log
 from infra.store.store import Store
 from schemas.errors import ConfigError, HeadraceError
 
 CONSOLE_BOUNDS = HttpBounds(connections=200)
-LINK_VARIABLE = "HEADRACE_CONSOLE_LINK"  # in the environment: what the printed link says, made by `up`
+DRAIN_S = 2.0  # at a stop, for the pages that are being made
+
+
+class Leaving:
+    """Whether SIGINT or SIGTERM came, and what ends by it, from the command's first line on. Made in the task that is to end.
+
+    While the console starts, a signal cancels what it waits for. A cancellation can get lost: before Python 3.12
+    `asyncio.wait_for` drops one that comes with what it waits for. So the signal is remembered, and `check` asks for it between
+    two steps of the start. Once pages are served the server takes it.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        task = asyncio.current_task()
+        assert task is not None, "made outside of a task"
+        self._cancel: Callable[[], object] = task.cancel
+        self._end: Callable[[], object] = self._cancel
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask)
+
+    def ask(self) -> None:
+        """Act as a signal does."""
+        self.is_asked = True
+        self._end()
+
+    def check(self) -> None:
+        """Raises CancelledError where a signal came."""
+        if self.is_asked:
+            raise asyncio.CancelledError
+
+    @contextmanager
+    def ending(self, end: Callable[[], object]) -> Iterator[None]:
+        """Signals call `end` meanwhile, and do so at once where one came before."""
+        self._end = end
+        try:
+            if self.is_asked:
+                end()
+            yield
+        finally:
+            self._end = self._cancel
 
 
 async def run_console(config: Path, sets: list[str], listen: str) -> int:
@@ -61,21 +100,23 @@ async def _serve_source(
     settings, log, store, state = source
     sock = bound(listen or settings.console.listen, "console.listen")
     sock.listen()  # a link that is opened at once waits for its page
-    given = os.environ.get(LINK_VARIABLE, "")  # whoever set it knows it, and it must not be in a log
+    given = os.environ.get(CONSOLE_LINK, "")  # `up` knows it and prints it; it must not be in a log
     link = given or secrets.token_urlsafe(24)
     address = f"{shown_host(sock)}:{sock.getsockname()[1]}"
     where = settings.console.opened_at(address) + ("" if given else f"/enter?link={link}")
     print(f"console {where}", file=sys.stderr, flush=True)
     print("this link only looks; to act sign in with a key: headrace keys create --scope operate", file=sys.stderr)
-    # An archive lies in this process alone, and no role is at work beside it.
-    keeper = partial(keeper_of, command=command) if command else None
+    if given:
+        (state / CONSOLE_READY).touch()
     access = ConsoleAccess(store, link)
-    run = made(settings, log, state, access=access, command=command, address=address, keeper=keeper)
+    run = made(settings, log, state, access=access, command=command, address=address, keeps=not given)
     async with run as (app, known):
         with contextlib.suppress(NotReadYet):  # it goes on: the first page is read before it is asked for
             await known.status(wait_s=0)
         leaving.check()
-        await serve(app, sock, leaving)
+        server = make_server(app, DRAIN_S, CONSOLE_BOUNDS)
+        with leaving.ending(server.leave):
+            await serve_on(server, sock, lambda port: None)
 
 
 @asynccontextmanager
@@ -101,7 +142,7 @@ def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
         if config.is_file():
             return ()
         config /= DEFAULT_FILE
-    return ("--config", str(config), *(argument for one in sets for argument in ("--set", one)))
+    return ("--config", str(config), *(argument for each in sets for argument in ("--set", each)))
 
 
 @asynccontextmanager
@@ -113,62 +154,32 @@ async def made(
     access: ConsoleAccess,
     command: Sequence[str],
     address: str,
-    keeper: Callable[[Path], Sequence[str]] | None = None,
+    keeps: bool = True,
+    every_s: float = EVERY_S,
 ) -> AsyncIterator[tuple[ASGIApp, Reading]]:
-    """The application and what it reads, kept up inside the `with`. access: its doors. address: host:port that it
-    is asked for. keeper: what starts a process of its own that keeps it up in a folder (see `keep_apart`), None for this one.
+    """The application and what it reads. address: host:port that it is asked for. keeps: keep the index up while no other
+    process does, every `every_s` seconds; `headrace up` has a process for it.
     """
     host, port = address.lower().rpartition(":")[::2]
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
-        kept, looked = IndexState(), asyncio.Event()
-        reading = Reading(settings, log, folder, kept, looked)
-        pages = Pages(reading, access, command, beside_of(settings))
-        pages.load_spell = partial(speller_of, settings)
+        beside = beside_of(settings)
+        known = Reading(settings, log, folder)
+        index = index_of(settings, folder, pages=True)
+        console = Console(known, command, beside, partial(speller_of, settings))
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
-        app = make_app(pages, access, hosts=hosts, port=port, own=settings.console.origin)
-        if keeper is not None:
-            kept_up = keep_apart(keeper(folder), kept, looked)
-        else:
-            kept_up = Keeper(settings, log, folder, kept, looked).run()
+        app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)
+        keeping = asyncio.create_task(follow(log, index, every_s=every_s)) if keeps or folder != state else None
         try:
-            async with beside(kept_up):
-                yield app, reading
+            yield app, known
         finally:
-            await reading.close()
-            for _, database in pages.beside:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+            await known.close()
+            index.close()
+            for _, database in beside:
                 database.close()
-
-
-@asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Work that runs inside the `with`, and ends with it. Where the work breaks, so does the `with`, by the same error."""
-    within = asyncio.current_task()
-    task = asyncio.create_task(work)
-    broke = False
-
-    def end(done: "asyncio.Task[None]") -> None:
-        nonlocal broke
-        if not done.cancelled() and within is not None:
-            broke = True
-            within.cancel()
-
-    task.add_done_callback(end)
-    try:
-        yield
-    finally:
-        if broke and within is not None:
-            within.uncancel()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-async def serve(app: ASGIApp, sock: socket.socket, leaving: Leaving) -> None:
-    """Answer until a signal."""
-    server = make_server(app, 2.0, CONSOLE_BOUNDS)
-    with leaving.ending(server.leave):
-        await serve_on(server, sock, lambda port: None)
 
 
 def shown_host(sock: socket.socket) -> str:
@@ -194,16 +205,19 @@ def beside_of(settings: Settings) -> list[Run]:
     for name in settings.console.beside:
         path = settings.folder / name / "state" / FILE
         try:
-            found.append((Path(name).name, read_only(path)))
+            database = read_only(path)
+            if not database.execute("SELECT 1 FROM meta WHERE name = 'pages'").fetchone():
+                raise sqlite3.OperationalError("without pages")
         except sqlite3.Error as error:
             raise ConfigError(
                 f"console.beside: {name}: no index in {path}: run `headrace console` on that run once"
             ) from error
+        found.append((Path(name).name, database))
     return found
 
 
 def speller_of(settings: Settings) -> Spell | None:
-    """What token ids are as text; None where the model's tokenizer is not here: then ids are shown."""
+    """A function from token ids to texts; None where the model's tokenizer is not here: then ids are shown."""
     try:
         from infra.model.spelling import TokenTexts
 

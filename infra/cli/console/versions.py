@@ -7,106 +7,66 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from infra.cli.console.charts import Scale, interval, safe
-from infra.cli.console.index import MAX_TEXT
 from infra.cli.console.reading import History
 from infra.cli.console.search import score_names
 from infra.cli.govern.channel import ChannelDecision
+from infra.cli.terminal import printable
+from infra.ledger.index_fold import MAX_TEXT
 
 SHOWN = 60
+MAX_DRAWN = 400  # versions and decisions of the timeline
 MAX_TASKS = 200
 MAX_COMPARED = 50_000  # answers of a version to a suite
 MAX_PAIRED = 20_000  # pairs of equal pieces of two answers that are compared; a page may take ten times that
 STABLE = "stable/"  # what the gate puts before a suite's name for the figure of the stable version
 _PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.UNICODE)
-WORDS = {"promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back"}
+WORDS = {
+    "promoted": "promoted", "held": "held back", "pinned": "pinned", "rolled_back": "rolled back",
+    "pause": "learning paused", "continue": "learning resumed", "drain": "drained",
+}  # fmt: skip
+
+Row = dict[str, Any]
 
 
-class VersionRow(msgspec.Struct, frozen=True):
-    """One line of the timeline.
-
-    version: of the policy. time_ms: when it was published. step: the last one in it. parent: the version it was trained
-    from. said: the newest decision about it, "" for none. by: who decided. why: their reason. is_stable: customers get it.
-    on_trial: some of them do. evals: suite, score and the score as it is shown.
-    """
-
-    version: int
-    time_ms: int
-    step: int
-    parent: int
-    said: str
-    by: str
-    why: str
-    is_stable: bool
-    on_trial: bool
-    evals: Sequence[tuple[str, float, Markup]] = ()
-
-
-def rows_of(
-    history: History, evals: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
-) -> list[VersionRow]:
+def version_rows(
+    history: History, evaluated: Mapping[int, Sequence[sqlite3.Row]], before: int | None, *, every: bool
+) -> list[Row]:
     """The newest versions first, at most SHOWN, below `before`; unless `every`, those that were decided or evaluated, and the
-    newest.
+    newest. Each has `version`, `time_ms`, `event` (its publication), `decision` (the newest, or None) and `evals`.
     """
-    newest: dict[int, ChannelDecision] = {}
-    for one in history.decisions:
-        if one.version >= 0:
-            newest[one.version] = one
+    newest = {decision.version: decision for decision in history.decisions if decision.version >= 0}
     published = {event.version: (time_ms, event) for time_ms, event in history.events if event.event == "published"}
     highest = max(published, default=-1)
-    found = []
-    for version in sorted(published, reverse=True):
-        is_newest = before is None and version == highest
-        if (before is not None and version >= before) or not (
-            every or is_newest or version in newest or version in evals
-        ):
-            continue
-        time_ms, event = published[version]
-        said = newest.get(version)
-        found.append(
-            VersionRow(
-                version=version,
-                time_ms=time_ms,
-                step=event.step,
-                parent=event.parent,
-                said=word(said) if said else "",
-                by=said.by if said else "",
-                why=said.reason if said else "",
-                is_stable=version == history.stable.version,
-                on_trial=version == history.stable.trial,
-                evals=[
-                    (
-                        row["suite"],
-                        row["right"] / max(1, row["asked"]),
-                        interval(row["right"] / max(1, row["asked"]), row["low"], row["high"]),
-                    )
-                    for row in evals.get(version, ())
-                ],
-            )
-        )
-        if len(found) == SHOWN:
-            break
-    return found
+    chosen = [
+        version
+        for version in sorted(published, reverse=True)
+        if (before is None or version < before)
+        and (every or version in newest or version in evaluated or (before is None and version == highest))
+    ]
+    return [
+        {
+            "version": version, "time_ms": published[version][0], "event": published[version][1],
+            "decision": newest.get(version), "evals": evaluated.get(version, ()),
+        }
+        for version in chosen[:SHOWN]
+    ]  # fmt: skip
 
 
-def held_of(history: History) -> int:
+def held_back(history: History) -> int:
     """The version that the newest decision held back, -1 where it was another decision."""
     newest = history.decisions[-1] if history.decisions else None
     return newest.version if newest is not None and newest.event == "held" else -1
 
 
-def word(one: ChannelDecision) -> str:
+def word(decision: ChannelDecision) -> str:
     """A decision in a word or two."""
-    if one.channel == "canary" and one.event == "promoted":
+    if decision.channel == "canary" and decision.event == "promoted":
         return "on trial"
-    if one.event == "pinned" and one.version < 0:
+    if decision.event == "pinned" and decision.version < 0:
         return "unpinned"
-    return {"pause": "learning paused", "continue": "learning resumed", "drain": "drained"}.get(
-        one.event, WORDS.get(one.event, one.event)
-    )
+    return WORDS.get(decision.event, decision.event)
 
 
 def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
@@ -122,7 +82,7 @@ def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, fl
     ]
 
 
-def evals_of(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
+def evals(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
     """Every evaluation, by version."""
     found: dict[int, list[sqlite3.Row]] = {}
     for row in database.execute("SELECT * FROM evals ORDER BY version, suite"):
@@ -130,88 +90,40 @@ def evals_of(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
     return found
 
 
-def timeline(history: History) -> Markup:
-    """Published, gate, canary and stable over time, as one picture."""
-    moments = [time_ms for time_ms, _ in history.events] + [one.time_ms for one in history.decisions]
-    if not moments:
-        return Markup('<p class="none">no version was published yet</p>')
-    xs = Scale(min(moments), max(moments), 92, 948)
-    lanes = {"published": 22, "gate": 58, "canary": 94, "stable": 130}
-    parts = [
-        f'<text class="tick end" x="82" y="{y + 4}">{name}</text><line class="grid" x1="92" x2="948" y1="{y}" y2="{y}"/>'
-        for name, y in lanes.items()
-    ]
-    published = [(time_ms, one.version) for time_ms, one in history.events if one.event == "published"]
-    for time_ms, version in published[:: max(1, len(published) // 400)]:
-        parts.append(_tick(xs(time_ms), f"v{version} published"))
-    stable: list[tuple[float, int]] = []
-    for one in history.decisions[-400:]:
-        if one.version >= 0:
-            x = xs(one.time_ms)
-            parts.append(_dot(one, x, lanes["canary" if one.channel == "canary" else "gate"]))
-            if one.channel == "stable" and one.event != "held":
-                stable.append((x, one.version))
-    for index, (x, version) in enumerate(stable):
-        end = stable[index + 1][0] if index + 1 < len(stable) else 948.0
-        parts.append(_bar(x, end, version, "good" if index % 2 else "s0"))
-    label = f"{len(published)} versions published; {len(history.decisions)} decisions"
-    return Markup(
-        f'<svg class="timeline" viewBox="0 0 960 150" role="group" aria-label="{label}">{"".join(parts)}</svg>'
-    )
-
-
-def _tick(x: float, title: str) -> str:
-    return f'<line class="stroke s0" x1="{x}" x2="{x}" y1="15" y2="29"><title>{title}</title></line>'
-
-
-def _dot(one: ChannelDecision, x: float, y: int) -> str:
-    kind = {"held": "bad", "rolled_back": "bad", "promoted": "good"}.get(one.event, "s0")
-    title = safe(f"v{one.version} {word(one)} by {one.by}: {one.reason}")
-    circle = f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="5"><title>{title}</title></circle>'
-    return f'<a href="/versions/{one.version}" aria-label="{title}">{circle}</a>'
-
-
-def _bar(x: float, end: float, version: int, shade: str) -> str:
-    title = f"<title>v{version} is stable</title>"
-    bar = f'<rect class="bar {shade}" x="{x}" y="123" width="{max(1.0, end - x):.1f}" height="14">{title}</rect>'
-    return bar + (
-        f'<text class="tick mid on" x="{(x + end) / 2:.1f}" y="134">v{version}</text>' if end - x > 34 else ""
-    )
-
-
-class Pair(msgspec.Struct, frozen=True):
-    """One recorded prompt and what two versions said, as far as the index holds it.
-
-    task: its id. asked: the prompt. left, right: with the differences marked. left_id, right_id: of the answers.
-    left_score, right_score: None for none. behind: number of characters of the longer one that the index does not hold.
-    differs_behind: whether they differ only in these.
+def timeline(history: History) -> Row:
+    """Where published versions, decisions and the stable version lie between the first moment (0.0) and the last (1.0):
+    `published` (place, version), `decided` (place, decision) and `stable` (from, to, version).
     """
+    moments = [time_ms for time_ms, _ in history.events] + [each.time_ms for each in history.decisions]
+    first, last = min(moments, default=0), max(moments, default=0)
 
-    task: str
-    asked: str
-    left: Markup
-    right: Markup
-    left_id: str
-    right_id: str
-    left_score: float | None
-    right_score: float | None
-    behind: int = 0
-    differs_behind: bool = False
+    def place(time_ms: int) -> float:
+        return (time_ms - first) / max(1, last - first)
+
+    published = [(place(time_ms), event.version) for time_ms, event in history.events if event.event == "published"]
+    decided = [(place(each.time_ms), each) for each in history.decisions[-MAX_DRAWN:] if each.version >= 0]
+    moved = [(at, each.version) for at, each in decided if each.channel == "stable" and each.event != "held"]
+    ends = [at for at, _ in moved[1:]] + [1.0]
+    return {
+        "num_published": len(published), "published": published[:: max(1, len(published) // MAX_DRAWN)], "decided": decided,
+        "stable": [(at, end, version) for (at, version), end in zip(moved, ends, strict=bool(moved))],
+    }  # fmt: skip
 
 
-def pairs_of(
-    database: sqlite3.Connection, suite: str, left: int, right: int, *, all_of_them: bool
-) -> tuple[list[Pair], dict[str, int]]:
-    """What two versions answered to the tasks of a suite, different scores first, and counts of these pairs.
+def pairs(
+    database: sqlite3.Connection, suite: str, left: int, right: int, everything: bool
+) -> tuple[list[Row], dict[str, int]]:
+    """What two versions answered to the tasks of a suite, different scores first, and counts of these pairs. everything: list
+    pairs that do not differ, too.
 
     Counts: same, differ, better, worse, of whole answers. unshown: pairs beyond MAX_TASKS. further: answers that are not
     compared, since there is one to the same task or more than MAX_COMPARED. unread: pairs with one that is not readable.
     """
-    (one, rest), (other, more) = _answers(database, suite, left), _answers(database, suite, right)
+    (mine, rest), (other, more) = _answers(database, suite, left), _answers(database, suite, right)
     counts = {"same": 0, "differ": 0, "better": 0, "worse": 0, "unread": 0, "unshown": 0, "further": rest + more}
     found = []
-    for task in one.keys() & other.keys():
-        a, b = one[task], other[task]
+    for task in mine.keys() & other.keys():
+        a, b = mine[task], other[task]
         if a["digest"] is None or b["digest"] is None:
             counts["unread"] += 1
             continue
@@ -220,12 +132,12 @@ def pairs_of(
         low, high = a["score"], b["score"]
         if low is not None and high is not None and low != high:
             counts["better" if high > low else "worse"] += 1
-        if differs or all_of_them:
+        if differs or everything:
             found.append((low == high, task, a, b))
     found.sort(key=lambda pair: (pair[0], pair[1]))
     counts["unshown"] = max(0, len(found) - MAX_TASKS)
     budget = Budget(10 * MAX_PAIRED)
-    return [_pair(database, task, a, b, budget) for _, task, a, b in found[:MAX_TASKS]], counts
+    return [_pair(database, a, b, budget) for _, _, a, b in found[:MAX_TASKS]], counts
 
 
 def suites_both(database: sqlite3.Connection, left: int, right: int) -> list[str]:
@@ -253,15 +165,17 @@ def _answers(database: sqlite3.Connection, suite: str, version: int) -> tuple[di
     return found, count - len(found)
 
 
-def _pair(
-    database: sqlite3.Connection, task: str, a: Mapping[str, Any], b: Mapping[str, Any], budget: "Budget"
-) -> Pair:
-    held = [database.execute("SELECT asked, answered FROM texts WHERE n = ?", (one["n"],)).fetchone() for one in (a, b)]
+def _pair(database: sqlite3.Connection, a: Row, b: Row, budget: "Budget") -> Row:
+    """One recorded prompt and what two versions said, as far as the index holds it. behind: number of characters of the longer
+    one that the index does not hold. differs_behind: whether they differ only in these.
+    """
+    held = [database.execute("SELECT asked, answered FROM texts WHERE n = ?", (row["n"],)).fetchone() for row in (a, b)]
     (asked, said), (_, other) = held
     left, right = marked(said, other, budget)
-    behind = max(0, max(a["size"], b["size"]) - MAX_TEXT)
-    differs = said == other and a["digest"] != b["digest"]
-    return Pair(task, asked, left, right, a["id"], b["id"], a["score"], b["score"], behind, differs)
+    return {
+        "asked": asked, "sides": ((left, a), (right, b)), "behind": max(0, max(a["size"], b["size"]) - MAX_TEXT),
+        "differs_behind": said == other and a["digest"] != b["digest"],
+    }  # fmt: skip
 
 
 class Budget:
@@ -285,33 +199,32 @@ def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
     >>> marked("a b", "a c", Budget(100))
     (Markup('a <del>b</del>'), Markup('a <ins>c</ins>'))
     """
-    one, other = (_PIECE.findall(text) for text in (left, right))
-    head = _num_equal(one, other)
-    tail = _num_equal(one[head:][::-1], other[head:][::-1])
-    inner = one[head : len(one) - tail], other[head : len(other) - tail]
+    first, second = (_PIECE.findall(text) for text in (left, right))
+    head = _num_equal(first, second)
+    tail = _num_equal(first[head:][::-1], second[head:][::-1])
+    inner = first[head : len(first) - tail], second[head : len(second) - tail]
+    runs = [("equal", first[:head], []), *_runs(*inner, budget), ("equal", first[len(first) - tail :], [])]
     found: tuple[list[str], list[str]] = ([], [])
-    for kind, a, b in (
-        ("equal", one[:head], other[:head]),
-        *_runs(*inner, budget),
-        ("equal", one[len(one) - tail :], []),
-    ):
+    for kind, a, b in runs:
         texts = ("".join(a), "".join(a if kind == "equal" else b))
         for side, text, tag in zip(found, texts, ("del", "ins"), strict=True):
             if text:
-                side.append(str(safe(text)) if kind == "equal" else f"<{tag}>{safe(text)}</{tag}>")
+                shown = escape(printable(text))
+                side.append(str(shown) if kind == "equal" else f"<{tag}>{shown}</{tag}>")
     return Markup("".join(found[0])), Markup("".join(found[1]))
 
 
-def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
+def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
     """How many pieces at the beginning of two texts are equal."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    differ = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
 
 
-def _runs(one: list[str], other: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
+def _runs(first: list[str], second: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
     """Runs of pieces of both texts, each equal or different."""
-    counts = Counter(piece for piece in other if not piece.isspace())
-    cost = sum(counts[piece] for piece in one) + len(one) + len(other)
+    counts = Counter(piece for piece in second if not piece.isspace())
+    cost = sum(counts[piece] for piece in first) + len(first) + len(second)
     if cost > MAX_PAIRED or not budget.take(cost):
-        return [("replace", one, other)]
-    found = difflib.SequenceMatcher(str.isspace, one, other, autojunk=False).get_opcodes()
-    return [(kind, one[a:b], other[c:d]) for kind, a, b, c, d in found]
+        return [("replace", first, second)]
+    found = difflib.SequenceMatcher(str.isspace, first, second, autojunk=False).get_opcodes()
+    return [(kind, first[a:b], second[c:d]) for kind, a, b, c, d in found]

@@ -14,16 +14,13 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.look.console_bounds import bounds_of as console_bounds_of
-from infra.cli.look.console_bounds import ended_bound, read_only, sizes
 from infra.cli.settings import Settings
+from infra.ledger.index import FILE, bounds, read_only, sizes
 from infra.log.log import Log
 from infra.store.snapshots import KEPT
 from schemas import topics
 from trainer.config import SLOTS
 
-CONSOLE = "console.sqlite"
-FILES = ("trace.sqlite", CONSOLE)
 # What grows for as long as the app lives, and by what (how that was had: infra/docs/explanation/measured.md). Why nothing of it
 # may be removed: see `schemas.topics`.
 FOREVER: Mapping[str, str] = {
@@ -96,22 +93,16 @@ def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterabl
 
 
 def _in_files(settings: Settings) -> Iterable[Kept]:
-    for name in FILES:
-        path: Path = settings.folder / "state" / name
-        if path.exists():
-            yield Kept(f"file {path.parent.name}/{name}", "rows of what the topics keep", path.stat().st_size, "bytes")
-            if name == CONSOLE:
-                yield from _in_console(path, settings.keep.replay)
-
-
-def _in_console(path: Path, replay: str) -> Iterable[Kept]:
-    """The tables of the console's index; where it cannot be read, what bounds them."""
+    """The index of the log, and its tables; where it cannot be read, what bounds them."""
+    path: Path = settings.folder / "state" / FILE
+    if not path.exists():
+        return
+    yield Kept(f"file state/{FILE}", "rows of what the topics keep", path.stat().st_size, "bytes")
     rows: dict[str, int] = {}
     with contextlib.suppress(sqlite3.Error), contextlib.closing(read_only(path)) as database:
         rows = sizes(database)
-    for table, bound in console_bounds_of(replay).items():
-        yield Kept(f"console {table}", bound, rows.get(table), "rows")
-    yield Kept("console ended sessions", ended_bound(), unit="sessions")  # in its memory; its page Data counts them
+    for table, bound in bounds(settings.keep.replay).items():
+        yield Kept(f"index {table}", bound, rows.get(table), "rows")
 
 
 def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,8 +1,7 @@
-"""`headrace trace`: an answer's way to the weights, or what a policy learned from, as a person reads it."""
+"""`headrace trace`: the steps that trained on an answer, or the answers that a version learned from, for people."""
 
 import asyncio
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,14 +14,16 @@ from infra.cli.look.waits import waits_for
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.cli.times import clock
-from infra.ledger.following import follow
-from infra.ledger.index import LogIndex
+from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
+from infra.local.idle_time import take_idle_time
 from infra.log.memory import wall_ms
+from infra.settings.config import duration_s
 from schemas import Experience, Span
 from schemas.errors import ConfigError
 
 SHOWN_IDS = 10
+PATIENCE_S = 30.0  # with a busy machine, whose keeper of the index runs in its idle time
 
 
 async def run_trace(ref: str | None, policy: int | None, config: Path, sets: list[str], *, as_json: bool) -> int:
@@ -35,7 +36,13 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
     try:
         async with reading(settings) as log:
             with console.status("reading what has come since the last trace") as status:
-                await index.refresh(log, lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"))
+                is_whole = await index.refresh(
+                    log,
+                    lambda topic, left: status.update(f"indexing {topic}: {left:,} records left"),
+                    wait_s=PATIENCE_S,
+                )
+            if not is_whole:
+                Screen(stderr=True).print("the index is behind the log: the newest records are missing here")
             if ref is not None:
                 answer = await trace_answer(log, index, ref)
                 waits = waits_for(answer, settings, wall_ms())
@@ -49,12 +56,13 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
 
 
 async def run_follow(config: Path, sets: list[str]) -> int:
-    """Keep the index up until SIGINT or SIGTERM."""
+    """Keep the index up to date in the machine's idle time, until SIGINT or SIGTERM."""
     settings = load_settings(config, sets)
+    take_idle_time()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    index = index_of(settings)
+    index = index_of(settings, pages=settings.console.up)
     try:
         async with connected(settings) as log:
             await follow(log, index, stop)
@@ -63,14 +71,19 @@ async def run_follow(config: Path, sets: list[str]) -> int:
     return 0
 
 
-def index_of(settings: Settings) -> LogIndex:
-    """The index kept beside the run, opened."""
-    path = settings.folder / "state" / "trace.sqlite"
-    return LogIndex(path, run=settings.run or settings.app, policy=settings.policy.name)
+def index_of(settings: Settings, folder: Path | None = None, *, pages: bool = False) -> LogIndex:
+    """The index of a run, opened. folder: it lies in, the run's state by default. pages: with the tables of the console."""
+    return LogIndex(
+        (folder or settings.folder / "state") / FILE,
+        run=settings.run or settings.app,
+        policy=settings.policy.name,
+        pages=pages,
+        keep_ms=1000 * duration_s(settings.keep.replay),
+    )
 
 
 def print_json(value: object) -> None:
-    """One line."""
+    """Print a value as one line of JSON."""
     print(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
@@ -81,19 +94,19 @@ def answer_json(answer: AnswerTrace, waits: str) -> dict[str, object]:
         "waits": waits,
         "published": header(answer.published),
         "judged": header(answer.judged),
-        "buffered": [(time_ms, header(one)) for time_ms, one in answer.buffered],
+        "buffered": [(time_ms, header(copy)) for time_ms, copy in answer.buffered],
     }
 
 
-def header(one: Experience | None) -> dict[str, object] | None:
+def header(answer: Experience | None) -> dict[str, object] | None:
     """The header fields of an experience."""
-    if one is None:
+    if answer is None:
         return None
-    return {name: getattr(one, name) for name in Experience.__struct_fields__ if name != "bulk"}
+    return {name: getattr(answer, name) for name in Experience.__struct_fields__ if name != "bulk"}
 
 
 def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
-    """From question to policy, in the order it happened. waits: what it waits for, see `infra.cli.look.waits`."""
+    """Print a trace in the order of time. waits: what the answer waits for (`infra.cli.look.waits`)."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -113,10 +126,10 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
     for time_ms, closure in answer.closures:
         words = f"{closure.outcome} {closure.reason}".strip()
         rows.add_row(clock(time_ms), "group closed", f"attempt {closure.attempt}, revision {closure.revision}: {words}")
-    for time_ms, one in answer.buffered:
-        advantage = "" if one.advantage is None else f", advantage {one.advantage:+.3f}"
-        reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
-        rows.add_row(clock(time_ms), "buffered", f"revision {one.revision}, lane {one.lane}, {reward}{advantage}")
+    for time_ms, copy in answer.buffered:
+        advantage = "" if copy.advantage is None else f", advantage {copy.advantage:+.3f}"
+        reward = "no reward" if copy.reward is None else f"reward {copy.reward:g}"
+        rows.add_row(clock(time_ms), "buffered", f"revision {copy.revision}, lane {copy.lane}, {reward}{advantage}")
     for use in answer.uses:
         what = use.undone or f"advantage {use.advantage:+.3f}, weight {use.weight:g}, on version {use.version}"
         rows.add_row(clock(use.time_ms), "trained", f"step {use.step}, lane {use.lane}: {what}")
@@ -132,7 +145,7 @@ def show_answer(console: Console, answer: AnswerTrace, waits: str = "") -> None:
 
 
 def show_policy(console: Console, made: PolicyTrace) -> None:
-    """A policy's steps and what was in them."""
+    """Print the steps of a version and what they trained on."""
     rows = Table(title=f"version {made.version}, from version {made.parent}", show_header=False)
     rows.add_column()
     rows.add_column(justify="right")
@@ -155,22 +168,24 @@ def show_policy(console: Console, made: PolicyTrace) -> None:
         console.print(f"{', '.join(made.ids[:SHOWN_IDS])}{more}", style="dim")
 
 
-def texts(one: Experience) -> tuple[str, str]:
-    """Question and answer."""
-    return cut(" ".join(each.content for each in one.messages if each.role != "assistant")), repr(cut(one.response))
+def texts(answer: Experience) -> tuple[str, str]:
+    """Question and answer, cut."""
+    return cut(" ".join(each.content for each in answer.messages if each.role != "assistant")), repr(
+        cut(answer.response)
+    )
 
 
-def spans(one: Experience) -> str:
-    """Which version sampled what."""
+def spans(answer: Experience) -> str:
+    """How many tokens each version sampled."""
     parts = [
         f"{span.stop - span.start} tokens of v{span.version}{age_of_keys(span)}" if span.version >= 0 else "shown"
-        for span in one.spans
+        for span in answer.spans
     ]
     return ", ".join(parts)
 
 
 def age_of_keys(span: Span) -> str:
-    """Of a span whose keys and values are older than its version, "" for any other.
+    """The version of a span's oldest keys and values, where that is older than the span's; "" elsewhere.
 
     >>> age_of_keys(Span(6, 11, 12, kv=9))
     ' with keys and values from v9 on'
@@ -178,7 +193,6 @@ def age_of_keys(span: Span) -> str:
     return f" with keys and values from v{span.kv} on" if span.kv >= 0 else ""
 
 
-def scores(one: Experience) -> str:
-    """Every verdict."""
-    found: Sequence[str] = [f"{score.name} {score.value:g}" for score in one.scores]
-    return ", ".join(found) or "no scores"
+def scores(answer: Experience) -> str:
+    """Every score."""
+    return ", ".join(f"{score.name} {score.value:g}" for score in answer.scores) or "no scores"

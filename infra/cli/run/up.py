@@ -26,11 +26,13 @@ from schemas.errors import BrokerUnavailable, ConfigError
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first
 CANARY = "canary"
 CONSOLE = "console"
-CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # see infra.cli.console.serve
+CONSOLE_LINK = "HEADRACE_CONSOLE_LINK"  # in the environment of the console: what its link says
+CONSOLE_READY = "console.ready"  # in the run's state: made by that console once it listens
 METRICS_ORDER = ("master", "train", "process", "explore", "serve", CANARY)  # ports from the first that is named
 COMMANDS = {CANARY: ("serve", "--channel", "canary")}  # of the roles that are not called as their command
 BROKER = "kafka"
 MAX_BACKOFF_S = 30.0  # of a role
+READY_S = 0.5  # between two looks for a file that a child makes
 
 
 class Stopped(Exception):
@@ -170,15 +172,17 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
-        beside = [index_child(settings, file, sets)]
+        beside, link = [index_child(settings, file, sets)], secrets.token_urlsafe(24)
         if settings.console.up:
-            link = secrets.token_urlsafe(24)
             beside.append(console_child(settings, file, sets, link))
-            where = settings.console.opened_at(settings.console.listen)
-            console.print(f"console {where}/enter?link={link}", soft_wrap=True)
+        ready = settings.folder / "state" / CONSOLE_READY
+        ready.unlink(missing_ok=True)
         async with Supervisor([*children, *beside], tell) as roles:
+            where = f"console {settings.console.opened_at(settings.console.listen)}/enter?link={link}"
+            saying = asyncio.create_task(say_when(ready, where, console))
             with suppress(Stopped):
                 await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
+            saying.cancel()
         failed = failed_of(roles.states.values())
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
@@ -243,6 +247,13 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
     if settings.gateway is None:
         return ROLES
     return ("serve", *ROLES) if settings.gateway.canary is None else ("serve", CANARY, *ROLES)
+
+
+async def say_when(ready: Path, line: str, console: Console) -> None:
+    """Print a line once a file is there."""
+    while not await asyncio.to_thread(ready.exists):
+        await asyncio.sleep(READY_S)
+    console.print(line, soft_wrap=True)
 
 
 def say_door(settings: Settings, console: Console) -> None:

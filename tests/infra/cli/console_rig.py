@@ -1,11 +1,13 @@
 """A run in memory with something on every page of the console, and the console over it on a port of its own."""
 
 import asyncio
+import math
+import re
 import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,10 +19,11 @@ from starlette.routing import BaseRoute
 
 from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
-from infra.cli.console.app import Headed
+from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import CONSOLE_BOUNDS, command_of, made
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
+from infra.ledger.index import FILE, LogIndex
 from infra.local.http_server import HttpServer, bound, make_server
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
@@ -61,6 +64,7 @@ HOSTILE = {
 ANN, BOB, MADE = (f"{SESSION}.1-{number}.0-0-0" for number in (22, 23, 24))
 SECRET = "my sister is called Wilhelmina"  # nothing of it is written otherwise in a page
 LINK = "the-link-of-this-test"
+OFTEN_S = 0.05  # between two readings of the log
 TOML = 'app = "t"\n[policy]\nmodel = "model"\n[store]\nurl = "store"\n'
 
 
@@ -139,10 +143,10 @@ async def answers(log: Log) -> None:
     texts = list(HOSTILE.items())
     made_of = [live(number, f"question {number} about refunds", f"answer {number}") for number in range(6)]
     made_of += [live(10 + at, f"{name} {text}", f"said {text}") for at, (name, text) in enumerate(texts)]
-    for one in made_of:
-        await log.publish(topics.EXPERIENCES, Block((one,)))
+    for each in made_of:
+        await log.publish(topics.EXPERIENCES, Block((each,)))
         scored = msgspec.structs.replace(
-            one, stamps=("validate@1", "exact@1"), scores=(Score("exact", 1.0, None, "1"),)
+            each, stamps=("validate@1", "exact@1"), scores=(Score("exact", 1.0, None, "1"),)
         )
         await log.publish(topics.VERIFIED, Block((scored,)))
     turns = tuple(Message(role="user" if at % 2 == 0 else "assistant", content=f"turn {at}") for at in range(40))
@@ -274,42 +278,35 @@ class Console:
             await self._serve(settings, config)
 
     async def _serve(self, settings: Settings, config: Path) -> None:
-        for name, scopes in (
-            ("look", ("look",)),
-            ("operate", ("operate",)),
-            ("unseal", ("unseal",)),
-            ("serve", ("serve",)),
-        ):
-            _, self.keys[name] = create_key(
-                self.store,
-                tenant="acme",
-                scopes=scopes,
-                train="no",
-                rpm=0,
-                tpm=0,  # type: ignore[arg-type]
-            )
-        gone, self.keys["revoked"] = create_key(
-            self.store, tenant="acme", scopes=("operate",), train="no", rpm=0, tpm=0
-        )
-        revoke_key(self.store, gone.id)
-        _, self.keys["expired"] = create_key(
-            self.store, tenant="acme", scopes=("operate",), train="no", rpm=0, tpm=0, lives_s=-1.0
-        )
+        for name, scope, lives_s in (
+            ("look", "look", 0.0), ("operate", "operate", 0.0), ("unseal", "unseal", 0.0), ("serve", "serve", 0.0),
+            ("revoked", "operate", 0.0), ("expired", "operate", -1.0),
+        ):  # fmt: skip
+            made_key, self.keys[name] = create_key(
+                self.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s  # type: ignore[arg-type]
+            )  # fmt: skip
+            if name == "revoked":
+                revoke_key(self.store, made_key.id)
         sock = bound("127.0.0.1:0")
         address = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{address}"
         state = settings.folder / "state"
         self.access = ConsoleAccess(self.store, LINK, lambda: time.time() + self.ahead_s)
         async with made(
-            settings, self.log, state, access=self.access, command=command_of(config, []), address=address
+            settings,
+            self.log,
+            state,
+            access=self.access,
+            command=command_of(config, []),
+            address=address,
+            every_s=OFTEN_S,
         ) as (app, reading):
             self.reading = reading
-            assert isinstance(app, Headed) and isinstance(app.app, Starlette)
+            assert isinstance(app, SecurityHeaders) and isinstance(app.app, Starlette)
             self.routes = app.app.routes
             self._server = make_server(app, 2.0, CONSOLE_BOUNDS)
             serving = asyncio.create_task(self._server.serve(sockets=[sock]))
-            while not self._server.started or not reading.kept.is_caught_up:  # noqa: ASYNC110 (uvicorn sets no event)
-                await asyncio.sleep(0.02)
+            await until(lambda: self._server.started and is_read(reading))
             self.ready.set()
             await serving
 
@@ -321,8 +318,8 @@ class Console:
         """The newest record of a kind in that log."""
 
         async def read() -> list[Kind]:
-            found = [one.value async for one in self.log.read_all(topic)]
-            return [one for one in found if isinstance(one, kind)]
+            found = [message.value async for message in self.log.read_all(topic)]
+            return [value for value in found if isinstance(value, kind)]
 
         return asyncio.run_coroutine_threadsafe(read(), self.loop).result(timeout=20)[-1]
 
@@ -331,11 +328,75 @@ class Console:
         self.loop.call_soon_threadsafe(self._server.leave)
 
 
+def is_read(reading: Reading) -> bool:
+    """Whether the index has read the log to its end once."""
+    return reading.index.note("pages") == 1 and reading.index.note("whole") == 1
+
+
 async def until(is_so: Callable[[], bool]) -> None:
     """Until it is so."""
     async with asyncio.timeout(30):
         while not is_so():  # noqa: ASYNC110 (a page asks, too)
             await asyncio.sleep(0.02)
+
+
+def text_of(page: httpx.Response) -> str:
+    """What a person reads of a page, tags left out."""
+    main = page.text.partition('<main id="main"')[2]
+    return " ".join(re.sub(r"<[^>]+>", " ", main).split())
+
+
+async def filled() -> Log:
+    """A log of `fill`."""
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await fill(log)
+    return log
+
+
+def look(
+    folder: Path, *paths: str, more: Callable[[Log], Awaitable[object]] | None = None, log: Log | None = None
+) -> list[httpx.Response]:
+    """The pages at these addresses, of a console over a log. log: that of `fill` by default. more: publishes more first."""
+
+    async def main() -> list[httpx.Response]:
+        read = log or await filled()
+        if more is not None:
+            await more(read)
+        async with looking(folder, read) as (client, _):
+            return [await client.get(path) for path in paths]
+
+    return asyncio.run(main())
+
+
+def folded(folder: Path, *makes: Callable[[Log], Awaitable[object]], keep_ms: float = math.inf) -> LogIndex:
+    """The index with pages of a new log, read again after each of `makes`."""
+    index = LogIndex(folder / FILE, run="t", policy="main", pages=True, keep_ms=keep_ms)
+
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for make in makes:
+            await make(log)
+            await index.refresh(log)
+
+    asyncio.run(main())
+    index.database.row_factory = sqlite3.Row
+    return index
+
+
+@contextmanager
+def browser(here: "Console", key: str = "") -> Iterator[httpx.Client]:
+    """A browser that has signed in with a key, if that opens."""
+    # It speaks without TLS: certificates that are not read cost no time.
+    with httpx.Client(base_url=here.url, headers={"origin": here.url}, verify=False) as client:
+        if key:
+            client.post("/enter", data={"key": here.keys.get(key, key)})
+        yield client
+
+
+def token_of(client: httpx.Client, path: str = "/versions") -> str:
+    """The token that a form of a page carries."""
+    return client.get(path).text.partition('name="token" value="')[2].partition('"')[0]
 
 
 @asynccontextmanager
@@ -354,9 +415,12 @@ async def looking_at(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Reading]]:
     """Somebody who looks at a console with these settings at an address; is_built: once it has read what there is."""
     access = ConsoleAccess(MemoryStore(), LINK)
-    async with made(settings, log, state, access=access, command=(), address=address) as (app, reading):
+    async with made(settings, log, state, access=access, command=(), address=address, every_s=OFTEN_S) as (
+        app,
+        reading,
+    ):
         if is_built:
-            await until(lambda: reading.kept.is_caught_up)
+            await until(lambda: is_read(reading))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{address}") as client:
             await client.get("/enter", params={"link": LINK})

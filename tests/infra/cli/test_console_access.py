@@ -1,10 +1,12 @@
 """The console's doors: who may look, who may act, and from where."""
 
 import asyncio
+import base64
+import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -12,15 +14,25 @@ import pytest
 from starlette.routing import Mount, Route
 
 from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
-from infra.cli.console.access import RELOAD_S, ConsoleAccess, Viewer
-from infra.cli.console.actions import SCOPES
-from infra.cli.console.pages_act import ACTIONS
+from infra.cli.console.access import LIVES_S as SESSION_S
+from infra.cli.console.access import MAX_ENDED, RELOAD_S, ConsoleAccess
+from infra.cli.console.actions import ACTIONS
 from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
-from schemas.topics import Topic
-from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, console, live
+from tests.infra.cli.console_rig import (
+    HOSTILE,
+    LINK,
+    SECRET,
+    SESSION,
+    Console,
+    browser,
+    console,
+    live,
+    text_of,
+    token_of,
+)
 
-Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
+SCOPES: Mapping[str, Scope] = {name: scope for name, (scope, _) in ACTIONS.items()}
 PAGES = (
     "/", "/learning", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5", "/versions/compare", "/data",
     "/privacy", "/help/see-what-happened",
@@ -42,29 +54,12 @@ def here() -> Iterator[Console]:
         yield found
 
 
-@contextmanager
-def browser(here: Console, key: str = "") -> Iterator[httpx.Client]:
-    """A browser that has signed in with a key, if that opens."""
-    # It speaks without TLS: certificates that are not read cost no time.
-    with httpx.Client(base_url=here.url, headers={"origin": here.url}, verify=False) as client:
-        if key:
-            client.post("/enter", data={"key": here.keys.get(key, key)})
-        yield client
-
-
-def token_of(client: httpx.Client, path: str = "/versions") -> str:
-    """What a form of a page carries."""
-    return client.get(path).text.partition('name="token" value="')[2].partition('"')[0]
-
-
-def minted(here: Console, client: httpx.Client) -> str:
+def minted(client: httpx.Client) -> str:
     """The token of a client's session, whatever its key may; one of nobody where it has no session."""
     cookie = next(iter(client.cookies.jar), None)
-    viewer = Viewer("nobody", (), "0" * 32, 0.0)
-    if cookie is not None and cookie.value:
-        with suppress(Refused):
-            viewer = here.access.viewer(cookie.value)
-    return here.access.form_token(viewer)
+    if cookie is None or not cookie.value:
+        return "0" * 64
+    return str(json.loads(base64.b64decode(cookie.value.partition(".")[0]))["token"])
 
 
 @contextmanager
@@ -74,14 +69,14 @@ def signed_in(here: Console, key: str, scope: Scope) -> Iterator[tuple[httpx.Cli
     """
     if not key.endswith(" since"):
         with browser(here, key) as client:
-            yield client, minted(here, client)
+            yield client, minted(client)
         return
     lives_s = here.ahead_s + LIVES_S  # of this machine's clock
     made, secret = create_key(here.store, tenant="acme", scopes=(scope,), train="no", rpm=0, tpm=0, lives_s=lives_s)
     here.ahead_s += RELOAD_S
     with browser(here, secret) as client:
         assert client.get("/").status_code == 200
-        token = minted(here, client)
+        token = minted(client)
         if key == "revoked since":
             revoke_key(here.store, made.id)
         here.ahead_s += RELOAD_S if key == "revoked since" else LIVES_S
@@ -107,22 +102,20 @@ def headers_at(here: Console, at: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", sorted(POSTS))
-@pytest.mark.parametrize("at", ["here", *FOREIGN])
 @pytest.mark.parametrize("key", [*KEYS, "revoked since", "expired since"])
 def test_of_every_action_key_and_origin_only_the_one_with_the_scope_from_a_page_of_the_console_is_let_in(
-    here: Console, path: str, at: str, key: str
+    here: Console, path: str, key: str
 ) -> None:
     """Each with the token that this console would have put into a form of that very session."""
-    may = key in OPENS[POSTS[path]] and at == "here"
     with signed_in(here, key, POSTS[path]) as (client, token):
         client.headers.pop("origin")
         # Let in, an action says what lacks.
         form = {"token": token, "why": " ", "stage": "none", "answer": SEALED.rpartition("/")[2]}
-        answer = client.post(path, data=form, headers=headers_at(here, at))
-        if may:
+        for at in FOREIGN:
+            assert client.post(path, data=form, headers=headers_at(here, at)).status_code == 403, at
+        answer = client.post(path, data=form, headers=headers_at(here, "here"))
+        if key in OPENS[POSTS[path]]:
             assert answer.status_code == LET_IN.get(path, 400), answer.text
-        elif at != "here":
-            assert answer.status_code == 403
         else:
             assert answer.status_code == (403 if key in ("look", "operate", "unseal") else 401)
 
@@ -153,7 +146,6 @@ def test_every_address_that_takes_a_form_is_in_the_table_and_takes_nothing_else_
         if "POST" in route.methods:
             taking |= {route.path.replace("{action}", name) for name in (SCOPES if "{action}" in route.path else ("",))}
     assert taking == POSTS.keys() | {"/enter"}
-    assert SCOPES.keys() == ACTIONS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -185,7 +177,7 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
         assert client.get("/enter", params={"link": LINK}).status_code == 303
         assert client.get("/").status_code == 200
         for action in SCOPES:
-            answer = client.post(f"/actions/{action}", data=FORM | {"token": minted(here, client)})
+            answer = client.post(f"/actions/{action}", data=FORM | {"token": minted(client)})
             assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
         assert client.get("/enter", params={"link": "another"}).status_code == 401
@@ -238,7 +230,7 @@ def test_a_move_is_the_record_of_the_command_with_the_key_as_its_owner(here: Con
         assert answer.status_code == 303
         page = client.get("/versions").text
         assert "Customers get" in page and "version 6" in page and "looked at it" in page
-    record = newest(here, PolicyEvent)
+    record = here.newest(PolicyEvent)
     assert (record.event, record.version, record.channel, record.reason) == ("promoted", 6, "stable", "looked at it")
     assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
 
@@ -257,7 +249,7 @@ def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
         form = {"token": token_of(client), "version": version, "why": f"to {action}"}
         answer = client.post(f"/actions/{action}", data=form)
         assert answer.status_code == 303, answer.text
-    record = newest(here, PolicyEvent)
+    record = here.newest(PolicyEvent)
     assert (record.event, record.version, record.channel) == expected and record.reason == f"to {action}"
     assert record.owner == f"console:acme/{here.keys['operate'].split('-')[1]}"
 
@@ -267,7 +259,7 @@ def test_pause_and_resume_are_the_words_of_the_commands(here: Console) -> None:
         token = token_of(client)
         for action, order in (("pause", "pause"), ("resume", "continue")):
             assert client.post(f"/actions/{action}", data={"token": token, "why": "a test"}).status_code == 303
-            assert newest(here, Directive).order == order
+            assert here.newest(Directive).order == order
 
 
 def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(here: Console) -> None:
@@ -279,7 +271,7 @@ def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(
         assert client.post("/actions/redeliver", data=form | {"why": " "}).status_code == 400
         answer = client.post("/actions/redeliver", data=form | {"why": "verify was mended"})
         assert answer.status_code == 303 and "1+to+experiences" in answer.headers["location"]
-    mark = newest(here, DeadLetter, topics.DEAD_LETTERS)
+    mark = here.newest(DeadLetter, topics.DEAD_LETTERS)
     assert mark.error == f"console:acme/{here.keys['operate'].split('-')[1]}: verify was mended"
 
 
@@ -295,7 +287,7 @@ def test_what_is_sealed_stays_sealed_until_a_key_that_may_opens_it_and_the_log_s
         assert opened.status_code == 200 and SECRET in opened.text
         assert opened.headers["cache-control"] == "no-store"
         assert SECRET not in client.get(SEALED).text
-    record = newest(here, Directive)
+    record = here.newest(Directive)
     assert (record.order, record.about, record.reason) == ("open", SEALED.rpartition("/")[2], "a complaint")
 
 
@@ -305,7 +297,7 @@ def test_hostile_answers_are_text(here: Console, place: int) -> None:
         page = client.get(f"/answers/{SESSION}.1-{place}.0-0-0")
     assert page.status_code == 200
     assert "<script>document" not in page.text and "<img src=x" not in page.text
-    assert not [one for one in page.text if one in "\x00\x1b\x07\u202e\u2066"]
+    assert not [letter for letter in page.text if letter in "\x00\x1b\x07\u202e\u2066"]
 
 
 def test_every_answer_forbids_what_it_does_not_need(here: Console) -> None:
@@ -333,9 +325,68 @@ def test_a_search_takes_any_text_and_finds_nothing_that_has_none_of_it(here: Con
             assert client.get("/answers", params={field: text}).status_code == 200
 
 
-def newest(here: Console, kind: type[Kind], topic: Topic = topics.POLICIES) -> Kind:
-    async def read() -> list[Kind]:
-        found = [one.value async for one in here.log.read_all(topic)]
-        return [one for one in found if isinstance(one, kind)]
+def session_of(access: ConsoleAccess) -> dict[str, Any]:
+    session: dict[str, Any] = {}
+    access.enter(LINK, session)
+    return session
 
-    return asyncio.run_coroutine_threadsafe(read(), here.loop).result(timeout=20)[-1]
+
+def test_signing_out_ends_the_session_wherever_a_copy_of_its_cookie_lies_and_no_other(here: Console) -> None:
+    with browser(here, "look") as client, browser(here, "look") as other, browser(here) as thief:
+        thief.cookies.update(client.cookies)
+        assert thief.get("/versions").status_code == other.get("/versions").status_code == 200
+        token = minted(client)
+        answer = client.post("/leave", data={"token": token})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/enter")
+        assert not [*client.cookies.jar], "the browser forgets it, too"
+        for path in ("/", "/versions", "/answers"):
+            page = thief.get(path)
+            assert page.status_code == 401 and "your session has ended" in page.text
+        assert thief.post("/actions/pause", data={"token": token, "why": "mine"}).status_code == 401
+        assert thief.post("/leave", data={"token": token}).status_code == 401
+        assert other.get("/versions").status_code == 200
+
+
+def test_signing_out_takes_the_token_of_the_session_which_every_page_has_in_its_form(here: Console) -> None:
+    with browser(here, "look") as client, browser(here, "look") as other:
+        for token in ("", "0" * 64, minted(other), minted(client)[:-1]):
+            answer = client.post("/leave", data={"token": token})
+            assert answer.status_code == 403 and "another session" in answer.text
+        form = client.get("/answers").text.partition('action="/leave"')[2].partition("</form>")[0]
+        token = form.partition('name="token" value="')[2].partition('"')[0]
+        assert client.post("/leave", data={"token": token}).status_code == 303
+        assert client.get("/answers").status_code == 401
+
+
+def test_a_session_lasts_twelve_hours_and_at_the_bound_of_ended_ones_the_oldest_is_forgotten() -> None:
+    now_s = [1000.0]
+    access = ConsoleAccess(MemoryStore(), LINK, lambda: now_s[0])
+    kept = session_of(access)
+    ended = [session_of(access) for _ in range(MAX_ENDED + 1)]
+    for session in ended:
+        access.leave({**session})
+    with pytest.raises(Refused, match="expired"):
+        access.viewer(ended[1])
+    now_s[0] += SESSION_S
+    assert access.viewer(kept).name == "link"
+    now_s[0] += 1.0
+    for session in (kept, *ended[:2]):
+        with pytest.raises(Refused, match="expired"):
+            access.viewer(session)
+
+
+def test_a_cookie_of_another_start_or_that_was_altered_opens_nothing(here: Console) -> None:
+    with console() as other, browser(here, "look") as client:
+        (cookie,) = client.cookies.jar
+        assert cookie.value is not None
+        body, _, rest = cookie.value.partition(".")
+        longer = base64.b64encode(json.dumps({"key": "link", "until": 9e9, "token": "a"}).encode()).decode()
+        for url, value in (
+            (other.url, cookie.value),
+            (here.url, f"{longer}.{rest}"),
+            (here.url, "x" * 5000),
+            (here.url, body),
+        ):
+            name = f"headrace_{url.rpartition(':')[2]}"
+            page = httpx.get(f"{url}/versions", headers={"cookie": f"{name}={value}"}, verify=False)
+            assert page.status_code == 401 and "refund" not in text_of(page)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from infra.cli.terminal import printable
-from schemas import Block, Message, topics
+from schemas import Block, Directive, Message, topics
 from tests.infra.cli.browser_rig import WatchedPage, browser
-from tests.infra.cli.console_rig import HOSTILE, LINK, SESSION, Console, console, live
+from tests.infra.cli.console_rig import HOSTILE, LINK, SECRET, SESSION, Console, at_work, console, live
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -101,7 +101,7 @@ def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
     shown = page.locator(".talk pre")
     assert shown.all_inner_texts() == [printable(text) for text in texts]
     assert page.title() == f"{asked.id} · t" and shown.locator("*").count() == 0, "no text became markup"
-    directions = [shown.nth(at).evaluate("one => getComputedStyle(one).direction") for at in range(3)]
+    directions = [shown.nth(at).evaluate("node => getComputedStyle(node).direction") for at in range(3)]
     assert directions == ["ltr", "ltr", "rtl"], "each turn begins on its own side"
     watched.sound("forty-turns-of-anything", tmp_path)
 
@@ -115,13 +115,17 @@ def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched:
     assert page.locator("#a-role-does-not-run").inner_text().startswith("## A role does not run")
 
 
-def test_the_pointer_on_a_curve_is_told_its_version(watched: WatchedPage) -> None:
+def test_a_chart_is_drawn_and_the_pointer_on_it_is_told_the_version_and_its_values(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/learning")
-    spot = page.locator("figure", has_text="Suite dev").locator("g", has_text="v5:")
-    spot.hover()
-    assert spot.locator("title").text_content() == "v5: 66.7% (20.0% to 90.0%), 4 of 6"
-    assert spot.locator("circle").evaluate("one => getComputedStyle(one).opacity") == "1"
+    figure = page.locator("figure", has_text="Suite dev")
+    assert page.locator("canvas").count() == page.locator("figure").count() > 4
+    box = figure.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 5 / 7, box["y"] + 20)
+    figure.get_by_text("v5: t 0.6667 (0.2 to 0.9)").wait_for()
+    page.mouse.move(0, 0)
+    assert figure.locator(".told").inner_text() == "", "and when it has gone nothing is said"
 
 
 def test_the_keyboard_reaches_the_page_and_the_search(watched: WatchedPage) -> None:
@@ -141,7 +145,7 @@ def test_the_keyboard_reaches_the_page_and_the_search(watched: WatchedPage) -> N
 def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/")
-    with page.expect_response("**/?fragment=1", timeout=20_000) as again:
+    with page.expect_response("**/flow", timeout=20_000) as again:
         pass
     assert again.value.status == 200
     page.context.set_offline(True)
@@ -151,20 +155,132 @@ def test_a_live_page_is_asked_for_again_and_says_when_it_cannot_be(watched: Watc
     watched.complaints.clear()
 
 
-def test_an_operator_promotes_a_version_from_its_page(chromium: "Browser", here: Console) -> None:
-    found = WatchedPage(chromium, here.url, "light")
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Console]:
+    with console(opened=at_work) as found:
+        yield found
+
+
+@pytest.fixture
+def operator(chromium: "Browser", busy: Console) -> Iterator[WatchedPage]:
+    """Somebody who may act on a system at work."""
+    found = WatchedPage(chromium, busy.url, "light")
+    found.sign_in(busy.keys["operate"])
+    yield found
+    found.context.close()
+
+
+def test_the_picture_of_a_system_at_work_says_of_each_part_how_it_does(operator: WatchedPage, tmp_path: Path) -> None:
+    picture = operator.page.get_by_role("region", name="The picture")
+    for name in (
+        "Master, v7: 1.5 tasks issued/s, 40 groups outstanding",
+        "Gateway, v7: 2 answers/s, 5 running, wait for the log: missing",
+        "Trainer, v7: 0.29 steps/s, 75 answers/s, 64 groups wait",
+    ):
+        picture.get_by_role("link", name=name).wait_for()
+    for name in ("how groups ended, from Collect to Master", "hot reload, from Versions to Explorers"):
+        picture.get_by_role("img", name=name).wait_for()
+    operator.page.locator(".spark").first.wait_for(timeout=20_000)
+    wide = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText)"
+    assert operator.page.eval_on_selector_all(".columns > section", wide) == [], "no table is wider than its column"
+    operator.sound_by_day_and_night("flow-at-work", tmp_path)
+
+
+def test_no_word_of_the_picture_lies_over_another_or_outside_its_box(operator: WatchedPage) -> None:
+    page = operator.page
+    words = page.eval_on_selector_all(".flow text", PLACES)
+    for at, (text, left, top, right, bottom) in enumerate(words):
+        for other, x0, y0, x1, y1 in words[at + 1 :]:
+            assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top, f"{text!r} over {other!r}"
+    drawn = page.eval_on_selector_all(".flow .box", PLACES)
+    for text, left, _, right, bottom in page.eval_on_selector_all(".flow a text", PLACES):
+        assert any(x0 < left and right < x1 and y0 < bottom < y1 for _, x0, y0, x1, y1 in drawn), text
+
+
+def test_what_is_read_out_of_the_flow_changes_when_its_words_do_and_at_no_other_time(
+    operator: WatchedPage, busy: Console
+) -> None:
+    """A node that is put in anew is read out anew by screen readers: every three seconds, for hours."""
+    page = operator.page
+    page.evaluate(WATCH)
+    for _ in range(2):
+        with page.expect_response("**/flow", timeout=20_000):
+            pass
+    assert page.evaluate("window.changes") == []
+    busy.publish(Directive(order="pause", owner="ann", reason="odd"))
+    try:
+        page.locator("[aria-live]", has_text="Learning is paused by ann").wait_for(timeout=20_000)
+        assert len(page.evaluate("window.changes")) == 1 and page.locator("[aria-live]").count() == 1
+    finally:
+        busy.publish(Directive(order="continue", owner="ann"))
+
+
+def test_on_a_phone_the_picture_moves_in_its_place_and_stays_there_when_it_is_asked_for_again(
+    operator: WatchedPage, tmp_path: Path
+) -> None:
+    page = operator.page
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("innerWidth === 390")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    picture = page.get_by_role("region", name="The picture")
+    assert picture.evaluate("box => { box.scrollLeft = 60; return box.scrollLeft; }") == 60
+    page.get_by_role("region", name="Roles").focus()
+    for _ in range(2):
+        with page.expect_response("**/flow", timeout=20_000):
+            pass
+    assert picture.evaluate("box => box.scrollLeft") == 60
+    assert page.evaluate("document.activeElement.ariaLabel") == "Roles"
+    operator.sound_by_day_and_night("flow-on-a-phone", tmp_path)
+
+
+def test_the_door_the_forms_and_an_opened_answer_can_be_used_by_anybody(
+    chromium: "Browser", busy: Console, tmp_path: Path
+) -> None:
+    found = WatchedPage(chromium, busy.url, "light")
     page = found.page
-    page.goto(f"{here.url}/enter")
-    page.get_by_label("Key").fill(here.keys["operate"])
-    page.get_by_role("button", name="Sign in").click()
-    page.goto(f"{here.url}/versions/6")
+    page.goto(f"{busy.url}/enter")
+    found.sound_by_day_and_night("sign-in", tmp_path)
+    found.sign_in(busy.keys["unseal"])
+    page.get_by_role("link", name="Privacy").click()
+    page.get_by_role("link", name=f"{SESSION}.1-22.0-0-0").click()
+    assert SECRET not in page.content()
+    page.get_by_label("Why").fill("a complaint")
+    page.get_by_role("button", name="Open it once").click()
+    page.get_by_text("Opened for this look only").wait_for()
+    assert SECRET in page.inner_text("main")
+    found.sound_by_day_and_night("opened", tmp_path)
+    found.context.close()
+
+
+def test_an_operator_promotes_a_version_from_its_page_and_signs_out(operator: WatchedPage, tmp_path: Path) -> None:
+    page = operator.page
+    for path in ("/versions", "/versions/6", "/data"):
+        page.goto(f"{operator.url}{path}")
+        operator.sound_by_day_and_night(f"operator{path.replace('/', '-')}", tmp_path)
+    page.goto(f"{operator.url}/versions/6")
     form = page.locator("form[action='/actions/promote']")
-    form.get_by_label("Why").fill("looked at fifty answers")
+    form.get_by_label("Why").fill("looked at <b>fifty</b> answers")
     form.get_by_role("button").click()
     page.wait_for_url("**/versions?done=**")
     text = page.inner_text("main")
-    assert "Customers get version 6" in text and "looked at fifty answers" in text
-    assert not found.complaints
+    assert "Customers get version 6" in text and "looked at <b>fifty</b> answers" in text
+    assert not operator.complaints
     page.get_by_role("button", name="Sign out").click()
     assert "Sign in" in page.inner_text("main")
-    found.context.close()
+
+
+# Of each of these what it says, and its edges: left, top, right, bottom.
+PLACES = """all => all.map(node => {
+  const box = node.getBBox();
+  return [node.textContent, box.x, box.y, box.x + box.width, box.y + box.height];
+})"""
+WATCH = """() => {
+  window.changes = [];
+  new MutationObserver(seen => {
+    for (const change of seen) {
+      const spoken = [change.target, ...change.addedNodes].find(
+        node => node.closest?.("[aria-live]") || (node !== document.body && node.querySelector?.("[aria-live]")));
+      if (spoken) window.changes.push(spoken.textContent);
+    }
+  }).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""

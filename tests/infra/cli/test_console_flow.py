@@ -1,27 +1,48 @@
-"""What the console says of a state: who waits for whom, which version is shown, how curves are drawn, what a token was."""
+"""The Flow page: which part waits for which, the figures of each, the rates of each process, and alarms in words."""
 
-import math
+import asyncio
+import itertools
 import re
-from html import unescape
+from collections import deque
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from markupsafe import Markup
 
-from infra.cli.console.answers import level_of
-from infra.cli.console.charts import Bins, ChartPoint, Line, area_chart, bounds, line_chart, short, spark, thin, ticks
-from infra.cli.console.flow import sentence
-from infra.cli.console.picture import boxes_of
-from infra.cli.console.versions import MAX_PAIRED, Budget, marked
+from infra.cli.console.app import HERE, spark
+from infra.cli.console.flow import (
+    IN_PULSE,
+    IN_TABLE,
+    MAX_ALARMS,
+    alarms,
+    beat,
+    figures,
+    kind_of,
+    noted,
+    pulse_rows,
+    rates,
+    sentence,
+    short,
+    together,
+    value_words,
+)
 from infra.cli.look.status_screen import State
-from infra.cli.run.up import console_child
-from infra.cli.settings import load_settings
-from infra.cli.terminal import printable
+from infra.cli.times import clock
+from infra.log.log import Log
+from infra.log.memory import MemoryBus, wall_ms
 from infra.policies.channel import Stable
+from infra.store.memory import MemoryStore
+from schemas import Progress, topics
+from tests.infra.cli.console_rig import looking, text_of
+from tests.infra.cli.test_status_command import START_MS, progress, state_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+CHI2 = "alarms{alarm=live/chi2}"
+RATES = {
+    "requests{route=/v1/chat/completions,status=200}": 2.5, "requests{route=/v1/models,status=200}": 0.5,
+    "answers{end=whole}": 2.0, "recorded": 2.0, "step_seconds": 0.9, "shed{reason=full}": 0.0, "of_a_plugin": 1.0,
+}  # fmt: skip
 
 
 def role(
@@ -80,78 +101,213 @@ def test_who_waits_for_whom_is_one_sentence(seen: State, told: str) -> None:
     assert sentence(seen, 1000.0) == told
 
 
-def test_a_part_that_does_not_run_and_one_with_an_alarm_are_told_apart() -> None:
-    explorer = role("explore") | {"alarms": ["engine is odd"]}
-    found = {box.name: box.state for box in boxes_of(state(explorer, role("train")), Stable(version=2))}
-    assert found["Explorers"] == "alarm" and found["Trainer"] == "" and found["Gateway"] == "quiet"
+LAGS = {"taskset.raw": 4, "tasks": 7, "experiences": 30, "experts": 1, "verified": 9}
+ALL = state(
+    role("master", rates={"issued{kind=groups}": 1.5, "issued{kind=evals}": 0.5}, outstanding_groups=40.0, tasks=12.0),
+    role("explore", rates={"tokens": 2733.0}, episodes_in_flight=16.0),
+    role("serve", rates={"answers{end=whole}": 2.0, "answers{end=broken off}": 0.25, "requests{route=/v1}": 3.0},
+         answers_running=5.0, outbox_waiting=6.0),
+    role("process", rates={"experiences_in{stage=verify}": 80.0, "experiences_in{stage=tasks}": 0.5,
+                           "closures{outcome=buffered}": 8.0, "closures{outcome=dropped}": 2.0,
+                           "feedback_events{source=gateway,outcome=kept}": 0.5}, groups_pending=21.0),
+    role("train", rates={"steps": 0.29, "experiences_trained": 75.0}, groups_waiting=64.0),
+    **LAGS,
+) | {"waiting": {"answers": 1386, "first_s": 9.0}}  # fmt: skip
 
 
-def test_the_box_of_collect_says_how_many_answers_wait_for_feedback() -> None:
-    (lines,) = (
-        box.lines
-        for box in boxes_of(state(role("process")) | {"waiting": {"answers": 1386, "first_s": 9.0}}, Stable())
-        if box.name == "Collect"
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("tasks", ["0.5 tasks/s", "4 wait", "12 known"]), ("agent", ["3 requests/s"]), ("people", ["0.5 events/s"]),
+        ("master", ["2 tasks issued/s", "40 groups outstanding"]),
+        ("explorers", ["2.73k tokens/s", "7 tasks wait", "16 episodes in flight"]),
+        ("gateway", ["2.25 answers/s", "5 running", "6 wait for the log"]), ("verify", ["80 answers/s", "31 wait"]),
+        ("collect", ["10 groups/s", "9 wait, 21 groups open", "1,386 answers wait for feedback"]),
+        ("trainer", ["0.29 steps/s", "75 answers/s", "64 groups wait"]), ("versions", ["v3 published", "v2 stable"]),
+    ],
+)  # fmt: skip
+def test_each_box_says_its_rate_what_waits_and_how_much(name: str, lines: list[str]) -> None:
+    assert figures(ALL, Stable(version=2))[name]["lines"] == lines
+
+
+def test_what_is_not_reported_is_missing_and_what_stands_still_is_zero() -> None:
+    mute = figures(state(*(role(name) for name in ("master", "explore", "serve", "process", "train"))), Stable())
+    for name in mute.keys() - {"versions"}:
+        assert mute[name]["lines"] and all("missing" in line for line in mute[name]["lines"]), name
+    still = state(role("train", rates={"steps": 0.0, "experiences_trained": 0.0}, groups_waiting=0.0))
+    assert figures(still, Stable())["trainer"]["lines"] == ["0 steps/s", "0 answers/s", "0 groups wait"]
+    gone = figures(state(role("train", silent=True, rates={"steps": 3.0}), role("master")), Stable())
+    assert gone["trainer"]["lines"][0] == "steps/s: missing" and gone["trainer"]["state"] == "quiet"
+    assert gone["gateway"] == {"lines": ["missing"], "version": "", "state": "quiet", "count": 0}
+
+
+def test_a_box_names_the_versions_of_all_its_processes_its_alarm_and_what_was_held_back() -> None:
+    two = [role("explore") | {"instance": f"explore/{at}", "version": at} for at in (3, 5)]
+    odd = role("serve") | {"version": -1, "alarms": ["engine is odd"]}
+    found = figures(state(*two, role("train"), odd), Stable(version=2), held=3)
+    assert (found["explorers"]["version"], found["explorers"]["count"]) == ("v3 to v5", 2)
+    assert found["trainer"]["version"] == "v3" and found["gateway"]["version"] == "no version"
+    assert (found["gateway"]["state"], found["trainer"]["state"]) == ("alarm", "")
+    assert found["versions"]["lines"] == ["v3 published", "v2 stable", "v3 held back"]
+    trial = figures(ALL, Stable(version=2, trial=3), held=1)["versions"]["lines"]
+    assert trial == ["v3 published", "v2 stable", "v3 on trial"], "a box has three lines"
+
+
+def test_the_picture_has_a_box_for_each_figure_and_every_arrow_runs_from_edge_to_edge_through_none() -> None:
+    text = (HERE / "templates" / "flow_live.html").read_text()
+    boxes = {
+        name: (int(x), int(y), figure)
+        for name, x, y, figure in re.findall(r'box\("([^"]+)", (\d+), (\d+), "[^"]*", figures\.(\w+)\)', text)
+    }
+    assert {figure for _, _, figure in boxes.values()} == figures(ALL, Stable()).keys()
+    lines = [
+        [tuple(map(int, point.split(","))) for point in points.split()]
+        for points in re.findall(r'class="arrow"[^>]*points="([^"]+)"', text)
+    ]
+    labels = re.findall(
+        r'class="arrowname" x="(\d+)" y="(\d+)"[^>]*aria-label="(.+), from (.+) to (.+)">(.+)</text>', text
     )
-    assert "1,386 answers wait for feedback" in lines
+    assert len(lines) == len(labels) > 10 and {end for label in labels for end in label[3:5]} == set(boxes)
+
+    def within(x: float, y: float, slack: int) -> set[str]:
+        return {
+            name
+            for name, (left, top, _) in boxes.items()
+            if left - slack < x < left + 220 + slack and top - slack < y < top + 98 + slack
+        }
+
+    for points, (x, y, label, source, target, shown) in zip(lines, labels, strict=True):
+        assert source in within(*points[0], slack=1) and target in within(*points[-1], slack=1)
+        assert label == shown and not within(int(x), int(y), slack=0)
+        for (ax, ay), (bx, by) in itertools.pairwise(points):
+            assert ax == bx or ay == by, "turns are square"
+            assert not within((ax + bx) / 2, (ay + by) / 2, slack=0)
 
 
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=400))
-def test_every_chart_is_well_formed_and_small(pairs: list[tuple[float, float]]) -> None:
-    points = [ChartPoint(x, y, "<b>v1</b>", y, y) for x, y in sorted(pairs)]
-    chart = line_chart("a <title>", [Line("one", points), Line("none", [])])
-    assert "nan" not in chart and "inf" not in chart and "<b>" not in chart and "style=" not in chart
-    assert len(re.findall("<svg|<p ", chart)) == 1 and len(chart) < 120_000
+@given(st.lists(NUMBERS, max_size=200))
+def test_numbers_are_short_and_a_line_of_the_pulse_stays_in_its_place(values: list[float]) -> None:
+    assert all(len(short(value)) < 10 for value in values)
+    points = [point.split(",") for point in spark(values).split()]
+    assert len(points) == (len(values) if len(values) > 1 else 0)
+    assert all(0 <= float(x) <= 80 and 0 <= float(y) <= 18 for x, y in points)
 
 
-@given(NUMBERS, NUMBERS)
-def test_ticks_lie_within_what_they_measure(one: float, other: float) -> None:
-    low, high = sorted((one, other))
-    slack = (high - low) * 1e-6
-    assert all(low - slack <= at <= high + slack for at in ticks(low, high)) and len(ticks(low, high)) <= 12
-    assert bounds([low, high], zero=False)[0] < bounds([low, high], zero=False)[1]
-    assert len(short(one)) < 10
+def test_labels_are_added_up_and_the_largest_is_named_in_words() -> None:
+    found, more = rates("serve", RATES, IN_TABLE)
+    meanings = {row["name"]: row["meaning"] for row in found}
+    assert more == 0 and meanings["requests"] == "requests by route and status" and meanings["of_a_plugin"] == ""
+    assert [(row["name"], row["per_s"], row["labels"]) for row in found] == [
+        ("requests", 3.0, "most route /v1/chat/completions, status 200, 2.5"), ("answers", 2.0, "end whole"),
+        ("recorded", 2.0, ""), ("of_a_plugin", 1.0, ""),
+    ], "in the order of the metrics; what stands still and what is time is left out"  # fmt: skip
 
 
-def test_areas_lie_upon_each_other_and_name_themselves() -> None:
-    chart = area_chart("fates", Bins(0, 1, 3), {"trained": [1, 2, 3], "<late>": [0, 1, 0]}, x_name="version")
-    assert chart.count("<polygon") == 2 and "&lt;late&gt;: 1" in chart
-    assert spark([1.0], "none") == Markup("")
-    assert thin([ChartPoint(float(at), 0.0) for at in range(1000)], 10)[-1].x == 999.0
+def test_however_many_counters_a_role_has_a_page_shows_a_number_of_them_and_says_how_many_more() -> None:
+    many = {f"counter_{at:03}": 1.0 for at in range(300)} | {f"many{{label={at}}}": 1.0 for at in range(300)}
+    found, more = rates("serve", many, IN_TABLE)
+    assert len(found) == IN_TABLE and more == 301 - IN_TABLE
+    (row,) = [row for row in rates("serve", many, 400)[0] if row["name"] == "many"]
+    assert (row["per_s"], row["labels"]) == (300.0, "most label 0, 1")
+    rows, more = pulse_rows(state(role("serve", rates=many)), {"serve/counter_000": [1.0]})
+    assert len(rows) == IN_PULSE and more == 301 - IN_PULSE and rows[0]["values"] == [1.0]
 
 
-@given(st.text(max_size=60), st.text(max_size=60))
-def test_marks_of_a_comparison_are_the_only_markup_and_nothing_is_left_out(left: str, right: str) -> None:
-    for text, tag, whole in zip(marked(left, right, Budget(MAX_PAIRED)), ("del", "ins"), (left, right), strict=True):
-        assert set(re.findall(r"</?(\w+)", text)) <= {tag}
-        assert unescape(re.sub(r"</?(?:del|ins)>", "", text)) == printable(whole)
+def test_the_pulse_adds_up_what_runs_and_a_line_goes_with_its_role() -> None:
+    whole = {"answers{end=whole}": 2.0}
+    roles = [role("serve", rates=whole), role("serve", rates=whole), role("serve", rates=whole, silent=True)]
+    assert together([*roles, role("train", rates=whole, state="stopped")]) == {"serve": {"answers{end=whole}": 4.0}}
+    pulse: dict[str, deque[float]] = {}
+    for counted in ({"answers{end=whole}": 2.0, "answers{end=broken off}": 1.0}, {"answers{end=whole}": 0.0}):
+        beat(pulse, [role("serve", rates=counted)])
+    assert {name: [*values] for name, values in pulse.items()} == {"serve/answers": [3.0, 0.0]}
+    beat(pulse, [role("serve", silent=True, rates=whole)])
+    assert not pulse
 
 
-def test_texts_that_repeat_themselves_are_marked_as_a_whole() -> None:
-    """Ten thousand equal words on both sides: a hundred million pairs, of which none is weighed."""
-    budget = Budget(10 * MAX_PAIRED)
-    left, right = marked("so " + "b a " * 5_000 + "end", "so " + "a b " * 5_001 + "end", budget)
-    assert left.startswith("so <del>") and left.endswith("</del> end") and left.count("<del>") == 1
-    assert right.count("<ins>") == 1 and budget.left == 10 * MAX_PAIRED
+def test_the_flow_page_shows_labelled_counters_of_each_process_and_of_each_kind(tmp_path: Path) -> None:
+    ago_ms = [40_000]
+
+    async def main() -> None:
+        log = Log(MemoryBus(lambda: wall_ms() - ago_ms[0]), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        extra = [f"a_plugin_counts_{at}" for at in range(IN_PULSE)]
+        for told in (0.0, 60.0):
+            for name in ("serve/1", "serve/2"):
+                counters = {"answers{end=whole}": told, "answers{end=broken off}": told / 4} | dict.fromkeys(
+                    extra, told
+                )
+                report = Progress(role="serve", instance=name, state="serving", counters=counters)
+                await log.publish(topics.REPORTS, report)
+            ago_ms[0] -= 30_000
+        async with looking(tmp_path, log) as (client, _):
+            whole = text_of(await client.get("/"))
+            assert "answers 2.5 most end whole, 2" in whole, "of one process"
+            assert "serve: answers most end whole, 4" in whole, "of both"
+            assert "1 more counter is under Roles." in whole
+
+    asyncio.run(main())
 
 
-def test_what_is_left_for_a_page_bounds_all_of_its_comparisons() -> None:
-    budget = Budget(20)
-    assert marked("a b c", "a x c", budget)[0].count("<del>") == 1
-    spent = budget.left
-    assert marked("p q r s t u v w", "w v u t s r q p", budget)[0].count("<del>") == 1 and budget.left == spent
+def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -> None:
+    counts = ((0, 2.0), (100, 2.0), (200, 3.0), (260, 5.0), (300, 6.0), (320, 6.0))
+    (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=321), {})
+    assert (
+        found["name"] == "A value of a step is unhealthy" and found["page"] == "runbook#a-value-of-a-step-is-unhealthy"
+    )
+    assert found["about"] == "chi2 of lane live (estimate of χ²(π‖μ)), at train/1"
+    assert (found["since_ms"], found["times"], found["lately"]) == (START_MS + 200_000, 4.0, 1.0)
 
 
-def test_a_token_is_as_dark_as_it_was_unlikely() -> None:
-    assert [level_of(math.log(share)) for share in (1.0, 0.5, 0.25, 0.125, 1 / 16, 1e-9)] == [0, 1, 2, 3, 4, 5]
+def test_a_process_that_counts_anew_under_its_name_is_no_error() -> None:
+    counts = ((0, 9.0), (70, 0.0), (80, 1.0))
+    (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=81), {})
+    assert (found["since_ms"], found["times"]) == (START_MS + 80_000, 1.0)
 
 
-def test_up_starts_the_console_and_its_link_is_no_argument(tmp_path: Path) -> None:
-    file = tmp_path / "headrace.toml"
-    file.write_text('app = "t"\n[console]\nup = false\n')
-    settings = load_settings(file)
-    child = console_child(settings, file, ["a.b=1"], "a-secret")
-    assert child.argv[3:] == ("console", "--config", str(file), "--set", "a.b=1")
-    assert "a-secret" not in child.argv and child.env["HEADRACE_CONSOLE_LINK"] == "a-secret"
-    assert not settings.console.up
-    file.write_text('app = "t"\n')
-    assert load_settings(file).console.up
+def test_labels_of_other_counters_are_words_too_and_a_counter_without_any_names_its_process() -> None:
+    counters = {"feedback_polls_failed{reason=timeout,source=crm}": 1.0, "rollbacks": 2.0}
+    seen = state_of((0, progress("process")), (10, progress("process", **counters)), now_s=11)
+    assert [(alarm["name"], alarm["about"]) for alarm in alarms(seen, {})] == [
+        ("A feedback system does not answer", "reason timeout, source crm, at process/1"),
+        ("The trainer went back", "at process/1"),
+    ]
+    assert value_words("reward_collapse") == "reward collapse" and value_words("live/odd") == "odd of lane live"
+
+
+def test_what_goes_on_is_seen_since_it_was_first_there_and_is_forgotten_when_it_ends() -> None:
+    line, other = "verified: 12,000 records wait, expected at most 10,000", "serve/1 has been silent for 90 s"
+    seen = noted({}, [line, other], 100.0)
+    seen = noted(seen, [line.replace("12,000", "15,000")], 130.0)
+    assert seen == {kind_of(line): 100.0}
+    (found,) = alarms({"roles": [], "alarms": [line]}, seen)
+    expected = {"name": "A stage falls behind", "about": line, "page": "runbook#a-stage-falls-behind"}
+    assert found == expected | {"since_ms": 100_000.0, "times": 0, "lately": 0}
+    assert noted(seen, [], 140.0) == {}
+
+
+def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(tmp_path: Path) -> None:
+    ago_ms = [50_000]
+
+    async def main() -> None:
+        log = Log(MemoryBus(lambda: wall_ms() - ago_ms[0]), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        said = tuple(
+            f"a plugin says {at}" for at in "abcdefghijklmnopqrstuvwxyz" + "abcdefghijklmnopqrstuvwxyz".upper()
+        )
+        for count in (0.0, 3.0):
+            report = Progress(role="train", instance="train/1", state="learning", counters={CHI2: count}, alarms=said)
+            grown = await log.publish(topics.REPORTS, report)
+            ago_ms[0] -= 40_000
+        async with looking(tmp_path, log) as (client, _):
+            text = text_of(await client.get("/"))
+            since = clock(grown.timestamp_ms)
+            assert (
+                "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
+                f" 3 times since {since} , 3 in the last minute what to do"
+            ) in text
+            assert "A role does not run : no master runs: none has ever spoken; see its log; seen here since" in text
+            assert "train/1: a plugin says a; seen here since" in text
+            num_alarms = len(said) + 4  # three roles that do not run
+            assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text
+
+    asyncio.run(main())

@@ -3,226 +3,137 @@
 import asyncio
 import re
 import sqlite3
-from collections.abc import Callable, Coroutine
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import httpx
+import msgspec
 import pytest
 
-from infra.cli.console.alarms import alarms_of
-from infra.cli.console.fold import Folder
-from infra.cli.console.index import ConsoleIndex
-from infra.cli.console.keeping import FILE, IndexState
-from infra.cli.console.learning import charts_of
-from infra.cli.console.pages_look import HELP, HOWTO
-from infra.cli.console.search import Query, search
-from infra.cli.console.serve import command_of
-from infra.cli.look.console_bounds import read_only
-from infra.cli.settings import ConsoleConfig
-from infra.log.bus import Partition
+from infra.cli.console.app import HEADERS, MAX_FIELDS
+from infra.cli.console.flow import alarms
+from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
+from infra.cli.console.reading import MANY, IndexState, NotReadYet, Reading
+from infra.cli.console.serve import command_of, source_of
+from infra.cli.repeat.export import fill as fill_archive
+from infra.cli.repeat.source import ReplaySource
+from infra.cli.settings import Settings
+from infra.ledger.archive import writing
+from infra.ledger.index import FILE, NEWEST, PAGED, LogIndex, trim
+from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
-from schemas import Batch, BatchItem, Block, PolicyEvent, Rollback, Skip, topics
-from schemas.errors import BrokerUnavailable, ConfigError
+from schemas import Block, EvalResult, Message, PolicyEvent, Span, make_experience, topics
+from schemas.errors import BrokerUnavailable
 from schemas.ids import subject_of
-from tests.infra.cli.console_rig import ANN, BOB, SESSION, fill, live, looking, until
+from schemas.topics import topic_name
+from tests.infra.cli.console_rig import ANN, BOB, SESSION, fill, filled, live, look, looking, looking_at, text_of, until
+from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
+from trainer.learners.scripted import ScriptedLearner
+from trainer.replay.replay import find_start
 
-PAGES = (
-    "/", "/learning", "/learning?over=time", "/answers", f"/answers/{SESSION}.1-0.0-0-0", "/versions", "/versions/5",
-    "/versions/compare?a=0&b=5", "/data", "/privacy",
-)  # fmt: skip
 FIRST = f"/answers/{SESSION}.1-0.0-0-0"
-Main = Callable[[], Coroutine[Any, Any, None]]
+PAGES = (
+    "/", "/learning", "/learning?over=time", "/answers", FIRST, "/versions", "/versions/5", "/versions/compare?a=0&b=5",
+    "/data", "/privacy",
+)  # fmt: skip
+OF_THE_INDEX = ("/learning", "/answers", "/answers?text=refunds", "/versions/compare", "/data", "/privacy")
+SCRIPTED = "trainer.learners.scripted:ScriptedLearner"
 
 
-def text_of(page: httpx.Response) -> str:
-    """What a person reads of a page, tags left out."""
-    main = page.text.partition('<main id="main"')[2]
-    return " ".join(re.sub(r"<[^>]+>", " ", main).split())
+class FarLog(MemoryBus):
+    """A broker that tells at once how long a log is, and whose records come only when `here` is set; and that may be away."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = asyncio.Event()
+        self.here.set()
+        self.is_away = False
 
-async def filled() -> Log:
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    await fill(log)
-    return log
-
-
-def test_a_version_names_every_answer_it_learned_from_though_later_ones_did_too(tmp_path: Path) -> None:
-    log = Log(MemoryBus(), "t", store=MemoryStore())
-    index = ConsoleIndex(tmp_path / "console.sqlite")
-    answers = [live(number, f"question {number}", "said") for number in range(4)]
-
-    def learned(version: int) -> list[str]:
-        database = read_only(index.path)
-        rows = search(database, Query(learned=version)).rows
-        database.close()
-        return sorted(row["asked"] for row in rows)
-
-    async def main() -> None:
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for one in answers:
-            await log.publish(topics.EXPERIENCES, Block((one,)))
-        for step, chosen in ((1, answers[:3]), (2, answers[1:]), (3, answers[:2])):
-            items = tuple(
-                BatchItem(id=one.id, partition=0, offset=0, index=0, lane="live", advantage=0.5, min_version=3)
-                for one in chosen
-            )
-            await log.publish(topics.BATCHES, Batch(run="t", token=1, step=step, version=step - 1, items=items))
-            event = PolicyEvent(event="published", policy="main", version=step, parent=step - 1, step=step)
-            await log.publish(topics.POLICIES, event)
-        folder = Folder(index, run="t", policy="main")
-        await folder.refresh(log)
-        assert learned(1) == ["question 0", "question 1", "question 2"]
-        assert learned(2) == ["question 1", "question 2", "question 3"]
-        await log.publish(topics.BATCHES, Skip(run="t", token=1, step=3, reason="not finite"))
-        await log.publish(
-            topics.BATCHES,
-            Rollback(run="t", token=1, from_step=2, to_step=2, restored_version=1, version=2, reason="spike"),
-        )
-        await folder.refresh(log)
-        assert learned(3) == learned(2) == []
-        assert len(learned(1)) == 3
-        fates = index.database.execute("SELECT fate FROM answers ORDER BY n").fetchall()
-        assert [fate for (fate,) in fates] == ["trained", "trained", "trained", "rolled back"]
-        index.close()
-
-    asyncio.run(main())
-
-
-def test_runs_are_drawn_over_one_another_each_by_its_name(tmp_path: Path) -> None:
-    """Two other runs beside this one, each with suites and curves of its own."""
-    for name in ("last-week", "last-month"):
-        asyncio.run(_fold(tmp_path / name / "state"))
-
-    async def main() -> None:
-        console = ConsoleConfig(beside=("../last-week", "../last-month"))
-        async with looking(tmp_path / "now", await filled(), console) as (client, _):
-            page = await client.get("/learning")
-            suite = page.text.partition("Suite dev")[2].partition("</figure>")[0]
-            assert suite.count("<polyline") == 3 and suite.count('<polyline class="line s1 dashed"') == 1
-            assert [name for name in ("last-week", "last-month") if f"</i>{name}" in suite] == [
-                "last-week",
-                "last-month",
-            ]
-            (told,) = [one for one in re.findall("<title>([^<]*)", suite) if "v5:" in one]
-            assert told.splitlines() == [
-                f"{run} v5: 66.7% (20.0% to 90.0%), 4 of 6" for run in ("t", "last-week", "last-month")
-            ]
-            entropy = page.text.partition("<figcaption>Entropy")[2].partition("</figure>")[0]
-            assert entropy.count("<polyline") == 3 and "last-week live/entropy v3: 0.25" in entropy
-
-    asyncio.run(main())
-
-
-async def _fold(state: Path) -> None:
-    index = ConsoleIndex(state / "console.sqlite")
-    await Folder(index, run="t", policy="main").refresh(await filled())
-    index.close()
-
-
-def test_a_run_that_was_never_looked_at_cannot_lie_beside_another_and_says_what_to_do(tmp_path: Path) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match="run `headrace console` on that run once"):
-            async with looking(tmp_path / "now", await filled(), ConsoleConfig(beside=("../nowhere",))):
-                pass
-
-    asyncio.run(main())
-
-
-def test_whatever_a_pointer_meets_on_a_chart_names_its_version(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, reading):
-            for chart in [one for _, _, one in await reading.ask(lambda it: charts_of([("t", it)], by_time=True))]:
-                told = re.findall("<title>([^<]*)", chart)
-                assert told and all(re.match(r"v\d+\b(?!\.)|.* v\d+: ", one) for one in told), told
-            page = (await client.get("/learning")).text
-            areas = page.partition("<figcaption>What became of answers")[2].partition("</figure>")[0]
-            titles = [one.splitlines() for one in re.findall("<g>.*?<title>([^<]*)", areas, re.DOTALL)]
-            assert titles == [["v3", "pending 6", "too short 1"], ["v4", "trained 1", "pending 7"]]
-
-    asyncio.run(main())
-
-
-class AwayBroker(MemoryBus):
-    """A broker that goes, and comes back."""
-
-    is_away = False
+    async def assigned(
+        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
+    ) -> Reader:
+        """See Bus."""
+        await self.here.wait()
+        return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
 
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
+        """See Bus."""
         if self.is_away:
             raise BrokerUnavailable("the broker is away")
         return await super().end_offsets(topic)
 
 
+async def far_log() -> tuple[Log, FarLog]:
+    bus = FarLog()
+    log = Log(bus, "t", store=MemoryStore())
+    await fill(log)
+    return log, bus
+
+
+def test_every_page_answers_before_anything_is_read_and_says_how_much_there_is_to_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        log, bus = await far_log()
+        bus.here.clear()
+        held = sum([sum((await bus.end_offsets(topic_name("t", topic))).values()) for topic in PAGED])
+        async with looking_at(Settings(app="t", folder=tmp_path), log, tmp_path, is_built=False) as (client, reading):
+            said = f"The index is being built: 0 of {held:,} records are read."
+            for path in ("/", "/flow", *OF_THE_INDEX):
+                page = await client.get(path)
+                assert page.status_code == 200 and said in page.text, path
+                assert (BEING_READ in page.text) is (path in ("/", "/flow"))
+            page = await client.get(FIRST)
+            assert page.status_code == 503 and "Not read yet: the index is behind the log by" in text_of(page)
+            bus.here.set()
+            await until(lambda: reading.index.note("whole") == 1)
+            reading.forget_fresh()
+            for path in ("/", *OF_THE_INDEX, FIRST):
+                page = await client.get(path)
+                assert page.status_code == 200 and "is being built" not in page.text, path
+
+    asyncio.run(main())
+
+
 def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_not(tmp_path: Path) -> None:
     async def main() -> None:
-        bus = AwayBroker()
-        log = Log(bus, "t", store=MemoryStore())
-        await fill(log)
+        log, bus = await far_log()
         async with looking(tmp_path, log) as (client, reading):
             for path in PAGES:
                 assert (await client.get(path)).status_code == 200
-            bus.is_away, kept = True, reading.kept
-            await until(lambda: "away" in reading.kept.fault)
+            bus.is_away = True
             reading.forget_fresh()
             for path in PAGES:
                 page = await client.get(path)
                 assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in text_of(page))
                 assert "The log cannot be read now. The pages show what was read before." in text_of(page), path
             assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
-            counted = IndexState(left={"experiences": 9000}, held={"experiences": 21_000, "batches": 9}, is_traced=True)
-            reading.kept = counted
-            said = "The index is being built: 12,009 of 21,009 records are read; to be read: 9,000 of experiences."
-            assert said in text_of(await client.get("/"))
-            reading.kept = kept
             bus.is_away = False
-            await until(lambda: not reading.kept.fault)
+            await until(lambda: not reading.index.note("fault"))
+            reading.forget_fresh()
             assert "cannot be read" not in text_of(await client.get(FIRST))
 
     asyncio.run(main())
 
 
-def test_a_page_asked_while_the_index_is_made_anew_finds_all_of_it_or_none(tmp_path: Path) -> None:
-    async def main() -> None:
-        index = ConsoleIndex(tmp_path / "console.sqlite")
-        log = await filled()
-        await Folder(index, run="t", policy="main").refresh(log)
-        database = read_only(index.path)
-        counts: set[int] = set()
-
-        def ask() -> None:
-            while len(counts) < 2:
-                search(database, Query(text="refunds"))
-                counts.add(database.execute("SELECT count(*) FROM answers").fetchone()[0])
-
-        async with asyncio.timeout(30):
-            asking = asyncio.create_task(asyncio.to_thread(ask))
-            while not counts:  # noqa: ASYNC110 (a thread asks)
-                await asyncio.sleep(0)
-            await asyncio.to_thread(index.begin_anew)
-            await asking
-        assert 0 in counts
-        database.close()
-        index.close()
-
-    asyncio.run(main())
+@pytest.mark.parametrize(
+    ("state", "building", "unread"),
+    [
+        (IndexState(), "nothing is read yet", "Not read yet: the index is being built."),
+        (IndexState(left={"a": 9_000, "b": 0}, held={"a": 21_000, "b": 9}), "12,009 of 21,009 records are read",
+         "Not read yet: the index is behind the log by 9,000 of a."),
+        (IndexState(left={"a": 3}, held={"a": 9}, is_whole=True), "", "Not read yet: the index is behind the log by 3 of a."),
+        (IndexState(left={"a": MANY}, held={"a": 9_000}, is_whole=True), "4,000 of 9,000 records are read",
+         "Not read yet: the index is behind the log by 5,000 of a."),
+        (IndexState(left={"a": 0}, held={"a": 9}, is_whole=True), "", ""),
+    ],
+)  # fmt: skip
+def test_a_page_says_how_far_the_index_is(state: IndexState, building: str, unread: str) -> None:
+    assert (state.building, state.unread) == (building, unread)
 
 
-def test_an_index_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, _):
-            with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database:
-                database.execute("DROP TABLE answers")
-            page = await client.get("/answers")
-            assert page.status_code == 503 and "The index is being built anew" in text_of(page)
-
-    asyncio.run(main())
-
-
-def test_a_page_of_a_version_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:
+def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:
     async def main() -> None:
         log = await filled()
         async with looking(tmp_path, log), looking(tmp_path, log) as (client, reading):  # the first keeps the index up
@@ -230,12 +141,14 @@ def test_a_page_of_a_version_does_not_take_what_is_unread_for_what_is_not_there(
                 database.execute("DELETE FROM answers")
                 database.execute("DELETE FROM evals")
             assert "None of them is in the kept log." in text_of(await client.get("/versions/5"))
-            reading.kept = IndexState(left={"batches": 3}, is_caught_up=True, is_traced=True)
+            reading._held["index"] = (float("inf"), IndexState(left={"batches": 3}, is_whole=True))
             page = text_of(await client.get("/versions/5"))
             assert "Not read yet: the index is behind the log by 3 of batches." in page
             assert "None of them is in the kept log." not in page and "answered no suite" not in page
             found = text_of(await client.get("/answers?text=refunds"))
             assert "Nothing fits what was read. Not read yet: the index is behind" in found
+            with pytest.raises(NotReadYet, match="Look again in a moment"):
+                await reading.answer(live(99, "", "").id)
 
     asyncio.run(main())
 
@@ -243,47 +156,163 @@ def test_a_page_of_a_version_does_not_take_what_is_unread_for_what_is_not_there(
 def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     async def main() -> None:
         log = await filled()
-        async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, reading):
+        async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, _):
             for path in PAGES:
                 assert text_of(await client.get(path)) and (await other.get(path)).status_code == 200
-            assert "question 3 about refunds" in text_of(await client.get("/answers?text=question"))
-        async with looking(tmp_path, log) as (client, reading):
-            await log.publish(topics.EXPERIENCES, Block((live(30, "a later wish", "granted"),)))
-            await until(lambda: reading.kept.left.get("experiences") == 0)
+        async with looking(tmp_path, log) as (client, _):
+            for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # and a file that is removed is made again
+                (tmp_path / "state" / name).unlink(missing_ok=True)
+            new = live(30, "a later wish", "granted")
+            await log.publish(topics.EXPERIENCES, Block((new,)))
             async with asyncio.timeout(30):
-                while "a later wish" not in text_of(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
+                while "granted" not in text_of(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
                     await asyncio.sleep(0.05)
+            assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
+
+    asyncio.run(main())
+
+
+def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_headers(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await filled()
+        async with looking(tmp_path, log) as (client, _):
+            for change, status, said in (
+                ("UPDATE answers SET time_ms = 'then'", 500, "This page broke"),
+                ("DROP TABLE answers", 503, "The index is being built anew"),
+            ):
+                with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
+                    database.execute(change)
+                page = await client.get("/answers")
+                assert page.status_code == status and said in text_of(page)
+                assert {name: page.headers.get(name) for name in HEADERS} == HEADERS
+
+    asyncio.run(main())
+
+
+def test_what_was_read_before_a_decision_is_read_again_after_it(tmp_path: Path) -> None:
+    """A reading that began before somebody decided something, and ended after it."""
+
+    async def main() -> None:
+        reading = Reading(Settings(app="t", folder=tmp_path), await filled(), tmp_path)
+        go_on, told = asyncio.Event(), ["before"]
+
+        async def read() -> str:
+            word = told[-1]
+            await go_on.wait()
+            return word
+
+        early = asyncio.create_task(reading.held("word", read))
+        with pytest.raises(NotReadYet):
+            await reading.held("word", read, wait_s=0.01)
+        told.append("after")
+        reading.forget_fresh()
+        late = asyncio.create_task(reading.held("word", read))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert (await early, await late) == ("before", "after")
+        assert await reading.held("word", read) == "after"
+        await reading.close()
 
     asyncio.run(main())
 
 
 def test_a_log_whose_beginning_was_removed_shows_what_is_left_and_says_what_is_gone(tmp_path: Path) -> None:
-    async def main() -> None:
-        log = await filled()
+    async def remove(log: Log) -> None:
         for topic in (topics.EXPERIENCES, topics.VERIFIED, topics.BUFFER, topics.BATCHES):
             for at, end in (await log.bus.end_offsets(log.name(topic))).items():
                 await log.bus.delete_records(at, end)
-        async with looking(tmp_path, log) as (client, _):
-            for path in PAGES:
-                page = await client.get(path)
-                assert page.status_code == (404 if path == FIRST else 200), path
-                assert len(text_of(page)) > 20
-            assert "Held back by gate" in text_of(await client.get("/versions/5"))
+
+    for path, page in zip(PAGES, look(tmp_path, *PAGES, more=remove), strict=True):
+        assert page.status_code == (404 if path == FIRST else 200) and len(text_of(page)) > 20, path
+        assert path != "/versions/5" or "Held back by gate" in text_of(page)
+
+
+def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_path: Path) -> None:
+    async def forget(log: Log) -> None:
+        assert log.keys is not None
+        await asyncio.to_thread(log.keys.destroy, subject_of("acme", "bob"))
+
+    bob, ann, *others = look(
+        tmp_path, f"/answers/{BOB}", f"/answers/{ANN}", *PAGES, "/answers?text=Theodor", more=forget
+    )
+    assert "Forgotten Its user was forgotten: nobody can read it." in text_of(bob) and "Sealed" in text_of(ann)
+    assert not [page for page in (bob, *others) if "Theodor" in text_of(page).replace('value="Theodor"', "")]
+
+
+def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "run.headrace"
+
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        config = msgspec.structs.replace(CONFIG, learner=Use(use=SCRIPTED))
+        await train(log, store, ScriptedLearner(), config)
+        for version in (0, 1):
+            result = EvalResult(policy="main", version=version, suite="dev", num_tasks=4, num_correct=3 - version)
+            await log.publish(topics.EVALS, result)
+        held = PolicyEvent(
+            event="held", policy="main", version=1, channel="stable", owner="gate", token=1,
+            reason="dev: 0.500, expected at least 0.600", stats={"dev": 0.5, "stable/dev": 0.75},
+        )  # fmt: skip
+        await log.publish(topics.POLICIES, held)
+        settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
+        with writing(file) as archive:
+            start = await find_start(log, store, "t", to_step=None)
+            await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start)
+            archive.close()
+        async with (
+            source_of(file, []) as (read, restored, _, state),
+            looking_at(read, restored, state) as (client, _),
+        ):
+            page = (await client.get("/versions/1")).text
+            assert (
+                "Held back by gate: dev: 0.500, expected at least 0.600." in page
+                and "0.75" in page
+                and "2 of 4" in page
+            )
+            flow = text_of(await client.get("/"))
+            assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
+            learning = (await client.get("/learning")).text
+            assert "Suite dev" in learning and "Loss" in learning
+            assert "An archive has no settings of stages." in (await client.get("/data")).text
+            trained = (await client.get("/answers?fate=trained")).text
+            assert (await client.get(re.findall('href="(/answers/[^?"]+)"', trained)[0])).status_code == 200
 
     asyncio.run(main())
 
 
-def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_path: Path) -> None:
+def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    told = {
+        "/": "No role has spoken yet.", "/learning": "Nothing was measured yet.", "/answers": "Nothing fits.",
+        "/versions": "No version was published yet.", "/data": "no task was judged", "/privacy": "nothing was opened",
+        "/versions/compare": "There is nothing to compare.",
+    }  # fmt: skip
+    pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
+    for page, (path, words) in zip(pages, told.items(), strict=True):
+        assert page.status_code == 200 and (words in text_of(page) or (path == "/" and ARCHIVED in text_of(page))), path
+
+
+def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tmp_path: Path) -> None:
+    """Of twice as many as stay every second opened an answer; the first one stays listed however many come after it."""
+    _, most = NEWEST["orders"]
+
     async def main() -> None:
-        log = await filled()
-        assert log.keys is not None
-        await asyncio.to_thread(log.keys.destroy, subject_of("acme", "bob"))
-        async with looking(tmp_path, log) as (client, _):
-            text = text_of(await client.get(f"/answers/{BOB}"))
-            assert "Forgotten Its user was forgotten: nobody can read it." in text
-            assert "Sealed" in text_of(await client.get(f"/answers/{ANN}"))
-            for path in (*PAGES, "/answers?text=Theodor", f"/answers/{BOB}"):
-                assert "Theodor" not in text_of(await client.get(path)).replace('value="Theodor"', "")
+        async with looking(tmp_path, await filled()) as (client, _):
+            for first, last in ((0, most), (most, 2 * most)):
+                with closing(LogIndex(tmp_path / "state" / FILE, run="t", policy="main")) as index:
+                    with index.database as database:
+                        database.executemany(
+                            "INSERT INTO orders (n, offset, time_ms, word, owner, about, reason)"
+                            " VALUES (?, ?, 0, ?, 'a', 'b', 'c')",
+                            [(n + 1, 100 + n, "open" if n % 2 else "forget") for n in range(first, last)],
+                        )
+                    trim(index.database, 0)
+                text = text_of(await client.get("/privacy"))
+                assert f"{most // 2:,} times something sealed" in text and "no user was forgotten" not in text
+                assert (f"Counted are the newest {most:,} orders" in text) is (first > 0), (
+                    "at the bound nothing went yet"
+                )
 
     asyncio.run(main())
 
@@ -299,16 +328,53 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
 def test_an_alarm_leads_to_the_section_of_the_runbook_that_says_what_to_do(
     tmp_path: Path, alarm: str, section: str
 ) -> None:
-    (shown,) = alarms_of({"roles": [], "alarms": [alarm]}, {})
-    assert (shown.about, shown.page) == (alarm, section)
+    (shown,) = alarms({"roles": [], "alarms": [alarm]}, {})
+    assert (shown["about"], shown["page"]) == (alarm, section)
     page, _, name = section.partition("#")
+    (answer,) = look(tmp_path, f"/help/{page}")
+    assert (f'id="{name}"' in answer.text) is bool(name)
+    assert page in HELP and all((HOWTO / f"{each}.md").is_file() for each in HELP)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:8400", "Train-Box:8400", "[fd00::7]:8400"])
+def test_the_pages_answer_at_the_address_they_were_bound_to_and_at_no_other(tmp_path: Path, address: str) -> None:
+    """Whatever `[console] listen` says: `--listen` may have said another."""
 
     async def main() -> None:
-        async with looking(tmp_path, await filled()) as (client, _):
-            assert (f'id="{name}"' in (await client.get(f"/help/{page}")).text) is bool(name)
+        settings = Settings(app="t", folder=tmp_path)
+        async with looking_at(settings, await filled(), tmp_path / "state", address=address) as (client, _):
+            assert (await client.get("/versions")).status_code == 200
+            assert (await client.get("/versions", headers={"host": "elsewhere.example:8400"})).status_code == 400
 
     asyncio.run(main())
-    assert page in HELP and all((HOWTO / f"{name}.md").is_file() for name in HELP)
+
+
+def test_an_answer_of_a_task_whose_id_has_a_slash_has_its_page(tmp_path: Path) -> None:
+    slashed = make_experience(
+        id="HumanEval/0.0.0-0-0", group="HumanEval/0.0", episode=0, group_size=1, spans=(Span(2, 4, 0),),
+        tokens=[1, 2, 3, 4], logprobs=[-0.5, -0.5],
+        messages=(Message(role="user", content="write it"), Message(role="assistant", content="written")),
+    )  # fmt: skip
+    page, found = look(
+        tmp_path, "/answers/HumanEval%2F0.0.0-0-0", "/answers?text=HumanEval/0.0.0-0-0",
+        more=lambda log: log.publish(topics.EXPERIENCES, Block((slashed,))),
+    )  # fmt: skip
+    assert page.status_code == 200 and "write it" in page.text
+    assert found.status_code == 303 and found.headers["location"] == "/answers/HumanEval/0.0.0-0-0"
+
+
+def test_any_number_may_be_asked_for_and_a_form_of_too_many_fields_is_refused_in_words(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with looking(tmp_path, await filled()) as (client, _):
+            for before in ("99999999999999999999", "\u00b2", "-1", "1e3", "\u0663"):
+                for path in ("/data", "/answers", "/versions"):
+                    assert (await client.get(path, params={"before": before})).status_code == 200
+            body = "&".join(f"a{at}=1" for at in range(MAX_FIELDS + 1))
+            for path in ("/enter", "/actions/pause"):
+                page = await client.post(path, content=body, headers={"origin": "http://127.0.0.1:1"})
+                assert page.status_code == 403 and f"more than {MAX_FIELDS} fields" in page.text
+
+    asyncio.run(main())
 
 
 def test_a_command_beside_the_console_reads_the_run_with_the_same_settings(tmp_path: Path) -> None:

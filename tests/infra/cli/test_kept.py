@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.console.index import ConsoleIndex
-from infra.cli.look.console_bounds import ended_bound
 from infra.cli.look.kept import FOREVER, Kept, bound_of, kept_lines, kept_of
 from infra.cli.look.status import read_status
 from infra.cli.settings import load_settings
+from infra.ledger.index import FILE, LogIndex
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -58,7 +57,7 @@ def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
 
 def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "trace.sqlite").write_bytes(bytes(1_500_000))
+    (tmp_path / "state" / "index.sqlite").write_bytes(bytes(1_500_000))
     kept, screen = look(tmp_path)
     assert kept["topic dead-letters"] == Kept("topic dead-letters", "9d (keep.replay)", 3), "two were removed"
     assert kept["topic batches"].num == 5 and kept["topic batches"].bound.startswith("9d (keep.replay)")
@@ -67,29 +66,26 @@ def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> No
     assert kept["cache at serve/vm/1"].bound == "20 GB (store.cache_gb)"
     assert kept["store snapshots/, each"].num == 5_000_000
     assert "the newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
-    assert kept["file state/trace.sqlite"].num == 1_500_000 and "file state/console.sqlite" not in kept
+    assert kept["file state/index.sqlite"].num == 1_500_000
     lines = " ".join(screen.split())
     assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
     assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
 
 
-def test_tables_of_the_console_are_shown_with_their_rows_and_bounds_and_without_rows_where_the_file_is_broken(
+def test_tables_of_the_index_are_shown_with_their_rows_and_bounds_and_without_rows_where_the_file_is_broken(
     tmp_path: Path,
 ) -> None:
-    index = ConsoleIndex(tmp_path / "state" / "console.sqlite")
-    with index.database:
-        index.many("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(7)])
+    index = LogIndex(tmp_path / "state" / FILE, run="t", policy="main")
+    with index.database as database:
+        database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(7)])
     index.close()
     kept, screen = look(tmp_path)
-    assert kept["console curves"] == Kept("console curves", "the newest 50,000 versions", 7, "rows")
-    assert kept["console answers"] == Kept("console answers", "9d (keep.replay)", 0, "rows")
-    assert kept["console ended sessions"].bound == ended_bound()
-    assert "kept the newest 50,000 versions: console published 0 rows, console curves 7 rows" in " ".join(
-        screen.split()
-    )
-    (tmp_path / "state" / "console.sqlite").write_bytes(b"no index at all" * 1000)
+    assert kept["index curves"] == Kept("index curves", "the newest 50,000 versions", 7, "rows")
+    assert kept["index answers"] == Kept("index answers", "9d (keep.replay)", 0, "rows")
+    assert "kept the newest 50,000 versions: index policies 0 rows, index curves 7 rows" in " ".join(screen.split())
+    (tmp_path / "state" / FILE).write_bytes(b"no index at all" * 1000)
     kept, _ = look(tmp_path)
-    assert kept["console curves"] == Kept("console curves", "the newest 50,000 versions", None, "rows")
+    assert kept["index curves"] == Kept("index curves", "the newest 50,000 versions", None, "rows")
 
 
 def test_looking_at_what_is_kept_loads_no_torch() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger.following import follow
-from infra.ledger.index import LogIndex
+from infra.ledger.index import LogIndex, follow
 from infra.ledger.trace import AnswerTrace, trace_answer, trace_policy
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log

@@ -2,7 +2,9 @@
 // stays there. What is read out lies outside of such a part, and is changed where the words differ: put in anew it would be
 // read out anew.
 "use strict";
-const REACHED = "a, [tabindex]"; // by the keyboard
+// Parts that the keyboard reaches and that are called as this one is: links by where they lead, since their words change.
+const called = (part, node) => [...part.querySelectorAll("a, [tabindex]")].filter(
+  other => other.getAttribute("href") === node.getAttribute("href") && (node.href || other.ariaLabel === node.ariaLabel));
 for (const part of document.querySelectorAll("[data-fragment]")) {
   const every = 1000 * Number(part.dataset.every);
   const again = async () => {
@@ -13,15 +15,16 @@ for (const part of document.querySelectorAll("[data-fragment]")) {
         if (answer.status === 401) { location.reload(); return; }
         if (answer.ok) {
           const text = await answer.text();
-          const at = [...part.querySelectorAll(REACHED)].indexOf(document.activeElement);
-          const moved = [...part.querySelectorAll(".scroll")].map(one => one.scrollLeft);
+          const held = document.activeElement;
+          const at = part.contains(held) ? called(part, held).indexOf(held) : -1;
+          const moved = [...part.querySelectorAll(".scroll")].map(part => part.scrollLeft);
           part.innerHTML = text;
           const spoken = document.getElementById(part.dataset.said);
           const words = part.querySelector("[data-says]")?.textContent;
           if (spoken && words !== undefined && spoken.textContent !== words) spoken.textContent = words;
           part.removeAttribute("data-stale");
-          part.querySelectorAll(".scroll").forEach((one, place) => { one.scrollLeft = moved[place] ?? 0; });
-          if (at >= 0) part.querySelectorAll(REACHED)[at]?.focus({ preventScroll: true });
+          part.querySelectorAll(".scroll").forEach((box, place) => { box.scrollLeft = moved[place] ?? 0; });
+          if (at >= 0) called(part, held)[at]?.focus({ preventScroll: true });
         }
       } catch {
         part.setAttribute("data-stale", "");

@@ -1,0 +1,288 @@
+"""The pages to look at: each reads the values of its template. None changes anything."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from infra.cli.console import data, learning, versions
+from infra.cli.console.answers import Spell, beside, scores_of, shown
+from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, pulse_rows, rates, sentence
+from infra.cli.console.learning import Run
+from infra.cli.console.letters import shown_letter
+from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
+from infra.cli.console.search import Query, choices, query_of, search
+from infra.ledger.index import bounds, sizes
+from infra.ledger.index_fold import MAX_TEXT
+from infra.ledger.trace import AnswerTrace
+from infra.observe.alarms import anchor
+from schemas import DeadLetter
+from schemas.errors import NotInLog
+from schemas.ids import ANSWER_PREFIX, group_of, session_of
+from schemas.topics import DEAD_LETTERS
+
+HELP = (
+    "see-what-happened",
+    "decide-what-customers-get",
+    "run-a-cluster",
+    "send-feedback",
+    "try-other-rules",
+    "runbook",
+)
+HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
+BEING_READ = "The log is being read. This page shows it once that is done."
+NOT_HEARD = "The log was not read yet. This page tries again."
+ARCHIVED = (
+    "This is an archive. It holds no reports of roles: see Versions for decisions and Learning for what was measured."
+)
+FLOW_S = 0.5  # wait for the log: then the first page says that it is being read, and asks again
+DRAWN_S = 10.0  # a chart is shown again for so long, since one of thousands of versions takes time to read
+COUNTED_S = 60.0  # numbers of rows are shown again for so long
+SHOWN = 20  # answers on the page of the version that learned from them
+
+Values = dict[str, Any]
+
+
+class Console:
+    """What the pages have of one run. command: the arguments that name it for a command, none for an archive. beside: indexes
+    of other runs. load_spell: loads a function from token ids to texts, None where there is no tokenizer; blocks.
+    is_comparing: a reprocess runs.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        command: Sequence[str] = (),
+        beside: Sequence[Run] = (),
+        load_spell: Callable[[], Spell | None] = lambda: None,
+    ) -> None:
+        self.reading = reading
+        self.command = tuple(command)
+        self.beside = beside
+        self.is_comparing = False
+        self._load_spell = load_spell
+        self._spell: tuple[Spell | None] | None = None
+
+    async def spell(self) -> Spell | None:
+        """A function from token ids to texts. The first answer loads the tokenizer, so that no other page waits for it."""
+        if self._spell is None:
+            self._spell = (await asyncio.to_thread(self._load_spell),)
+        return self._spell[0]
+
+
+async def flow(console: Console, request: Request) -> Values:
+    """The system as it is; before the first reading has ended, that the log is being read."""
+    reading = console.reading
+    try:
+        state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))
+    except NotReadYet:
+        return {"state": None, "sentence": NOT_HEARD if (await reading.look(FLOW_S)).fault else BEING_READ}
+    found, words = alarms(state, state["seen"]), sentence(state, time.time())
+    if not state["roles"] and not console.command:
+        found, words = [], ARCHIVED
+    if (await reading.look(FLOW_S)).fault:
+        words = f"The log cannot be read now. {words}"
+    pulse, more_pulse = pulse_rows(state, reading.pulse)
+    return {
+        "state": state, "sentence": words, "alarms": found[:MAX_ALARMS], "num_alarms": len(found),
+        "figures": figures(state, history.stable, versions.held_back(history)), "pulse": pulse, "more_pulse": more_pulse,
+        "roles": [(role, *rates(role["role"], role["rates"], IN_TABLE)) for role in state["roles"]],
+    }  # fmt: skip
+
+
+async def learn(console: Console, request: Request) -> Values:
+    """Curves over versions or time."""
+    by_time = request.query_params.get("over") == "time"
+    reading = console.reading
+    app = reading.settings.app
+
+    def charts(database: Any) -> list[Values]:
+        runs = [(app, database), *console.beside]
+        return [*learning.charts(runs, by_time=by_time), learning.fates_chart(database, by_time=by_time)]
+
+    found = await reading.held(f"charts {by_time}", lambda: reading.rows(charts), held_s=DRAWN_S)
+    return {"charts": found, "by_time": by_time, "runs": [app, *(name for name, _ in console.beside)]}
+
+
+async def answers(console: Console, request: Request) -> Values | Response:
+    """The search. The id of an answer in the index leads to the page of that answer."""
+    asked, reading = dict(request.query_params), console.reading
+    text = asked.get("text", "").strip()
+    if await reading.rows(has_answer, text.removeprefix(ANSWER_PREFIX)):
+        return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
+    query, faults = query_of(asked)
+    began_s = time.perf_counter()
+    page = await reading.rows(search, query)
+    further = {name: value for name, value in asked.items() if value and name != "before"} | {
+        "before": page.further or 0
+    }
+    return {
+        "query": query, "faults": faults, "page": page, "further": urlencode(further), "max_text": MAX_TEXT,
+        "choices": await reading.held("choices", lambda: reading.rows(choices), held_s=DRAWN_S),
+        "took_ms": round(1000 * (time.perf_counter() - began_s)), "narrowed": query != Query(before=query.before),
+    }  # fmt: skip
+
+
+async def answer(console: Console, request: Request) -> Values:
+    """One answer and everything that happened to it."""
+    trace = await console.reading.answer(str(request.path_params["ref"]))
+    return await answer_values(console, trace, whole=request.query_params.get("whole") == "1")
+
+
+async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = False, whole: bool = False) -> Values:
+    """The page of one answer. opened: its sealed texts are shown, for this look only."""
+    group, rows = group_of(trace.id), console.reading.rows
+    return {
+        "trace": trace, "view": shown(trace, await console.spell(), opened=opened, whole=whole), "opened": opened,
+        "scores": scores_of(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
+        "fate": await rows(data.fate, trace.id), "group": group, "in_session": bool(session_of(group)),
+    }  # fmt: skip
+
+
+async def all_versions(console: Console, request: Request) -> Values:
+    """The timeline, and the versions with the decisions about them."""
+    reading = console.reading
+    history = await reading.history(PAGE_S)
+    query, _ = query_of(dict(request.query_params))
+    every = request.query_params.get("all") == "1"
+    rows = versions.version_rows(history, await reading.rows(versions.evals), query.before, every=every)
+    return {
+        "rows": rows, "history": history, "stable": history.stable, "timeline": versions.timeline(history), "every": every,
+        "decisions": history.decisions[-30:][::-1], "word": versions.word, "is_whole": history.is_whole,
+        "learning": (await reading.status(PAGE_S))["learning"],
+        "more": rows[-1]["version"] if len(rows) == versions.SHOWN else None,
+    }  # fmt: skip
+
+
+async def version(console: Console, request: Request) -> Values:
+    """One version: the decisions about it with their reasons, and the answers it learned from."""
+    reading = console.reading
+    number = _version(str(request.path_params["version"]))
+    history = await reading.history_since(number, PAGE_S)
+    events = [(time_ms, event) for time_ms, event in history.events if event.version == number]
+    if not events:
+        raise NotInLog(f"version {number} was never published")
+    try:
+        made = await reading.learned(number)
+    except NotInLog:
+        made = None
+    found = (await reading.rows(versions.evals)).get(number, ())
+    learned = await reading.rows(search, Query(learned=number))
+    before = [each.version for each in history.decisions if each.event == "promoted" and each.version < number]
+    gate = reading.settings.master.gate
+    return {
+        "number": number, "events": events, "made": made, "word": versions.word, "numbers_of": versions.numbers_of,
+        "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
+        "learned": learned.rows[:SHOWN], "rival": before[-1] if before else max(0, number - 1),
+        "has_gate": bool(gate.suites or gate.replies), "command": " ".join(console.command[:2]),
+    }  # fmt: skip
+
+
+async def compare(console: Console, request: Request) -> Values:
+    """Two versions on the recorded prompts that both answered."""
+    asked, rows = request.query_params, console.reading.rows
+    numbers = sorted(await rows(versions.evals))
+    left = _version(asked.get("a") or str(numbers[0] if numbers else 0))
+    right = _version(asked.get("b") or str(numbers[-1] if numbers else 0))
+    suites = await rows(versions.suites_both, left, right)
+    suite, everything = asked.get("suite") or (suites[0] if suites else ""), asked.get("all") == "1"
+    pairs, counts = await rows(versions.pairs, suite, left, right, everything)
+    return {
+        "left": left, "right": right, "suites": suites, "suite": suite, "pairs": pairs, "counts": counts, "numbers": numbers,
+        "everything": everything,
+    }  # fmt: skip
+
+
+async def all_data(console: Console, request: Request) -> Values:
+    """Dead letters, tasks, and what was made."""
+    asked, reading = request.query_params, console.reading
+    rows, held = reading.rows, reading.held
+    before = query_of({"before": asked.get("before", "")})[0].before
+    reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
+    letters, older = await rows(data.letters, reason, before)
+    return {
+        "reason": reason, "order": order, "named": named, "letters": letters, "older": older,
+        "counts": await rows(data.letter_counts), "tasks": await rows(data.tasks, order, named),
+        "tenths": await held("tenths", lambda: rows(data.task_shares), held_s=DRAWN_S),
+        "rows": await held("sizes", lambda: rows(sizes), held_s=COUNTED_S), "bounds": bounds(reading.settings.keep.replay),
+        "max_named": data.MAX_NAMED, "made": await rows(data.made), "busy": console.is_comparing,
+        "has_rules": bool(console.command),
+    }  # fmt: skip
+
+
+async def letter(console: Console, request: Request) -> Values:
+    """One dead letter, and what it holds."""
+    place = letter_place([str(request.path_params[name]) for name in ("partition", "offset")])
+    return await letter_values(console, place, *await console.reading.letter(*place))
+
+
+async def letter_values(
+    console: Console, place: tuple[int, int], time_ms: int, found: DeadLetter, *, opened: bool = False
+) -> Values:
+    """The page of one letter. opened: its sealed texts are shown, for this look only."""
+    rows = console.reading.rows
+    return {
+        "letter": found, "time_ms": time_ms, "mark": await rows(data.mark, *place), "view": shown_letter(found),
+        "openings": await rows(data.openings, letter_name(place)), "place": "/".join(map(str, place)), "opened": opened,
+    }  # fmt: skip
+
+
+def letter_place(place: Sequence[str]) -> tuple[int, int]:
+    """Partition and offset of a letter. Raises NotInLog."""
+    if len(place) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in place):
+        raise NotInLog(f"got {'/'.join(place)[:80]!r}, expected a partition and an offset")
+    return int(place[0]), int(place[1])
+
+
+def letter_name(place: tuple[int, int]) -> str:
+    """The name of a letter in the record of its opening.
+
+    >>> letter_name((0, 12))
+    'dead-letters/0@12'
+    """
+    return f"{DEAD_LETTERS.name}/{place[0]}@{place[1]}"
+
+
+async def privacy(console: Console, request: Request) -> Values:
+    """What is sealed, who was forgotten, and what was opened by whom."""
+    return await console.reading.rows(data.privacy)
+
+
+async def help_page(console: Console, request: Request) -> Values:
+    """A page of the documentation as plain text, section by section."""
+    name = str(request.path_params["name"])
+    if name not in HELP:
+        raise NotInLog(f"there is no page {name}")
+    parts = (HOWTO / f"{name}.md").read_text(encoding="utf-8").split("\n## ")
+    sections = [(anchor(text.partition("\n")[0]), f"## {text}") for text in parts[1:]]
+    return {"name": name, "text": parts[0], "sections": sections}
+
+
+def _version(text: str) -> int:
+    """The number of a version in an address or a form. Raises NotInLog."""
+    digits = text.removeprefix("v")
+    if not digits.isdecimal() or len(digits) > 15:
+        raise NotInLog(f"got {text[:40]!r}, expected a version")
+    return int(digits)
+
+
+# Every address with its template and what reads the values.
+PAGES: Mapping[str, tuple[str, Callable[[Console, Request], Awaitable[Values | Response]]]] = {
+    "/": ("flow.html", flow),
+    "/flow": ("flow_live.html", flow),  # the part of the first page that is asked for again
+    "/learning": ("learning.html", learn),
+    "/answers": ("answers.html", answers),
+    "/answers/{ref:path}": ("answer.html", answer),  # an id may hold "/", as those of some benchmarks do
+    "/versions": ("versions.html", all_versions),
+    "/versions/compare": ("compare.html", compare),
+    "/versions/{version}": ("version.html", version),
+    "/data": ("data.html", all_data),
+    "/data/letters/{partition}/{offset}": ("letter.html", letter),
+    "/privacy": ("privacy.html", privacy),
+    "/help/{name}": ("help.html", help_page),
+}

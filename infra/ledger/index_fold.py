@@ -1,0 +1,414 @@
+"""Fold records of the log into the tables of the index (`infra.ledger.index`).
+
+Places say where the records about a group lie; headers and keys tell them, so most records are not decoded. Pages, for the
+console, say what each record tells of an answer, a version or a task. Sealed sections stay shut: of them the index has headers
+and never text. A record that does not decode says nothing here: it is in dead-letters, where it has a page.
+"""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import xxhash
+
+from infra.ledger.account import VALIDATION
+from infra.log.bus import Record
+from schemas import (
+    Batch,
+    Block,
+    Closure,
+    Control,
+    DeadLetter,
+    Directive,
+    Drawn,
+    DropMarker,
+    EvalResult,
+    Experience,
+    Feedback,
+    Fence,
+    PolicyEvent,
+    Progress,
+    Rollback,
+    Skip,
+    topics,
+)
+from schemas.errors import BadFrame
+from schemas.fields import is_kept_figure
+from schemas.ids import ANSWER_PREFIX, group_of, session_of
+from schemas.journal import Effective
+from schemas.topics import Topic
+
+# Their header or their key is the group.
+KEYED = (topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.PROGRESS)
+MAX_TEXT = 2000
+MAX_ERROR = 2000
+MARK = "re-delivered"  # stage of a letter that says another was delivered again
+TRAINED = "trained"
+TIME_BITS = 21  # of a row's number below its time in ms
+SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE reads (topic TEXT, part INTEGER, next INTEGER, pruned INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (topic, part))
+  WITHOUT ROWID;
+CREATE TABLE places (grp INTEGER, topic TEXT, part INTEGER, offset INTEGER, time_ms INTEGER);
+CREATE TABLE sealed (key TEXT, grp INTEGER, session TEXT, PRIMARY KEY (key, grp)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, token INTEGER, offset INTEGER, time_ms INTEGER);
+CREATE TABLE trained (grp INTEGER, step INTEGER);
+CREATE TABLE undone (first INTEGER, last INTEGER, reason TEXT);
+CREATE TABLE policies (offset INTEGER PRIMARY KEY, version INTEGER, step INTEGER, time_ms INTEGER, event TEXT);
+CREATE INDEX policies_by_version ON policies (version);
+CREATE TABLE answers (
+  n INTEGER PRIMARY KEY, key INTEGER UNIQUE, id TEXT, grp INTEGER, time_ms INTEGER, lane TEXT, tenant TEXT, session TEXT,
+  suite TEXT, task TEXT, lo INTEGER, hi INTEGER, sealed INTEGER, made INTEGER, reward REAL, advantage REAL,
+  fate TEXT NOT NULL DEFAULT '', said INTEGER NOT NULL DEFAULT 0, rated REAL
+);
+CREATE TABLE scores (name TEXT, n INTEGER, value REAL, PRIMARY KEY (name, n)) WITHOUT ROWID;
+CREATE TABLE uses (step INTEGER, n INTEGER, PRIMARY KEY (step, n)) WITHOUT ROWID;
+CREATE TABLE texts (n INTEGER PRIMARY KEY, asked TEXT, answered TEXT, size INTEGER, digest INTEGER);
+CREATE VIRTUAL TABLE words USING fts5 (asked, answered, content = 'texts', content_rowid = 'n');
+CREATE TABLE fates (version INTEGER, minute INTEGER, fate TEXT, count INTEGER, PRIMARY KEY (version, minute, fate))
+  WITHOUT ROWID;
+CREATE TABLE tasks (task TEXT PRIMARY KEY, judged INTEGER, total REAL, newest INTEGER, time_ms INTEGER) WITHOUT ROWID;
+CREATE TABLE curves (name TEXT, version INTEGER, time_ms INTEGER, value REAL, kept INTEGER,
+  PRIMARY KEY (name, version)) WITHOUT ROWID;
+CREATE TABLE evals (suite TEXT, version INTEGER, time_ms INTEGER, right INTEGER, asked INTEGER, low REAL, high REAL,
+  PRIMARY KEY (suite, version)) WITHOUT ROWID;
+CREATE TABLE letters (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, topic TEXT, at TEXT, stage TEXT,
+  reason TEXT, error TEXT, size INTEGER, UNIQUE (part, offset));
+CREATE TABLE marks (n INTEGER PRIMARY KEY, part INTEGER, offset INTEGER, time_ms INTEGER, done_by TEXT, UNIQUE (part, offset));
+CREATE TABLE orders (n INTEGER PRIMARY KEY, offset INTEGER UNIQUE, time_ms INTEGER, word TEXT, owner TEXT, about TEXT,
+  reason TEXT);
+CREATE INDEX by_group ON answers (grp);
+CREATE INDEX by_lane ON answers (lane);
+CREATE INDEX by_tenant ON answers (tenant);
+CREATE INDEX by_session ON answers (session) WHERE session != '';
+CREATE INDEX by_version ON answers (hi);
+CREATE INDEX by_fate ON answers (fate);
+CREATE INDEX by_said ON answers (said) WHERE said > 0;
+CREATE INDEX by_reward ON answers (reward) WHERE reward IS NOT NULL;
+CREATE INDEX by_suite ON answers (suite, hi) WHERE suite != '';
+CREATE INDEX by_task ON answers (task) WHERE task != '';
+CREATE INDEX by_made ON answers (made) WHERE made > 0;
+CREATE INDEX by_sealed ON answers (sealed) WHERE sealed > 0;
+CREATE INDEX by_answer ON uses (n);
+CREATE INDEX by_reason ON letters (reason);
+CREATE INDEX by_curve ON curves (version);
+CREATE INDEX by_eval ON evals (version);
+CREATE INDEX by_share ON tasks (total / judged, judged DESC);
+CREATE INDEX by_ease ON tasks (total / judged DESC, judged DESC);
+CREATE INDEX by_judged ON tasks (judged);
+CREATE INDEX by_judging ON tasks (time_ms);
+"""
+# What became of which answers, until it is written; of one connection.
+ENDED = "CREATE TEMP TABLE ended (n INTEGER PRIMARY KEY, fate TEXT)"
+COUNTED = "ON CONFLICT DO UPDATE SET count = count + excluded.count"
+Found = tuple[Record, Control | Block]
+
+
+def number(text: str) -> int:
+    """The hash of an id in 63 bits: an index of a million groups stays small, and what is read back is checked by name."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) >> 1
+
+
+def is_opened(topic: Topic, record: Record) -> bool:
+    """Whether places need what the record holds, and not its headers and key alone."""
+    return topic not in KEYED or (topic is topics.PROGRESS and dict(record.headers).get("kind") == b"drawn")
+
+
+class Folder:
+    """Folds records of one run and one policy. The caller holds a transaction of `database`.
+
+    journal: which records of the run's journal count. pages: whether the tables of the console are folded, too.
+    """
+
+    def __init__(self, database: sqlite3.Connection, *, run: str, policy: str, pages: bool) -> None:
+        self._database = database
+        self._run = run
+        self._policy = policy
+        self._pages = pages
+        fence = database.execute("SELECT value FROM meta WHERE name = 'fence'").fetchone()
+        self._journal = Effective(run, -1 if fence is None else fence[0])
+        for (step,) in database.execute("SELECT step FROM steps WHERE token = ?", (self._journal.token,)):
+            self._journal.counts(Batch(run=run, token=self._journal.token, step=step, version=0, items=()))
+
+    def fold(self, topic: Topic, records: Sequence[Record], values: Sequence[Control | Block | None]) -> None:
+        """Records of one topic. values: what each holds, None where it was not decoded or does not decode."""
+        found = [(record, value) for record, value in zip(records, values, strict=True) if value is not None]
+        if topic in KEYED:
+            self._many("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records, found))
+            self._many("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", _sealed_of(records))
+        if topic is topics.BATCHES:
+            self._journaled(found)
+        elif topic is topics.POLICIES:
+            self._decided(found)
+        if not self._pages:
+            return
+        if topic in (topics.EXPERIENCES, topics.EXPERTS):
+            self.add(_members(found))
+        elif topic in (topics.VERIFIED, topics.EVALS):
+            self._verified(found)
+            self._evaluated(found)
+        elif topic is topics.BUFFER:
+            self._buffered(found)
+        elif topic in (topics.PROGRESS, topics.REPORTS):
+            self._reported(found)
+        elif topic is topics.DEAD_LETTERS:
+            self._set_aside(found)
+
+    def add(self, members: Sequence[tuple[int, Experience]]) -> None:
+        """Answers as they were published, with their times in ms; those that are here already stay as they are."""
+        fresh: dict[int, tuple[int, Experience]] = {}
+        for time_ms, answer in sorted(members, key=lambda pair: pair[0]):
+            fresh.setdefault(number(answer.id), (time_ms, answer))
+        known = self._database.execute(
+            "SELECT key FROM answers WHERE key IN (SELECT value FROM json_each(?))", (json.dumps([*fresh]),)
+        )
+        for (key,) in known.fetchall():
+            del fresh[key]
+        taken: dict[int, int] = {}
+        numbered = [(self._next("answers", time_ms, taken), time_ms, answer) for time_ms, answer in fresh.values()]
+        rows = [(n, *_answer_row(time_ms, answer)) for n, time_ms, answer in numbered]
+        self._many(
+            "INSERT INTO answers (n, key, id, grp, time_ms, lane, tenant, session, suite, task, lo, hi, sealed, made, fate)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+        counts = Counter(
+            (answer.max_version, time_ms // 60_000, row[-1])
+            for (_, time_ms, answer), row in zip(numbered, rows, strict=True)
+            if not answer.suite
+        )
+        self._many(f"INSERT INTO fates VALUES (?, ?, ?, ?) {COUNTED}", [(*key, count) for key, count in counts.items()])
+        texts = [(n, *_texts_of(answer)) for n, _, answer in numbered if not answer.key_id]
+        self._many("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
+        self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", [text[:3] for text in texts])
+
+    def _next(self, table: str, time_ms: int, taken: dict[int, int]) -> int:
+        """The number of a new row: rows are in the order of their times, whatever order they are read in."""
+        first = time_ms << TIME_BITS
+        if time_ms not in taken:
+            (last,) = self._database.execute(
+                f"SELECT max(n) FROM {table} WHERE n BETWEEN ? AND ?", (first, first + (1 << TIME_BITS) - 1)
+            ).fetchone()
+            taken[time_ms] = first if last is None else last + 1
+        else:
+            taken[time_ms] += 1
+        return taken[time_ms]
+
+    def _many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+        self._database.executemany(statement, rows)
+
+    def _end(self, select: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Set the fate of the answers that `select` finds for each row; of one answer the first row counts."""
+        self._many(f"INSERT OR IGNORE INTO ended {select}", rows)
+        for fate, count in (("answers.fate", "-count(*)"), ("ended.fate", "count(*)")):
+            self._database.execute(
+                f"INSERT INTO fates SELECT hi, time_ms / 60000, {fate}, {count} FROM ended CROSS JOIN answers USING (n)"
+                f" WHERE suite = '' AND answers.fate != ended.fate GROUP BY 1, 2, 3 {COUNTED}"
+            )
+        self._database.execute(
+            "UPDATE answers SET fate = (SELECT fate FROM ended WHERE ended.n = answers.n) WHERE n IN (SELECT n FROM ended)"
+        )
+        self._database.execute("DELETE FROM ended")
+
+    def _end_pending(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Reason and key of answers; the first reason counts, unless the answer was trained."""
+        self._end("SELECT n, ? FROM answers WHERE key = ? AND fate = ''", rows)
+
+    def _verified(self, found: Sequence[Found]) -> None:
+        members = _members(found)
+        self.add(members)
+        self._many(
+            "INSERT OR REPLACE INTO scores SELECT ?, n, ? FROM answers WHERE key = ?",
+            [(score.name, score.value, number(answer.id)) for _, answer in members for score in answer.scores],
+        )
+        self._many(
+            "INSERT INTO tasks VALUES (?, 1, ?, ?, ?) ON CONFLICT DO UPDATE SET judged = judged + 1, total = total +"
+            " excluded.total, newest = max(newest, excluded.newest), time_ms = max(time_ms, excluded.time_ms)",
+            [
+                (
+                    answer.task,
+                    sum(score.value for score in answer.scores) / len(answer.scores),
+                    answer.max_version,
+                    time_ms,
+                )
+                for time_ms, answer in members
+                if answer.task and answer.scores
+            ],
+        )
+        self._end_pending([(value.reason, number(value.id)) for _, value in found if isinstance(value, DropMarker)])
+        self._many(
+            "UPDATE answers SET said = said + 1, rated = coalesce(?, rated) WHERE key = ?",
+            [
+                (value.value, number(value.ref.removeprefix(ANSWER_PREFIX)))
+                for _, value in found
+                if isinstance(value, Feedback)
+            ],
+        )
+
+    def _buffered(self, found: Sequence[Found]) -> None:
+        members = [(time_ms, answer) for time_ms, answer in _members(found) if answer.kind != "withdrawal"]
+        self.add(members)
+        self._many(
+            "UPDATE answers SET reward = coalesce(?, reward), advantage = coalesce(?, advantage) WHERE key = ?",
+            [(answer.reward, answer.advantage, number(answer.id)) for _, answer in members],
+        )
+
+    def _reported(self, found: Sequence[Found]) -> None:
+        ended: list[tuple[object, ...]] = []
+        for record, value in found:
+            if isinstance(value, Closure) and value.outcome != "buffered":
+                start = f"{value.group}.{value.attempt}-"
+                ended.append((value.reason or value.outcome, number(value.group), len(start), start))
+            elif isinstance(value, Drawn):
+                ended += [(why, number(group), 0, "") for group, why in value.dropped.items()]
+            elif isinstance(value, Progress) and value.role == "train" and value.version >= 0:
+                self._measured(value.version, record.timestamp_ms, value.gauges, kept=0)
+        self._end("SELECT n, ? FROM answers WHERE grp = ? AND fate = '' AND substr(id, 1, ?) = ?", ended)
+
+    def _measured(self, version: int, time_ms: int, values: Mapping[str, float], *, kept: int) -> None:
+        """Measures of a version: as its event keeps them (`kept` 1), else as the trainer last reported them."""
+        self._many(
+            "INSERT INTO curves VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET time_ms = excluded.time_ms,"
+            " value = excluded.value, kept = excluded.kept WHERE excluded.kept >= kept",
+            [(name, version, time_ms, value, kept) for name, value in values.items() if is_kept_figure(name)],
+        )
+
+    def _journaled(self, found: Sequence[Found]) -> None:
+        for record, value in found:
+            match value:
+                case Fence():
+                    self._journal.counts(value)
+                case Batch() if self._journal.counts(value):
+                    self._trained(record, value)
+                case Skip() if self._journal.counts(value):
+                    self._undone("step skipped", value.step, value.step, value.reason)
+                case Rollback() if self._journal.counts(value):
+                    self._undone("rolled back", value.from_step, value.to_step, value.reason)
+        self._database.execute("INSERT OR REPLACE INTO meta VALUES ('fence', ?)", (self._journal.token,))
+
+    def _trained(self, record: Record, batch: Batch) -> None:
+        row = (batch.step, batch.token, record.offset, record.timestamp_ms)
+        if not self._database.execute("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", row).rowcount:
+            return
+        groups = {number(group_of(item.id)) for item in batch.items}
+        self._many("INSERT INTO trained VALUES (?, ?)", [(group, batch.step) for group in groups])
+        if self._pages:
+            keys = [number(item.id) for item in batch.items]
+            self._end("SELECT n, ? FROM answers WHERE key = ?", [(TRAINED, key) for key in keys])
+            use = "INSERT OR IGNORE INTO uses SELECT ?, n FROM answers WHERE key = ?"
+            self._many(use, [(batch.step, key) for key in keys])
+            dropped = zip(batch.dropped, batch.dropped_because, strict=False)
+            self._end_pending([(why, number(item.id)) for item, why in dropped])
+
+    def _undone(self, why: str, first: int, last: int, reason: str) -> None:
+        """These steps changed nothing in the end; an answer that no other step used is trained no more."""
+        self._database.execute("INSERT INTO undone VALUES (?, ?, ?)", (first, last, f"{why}: {reason}"))
+        if self._pages:
+            self._end(
+                "SELECT n, ? FROM answers WHERE n IN (SELECT n FROM uses WHERE step BETWEEN ? AND ?)"
+                " AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.n = answers.n AND step NOT BETWEEN ? AND ?)",
+                [(why, first, last, first, last)],
+            )
+            self._database.execute("DELETE FROM uses WHERE step BETWEEN ? AND ?", (first, last))
+
+    def _decided(self, found: Sequence[Found]) -> None:
+        for record, value in found:
+            time_ms = record.timestamp_ms
+            match value:
+                case PolicyEvent(policy=self._policy):
+                    row = (record.offset, value.version, value.step, time_ms, value.event)
+                    self._many("INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)", [row])
+                    if self._pages and value.event == "published":
+                        self._measured(value.version, time_ms, value.stats, kept=1)
+                case Directive() if self._pages and value.order not in ("lease", "eval"):
+                    self._many(
+                        "INSERT OR IGNORE INTO orders (offset, time_ms, word, owner, about, reason) VALUES (?, ?, ?, ?, ?, ?)",
+                        [(record.offset, time_ms, value.order, value.owner, value.about, value.reason)],
+                    )
+
+    def _evaluated(self, found: Sequence[Found]) -> None:
+        self._many(
+            "INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    value.suite, value.version, record.timestamp_ms, value.num_correct, value.num_tasks * value.num_samples,
+                    *(value.interval or (None, None)),
+                )
+                for record, value in found
+                if isinstance(value, EvalResult) and value.policy == self._policy
+            ],
+        )  # fmt: skip
+
+    def _set_aside(self, found: Sequence[Found]) -> None:
+        taken: dict[int, int] = {}
+        for record, letter in found:
+            if not isinstance(letter, DeadLetter):
+                continue
+            if letter.stage == MARK:
+                # Not in the row of the letter: that may lie in another partition, and be read after its mark.
+                row = (letter.partition, letter.offset, record.timestamp_ms, letter.error[:MAX_ERROR])
+                self._many("INSERT OR IGNORE INTO marks (part, offset, time_ms, done_by) VALUES (?, ?, ?, ?)", [row])
+                continue
+            self._many(
+                "INSERT OR IGNORE INTO letters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        self._next("letters", record.timestamp_ms, taken), record.partition, record.offset, record.timestamp_ms,
+                        letter.topic, f"{letter.topic}/{letter.partition}@{letter.offset}", letter.stage, letter.reason,
+                        letter.error[:MAX_ERROR], len(letter.value),
+                    )
+                ],
+            )  # fmt: skip
+
+
+def places_of(topic: Topic, records: Iterable[Record], found: Iterable[Found]) -> list[tuple[int, str, int, int, int]]:
+    """Where records about a group lie, by their header or else their key; a role's own reports are left out, and groups that
+    the trainer will never train are named by what it says of them.
+    """
+    about: list[tuple[str, Record]] = []
+    for record in records:
+        headers = dict(record.headers)
+        if topic != topics.PROGRESS or headers.get("kind") == b"closure":
+            about.append((headers.get("group", record.key).decode(errors="replace"), record))
+    about += [(group, record) for record, value in found if isinstance(value, Drawn) for group in value.dropped]
+    return [(number(group), topic.name, at.partition, at.offset, at.timestamp_ms) for group, at in about]
+
+
+def _sealed_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
+    """Key id, group and its session ("" for none) of sealed records, by their headers."""
+    headers = [dict(record.headers) for record in records]
+    pairs = [
+        (held["key"].decode(errors="replace"), held["group"].decode(errors="replace"))
+        for held in headers
+        if "key" in held and "group" in held
+    ]
+    return [(key, number(group), session_of(group)) for key, group in pairs]
+
+
+def _members(found: Sequence[Found]) -> list[tuple[int, Experience]]:
+    return [
+        (record.timestamp_ms, member)
+        for record, value in found
+        if isinstance(value, Block)
+        for member in value.experiences
+    ]
+
+
+def _answer_row(time_ms: int, answer: Experience) -> tuple[object, ...]:
+    return (
+        number(answer.id), answer.id, number(answer.group), time_ms, answer.lane, answer.tenant, session_of(answer.group),
+        answer.suite, answer.task, answer.min_version, answer.max_version, int(bool(answer.key_id)), int(bool(answer.parent)),
+        VALIDATION if answer.held_out and not answer.suite else "",
+    )  # fmt: skip
+
+
+def _texts_of(answer: Experience) -> tuple[str, str, int | None, int | None]:
+    """The last question and the answer, cut; characters and hash of the whole answer. "" and None for what cannot be read."""
+    try:
+        messages = answer.messages
+    except BadFrame:
+        return "", "", None, None
+    asked = next((each.content for each in reversed(messages) if each.role != "assistant"), "")
+    answered = next((each.content for each in reversed(messages) if each.role == "assistant"), "")
+    return asked[:MAX_TEXT], answered[:MAX_TEXT], len(answered), number(answered)

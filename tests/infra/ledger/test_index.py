@@ -1,0 +1,348 @@
+"""The index of the log: what it says is what the log says, in whatever order that is read, and every table has a bound."""
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from infra.ledger.audit import audit
+from infra.ledger.index import (
+    FILE,
+    MAX_TASKS,
+    NEWEST,
+    PAGED,
+    LogIndex,
+    bounds,
+    bounds_now,
+    follow,
+    left_of,
+    read_only,
+    reads_of,
+    sizes,
+    trim,
+)
+from infra.ledger.index_fold import MARK, TIME_BITS, Folder
+from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
+from schemas import (
+    Batch,
+    BatchItem,
+    Block,
+    DeadLetter,
+    Fence,
+    PolicyEvent,
+    Progress,
+    Rollback,
+    Skip,
+    decode,
+    encode,
+    topics,
+)
+from tests.infra.cli.console_rig import SECRET, fill, folded, live, until
+
+BEYOND = 20
+
+
+def rows(index: LogIndex, question: str) -> list[tuple[object, ...]]:
+    found = [tuple(row) for row in index.database.execute(question)]
+    index.close()
+    return found
+
+
+def batch(step: int, *numbers: int, token: int = 1) -> Batch:
+    items = tuple(
+        BatchItem(id=live(number, "", "").id, partition=0, offset=0, index=0, lane="live", advantage=0.5)
+        for number in numbers
+    )
+    return Batch(run="t", token=token, step=step, version=step, items=items)
+
+
+async def publish(log: Log, *records: Batch | Fence | Skip | Rollback | PolicyEvent) -> None:
+    for record in records:
+        await log.publish(topics.POLICIES if isinstance(record, PolicyEvent) else topics.BATCHES, record)
+
+
+async def four(log: Log) -> None:
+    for number in range(4):
+        await log.publish(topics.EXPERIENCES, Block((live(number, f"question {number}", "said"),)))
+
+
+async def nothing(log: Log) -> None:
+    pass
+
+
+def test_what_became_of_answers_is_what_the_audit_says_however_often_the_log_is_read(tmp_path: Path) -> None:
+    expected: Counter[str] = Counter()
+
+    async def account(log: Log) -> None:
+        found = await audit(log, "t")
+        expected.update({"trained": found.trained, "": found.pending, **found.dropped})
+
+    index = folded(tmp_path, fill, account)
+    totals = index.database.execute("SELECT fate, sum(count) FROM fates GROUP BY fate HAVING sum(count) > 0").fetchall()
+    found = dict(rows(index, "SELECT fate, count(*) FROM answers WHERE suite = '' GROUP BY fate"))
+    assert Counter(found) == +expected and dict(map(tuple, totals)) == found, (
+        "the areas of the chart are the same answers"
+    )
+
+
+def test_nothing_that_is_sealed_is_in_the_file(tmp_path: Path) -> None:
+    ((sealed,),) = rows(folded(tmp_path, fill), "SELECT count(*) FROM answers WHERE sealed > 0")
+    written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert sealed == 2 and b"about refunds" in written
+    assert SECRET.encode() not in written and b"Wilhelmina" not in written and b"wilhelmina" not in written
+
+
+def test_answers_are_in_the_order_of_their_times_whatever_order_they_are_read_in(tmp_path: Path) -> None:
+    """Experts are read first, and partitions one after another."""
+    index = folded(tmp_path, nothing)
+    folder = Folder(index.database, run="t", policy="main", pages=True)
+    with index.database:
+        for time_ms, number in ((9000, 0), (1000, 1), (5000, 2), (5000, 3), (5000, 4)):
+            folder.add([(time_ms, live(number, "asked", f"said {number}"))])
+    assert rows(index, "SELECT answered FROM texts ORDER BY n") == [(f"said {at}",) for at in (1, 2, 3, 4, 0)]
+
+
+def test_an_index_without_pages_holds_no_text_and_becomes_one_with_them_when_a_console_asks(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await fill(log)
+        plain = LogIndex(tmp_path / FILE, run="t", policy="main")
+        await plain.refresh(log)
+        group = live(0, "", "").group
+        assert plain.places(group) and not any(sizes(plain.database)[table] for table in ("answers", "texts", "curves"))
+        console = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+        assert not await console.refresh(log, wait_s=0.0), "the other one writes"
+        await plain.refresh(log)
+        assert sizes(console.database)["texts"] > 0 and console.places(group) == plain.places(group)
+        plain.close()
+        console.close()
+
+    asyncio.run(main())
+
+
+def test_of_two_processes_one_writes_and_the_other_goes_on_when_it_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await fill(log)
+        first, second = (LogIndex(tmp_path / FILE, run="t", policy="main", pages=True) for _ in range(2))
+        assert await first.refresh(log) and not await second.refresh(log, wait_s=0.0)
+        waiting = asyncio.create_task(second.refresh(log))
+        assert await waiting, "the writer has read as far"
+        first.close()
+        await log.publish(topics.EXPERIENCES, Block((live(80, "a later wish", "granted"),)))
+        assert await second.refresh(log)
+        assert second.places(live(80, "", "").group)
+        second.close()
+
+    asyncio.run(main())
+
+
+def test_a_log_that_begins_anew_and_a_file_that_is_gone_or_of_another_layout_begin_the_index_anew(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await fill(log)
+        with sqlite3.connect(tmp_path / FILE) as old:
+            old.execute("CREATE TABLE answers (x)")
+            old.execute("PRAGMA user_version = 999")
+        old.close()
+        index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+        await index.refresh(log)
+        held = sizes(index.database)["answers"]
+        for end in ("", "-wal", "-shm"):
+            tmp_path.joinpath(FILE + end).unlink(missing_ok=True)
+        await index.refresh(log)
+        assert sizes(index.database)["answers"] == held > 10
+        other = Log(MemoryBus(), "t", store=MemoryStore())
+        await other.create_topics(partitions=2, keep_ms=-1)
+        await other.publish(topics.EXPERIENCES, Block((live(1, "another", "log"),)))
+        await index.refresh(other)
+        assert rows(index, "SELECT asked FROM texts") == [("another",)]
+
+    asyncio.run(main())
+
+
+def test_a_reader_finds_all_of_an_index_that_begins_anew_or_none_of_it(tmp_path: Path) -> None:
+    index = folded(tmp_path, fill)
+    database, held = read_only(tmp_path / FILE), sizes(index.database)["answers"]
+    database.execute("BEGIN")
+    assert database.execute("SELECT count(*) FROM answers").fetchone()[0] == held
+    index._begin_anew()
+    assert database.execute("SELECT count(*) FROM words WHERE words MATCH 'refunds'").fetchone()[0] > 0
+    database.execute("COMMIT")
+    assert database.execute("SELECT count(*) FROM answers").fetchone()[0] == 0
+    database.close()
+    index.close()
+
+
+def test_how_far_it_is_is_known_from_the_file_and_the_ends_of_the_log(tmp_path: Path) -> None:
+    left: list[Mapping[str, int]] = []
+    database = sqlite3.connect(":memory:")
+
+    async def count(log: Log) -> None:
+        left.append(left_of(await bounds_now(log, PAGED), reads_of(database)))
+
+    index = folded(tmp_path, nothing, fill)
+    database = index.database
+    index.close()
+    database = read_only(tmp_path / FILE)
+    asyncio.run(_filled(count))
+    assert set(left[0]) == {topic.name for topic in PAGED} and not any(left[0].values())
+    database.close()
+
+
+async def _filled(then: object) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await fill(log)
+    await then(log)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("journal", "steps", "fates"),
+    [
+        ([batch(0, 0, token=5), batch(1, 1, token=2)], [(0, 5)], ["trained", "", "", ""]),  # the beginning was trimmed
+        ([Fence(run="t", token=1), batch(0, 0), Fence(run="t", token=2), batch(1, 1)], [(0, 1)], ["trained", "", "", ""]),
+        ([batch(0, 0), batch(0, 1)], [(0, 1)], ["trained", "", "", ""]),  # a retried send
+        ([batch(0, 0), Batch(run="other", token=9, step=1, version=1, items=())], [(0, 1)], ["trained", "", "", ""]),
+        (
+            [batch(1, 0, 1, 2), batch(2, 1, 2, 3), batch(3, 0, 1), Skip(run="t", token=1, step=3, reason="not finite"),
+             Rollback(run="t", token=1, from_step=2, to_step=2, restored_version=1, version=2, reason="spike")],
+            [(1, 1), (2, 1), (3, 1)], ["trained", "trained", "trained", "rolled back"],
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at_once", [True, False])
+def test_only_journal_records_that_count_train_an_answer(
+    tmp_path: Path,
+    journal: list[Batch | Fence | Skip | Rollback],
+    steps: list[tuple[int, int]],
+    fates: list[str],
+    at_once: bool,
+) -> None:
+    """Also where the index is opened anew between any two of them."""
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+
+    async def main() -> None:
+        await log.create_topics(partitions=1, keep_ms=-1)
+        await four(log)
+        for record in journal:
+            await publish(log, record)
+            if not at_once:
+                index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+                await index.refresh(log)
+                index.close()
+        index = LogIndex(tmp_path / FILE, run="t", policy="main", pages=True)
+        await index.refresh(log)
+        assert index.database.execute("SELECT step, token FROM steps").fetchall() == steps
+        assert rows(index, "SELECT fate FROM answers ORDER BY id") == [(fate,) for fate in fates]
+
+    asyncio.run(main())
+
+
+def test_what_the_events_of_versions_keep_of_their_steps_outlives_the_reports(tmp_path: Path) -> None:
+    """A run that is first looked at a day after it ended has no report, and all of its curves."""
+
+    async def measure(log: Log) -> None:
+        for version in range(3):
+            stats = {"reward_mean": 0.25 * version, "live/entropy": 0.5, "live/k3": 0.125, "bytes": 9e9}
+            await publish(log, PolicyEvent(event="published", policy="main", version=version, stats=stats))
+        gauges = {"reward_mean": 7.0, "loss": 2.0, "mfu": 0.5}
+        await log.publish(topics.REPORTS, Progress(role="train", instance="train/1", version=1, gauges=gauges))
+
+    assert rows(folded(tmp_path, measure), "SELECT name, version, value FROM curves ORDER BY name, version") == [
+        *[("live/entropy", version, 0.5) for version in range(3)], *[("live/k3", version, 0.125) for version in range(3)],
+        ("loss", 1, 2.0), *[("reward_mean", version, 0.25 * version) for version in range(3)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_letter_was_delivered_again_though_its_mark_is_read_before_it(tmp_path: Path, is_first: bool) -> None:
+    index = folded(tmp_path, nothing)
+    folder = Folder(index.database, run="t", policy="main", pages=True)
+    letter = DeadLetter(topic="tasks", partition=0, offset=5, stage="verify", reason="odd", value=b"x")
+    mark = DeadLetter(topic="dead-letters", partition=3, offset=7, stage=MARK, reason=MARK, error="ann: mended")
+    records = [
+        Record("t.dead-letters", 3, 7, 1000, b"", encode(letter)),
+        Record("t.dead-letters", 0, 2, 2000, b"", encode(mark)),
+    ]
+    for record in records[::-1] if is_first else records:
+        folder.fold(topics.DEAD_LETTERS, [record], [decode(record.value)])
+    assert rows(index, "SELECT at, done_by FROM letters JOIN marks USING (part, offset)") == [
+        ("tasks/0@5", "ann: mended")
+    ]
+
+
+def test_every_table_of_the_index_has_a_bound_and_a_size(tmp_path: Path) -> None:
+    index = folded(tmp_path, fill)
+    found = sizes(index.database)
+    (texts,) = index.database.execute("SELECT count(*) FROM texts").fetchone()
+    assert found["texts"] == texts and found["answers"] - texts == 2, "two are sealed"
+    named = {str(name) for (name,) in rows(index, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert set(bounds("30d")) == set(found) == {name for name in named if not name.startswith(("words_", "sqlite_"))}
+
+
+def test_rows_beyond_their_bound_are_removed_the_oldest_first(tmp_path: Path) -> None:
+    index = folded(tmp_path, nothing)
+    with index.database as database:
+        for table, (number, at_most) in NEWEST.items():
+            named = {"curves": ("name, ", "'loss', "), "evals": ("suite, ", "'dev', ")}.get(table, ("", ""))
+            statement = f"INSERT INTO {table} ({named[0]}{number}) VALUES ({named[1]}?)"
+            database.executemany(statement, [(n,) for n in range(at_most + BEYOND)])
+        tasks = [(f"t-{n}", n) for n in range(MAX_TASKS + BEYOND)]
+        database.executemany("INSERT INTO tasks VALUES (?, 1, 1.0, 1, ?)", tasks)
+    trim(index.database, 0)
+    found = sizes(index.database)
+    assert {table: found[table] for table in NEWEST} == {table: at_most for table, (_, at_most) in NEWEST.items()}
+    oldest = index.database.execute("SELECT min(time_ms) FROM tasks").fetchone()
+    assert found["tasks"] == MAX_TASKS and tuple(oldest) == (BEYOND,)
+    assert tuple(index.database.execute("SELECT min(version) FROM curves").fetchone()) == (BEYOND,)
+    trim(index.database, MAX_TASKS)
+    assert sizes(index.database)["tasks"] == BEYOND, "and what is older than the log keeps"
+    index.close()
+
+
+def test_an_answer_that_is_older_than_the_log_keeps_leaves_with_its_texts_and_scores(tmp_path: Path) -> None:
+    index = folded(tmp_path, nothing)
+    with index.database:
+        members = [
+            (9_000_000, live(0, "new, read first", "a")),
+            (1_000, live(1, "old", "b")),
+            (9_000_000, live(2, "new", "c")),
+        ]
+        for member in members:
+            Folder(index.database, run="t", policy="main", pages=True).add([member])
+    trim(index.database, 5_000_000)
+    assert index.database.execute("SELECT rowid FROM words WHERE words MATCH 'old'").fetchall() == []
+    assert len(index.database.execute("SELECT rowid FROM words WHERE words MATCH 'new'").fetchall()) == 2
+    assert rows(index, "SELECT asked, n >> 21 FROM texts ORDER BY n") == [
+        ("new, read first", 9_000_000),
+        ("new", 9_000_000),
+    ]
+    assert TIME_BITS == 21
+
+
+def test_who_keeps_the_index_up_keeps_it_bounded(tmp_path: Path) -> None:
+    (_, at_most) = NEWEST["curves"]
+    index = folded(tmp_path, nothing)
+
+    async def main() -> None:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await log.create_topics(partitions=1, keep_ms=-1)
+        following = asyncio.create_task(follow(log, index, every_s=0.01))
+        await until(lambda: index.note("whole") == 1)
+        with index.database as database:
+            database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(at_most)])
+        await publish(log, PolicyEvent(event="published", policy="main", version=at_most, stats={"loss": 0.5}))
+        await until(lambda: sizes(index.database)["policies"] == 1 and sizes(index.database)["curves"] == at_most)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        index.close()
+
+    asyncio.run(main())
