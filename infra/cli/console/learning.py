@@ -123,7 +123,10 @@ def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
         "title": "What became of answers", "zero": True, "stacked": True, "by_time": by_time, "x": [x for x, _ in ranges],
         "labels": [f"{mark}{low}" + (f" to {mark}{high}" if width > 1 else "") for low, high in ranges],
         "series": [
-            {"name": printable(name) or "pending", "colour": colour % COLOURS, "dashed": False, "values": values, "low": None, "total": sum(values)}
+            {
+                "name": printable(name) or "pending", "colour": colour % COLOURS, "dashed": False, "values": values,
+                "low": None, "total": sum(values),
+            }
             for colour, (name, values) in enumerate(layers.items())
         ],
     }  # fmt: skip

@@ -251,7 +251,7 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
 
 async def say_when(ready: Path, line: str, console: Console) -> None:
     """Print a line once a file is there."""
-    while not await asyncio.to_thread(ready.exists):
+    while not await asyncio.to_thread(ready.exists):  # noqa: ASYNC110 (another process makes it)
         await asyncio.sleep(READY_S)
     console.print(line, soft_wrap=True)
 
