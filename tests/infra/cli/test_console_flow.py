@@ -249,13 +249,13 @@ def test_the_flow_page_shows_labelled_counters_of_each_process_and_of_each_kind(
 
 
 def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -> None:
-    counts = ((0, 2.0), (100, 2.0), (200, 3.0), (260, 5.0), (300, 6.0), (320, 6.0))
-    (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=321), {})
+    counts = ((0, 2.0), (10, 2.0), (20, 3.0), (26, 5.0), (30, 6.0), (32, 6.0))
+    (found,) = alarms(state_of(*[(at, progress("train", **{CHI2: count})) for at, count in counts], now_s=33), {})
     assert (
         found["name"] == "A value of a step is unhealthy" and found["page"] == "runbook#a-value-of-a-step-is-unhealthy"
     )
     assert found["about"] == "chi2 of lane live (estimate of χ²(π‖μ)), at train/1"
-    assert (found["since_ms"], found["times"], found["lately"]) == (START_MS + 200_000, 4.0, 1.0)
+    assert (found["since_ms"], found["times"], found["lately"]) == (START_MS + 20_000, 4.0, 4.0)
 
 
 def test_a_process_that_counts_anew_under_its_name_is_no_error() -> None:
