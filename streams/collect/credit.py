@@ -73,14 +73,24 @@ def returns(
 def learn_usual(
     memories: dict[str, Memory], tenant: str, before: Mapping[str, float], now: Mapping[str, float]
 ) -> None:
-    """Let the first verdicts about an answer join the mean of their sources. before, now: what counts of the answer."""
+    """Let the verdict on an answer join the mean of its source; one that is changed or taken back counts as it stands.
+
+    before, now: values of the answer by source.
+    """
     memory = memories.setdefault(USUAL, Memory(MAX_USUAL))
-    for source, value in sorted(now.items()):
-        if source not in before:
-            key = f"{tenant}\x00{source}"
-            count, mean = _known(memory, key)
-            memory.discard(key)  # so that what is in use is not the first to be forgotten
-            memory.set(key, [min(count + 1, USUAL_WINDOW), mean + (value - mean) / min(count + 1, USUAL_WINDOW)])
+    for source in sorted(before.keys() | now.keys()):
+        old, new = before.get(source), now.get(source)
+        if old == new:
+            continue
+        key = f"{tenant}\x00{source}"
+        count, mean = _known(memory, key)
+        total = count * mean - (0.0 if old is None else old)
+        count += (new is not None) - (old is not None)
+        if count > USUAL_WINDOW:
+            count, total = USUAL_WINDOW, total * (USUAL_WINDOW - 1) / USUAL_WINDOW
+        mean = (total + (0.0 if new is None else new)) / count if count > 0 else 0.0
+        memory.discard(key)  # so that what is in use is not the first to be forgotten
+        memory.set(key, [max(count, 0), min(1.0, max(0.0, mean))])
 
 
 def usual_of(memories: Mapping[str, Memory], tenant: str, source: str) -> float:

@@ -101,11 +101,11 @@ class TwoGateways(msgspec.Struct, frozen=True):
                     return
                 await asyncio.sleep(0.05)
 
-    async def decision(self, version: int) -> PolicyEvent | None:
-        """What the trial of a version came to, None while it goes on."""
+    async def decision(self, version: int, owner: str = "canary") -> PolicyEvent | None:
+        """The end of the trial of a version, or of its watch; None while it goes on."""
         events = [message.value async for message in self.log.read_all(POLICIES)]
-        own = [one for one in events if isinstance(one, PolicyEvent) and one.version == version]
-        return next((one for one in own if one.owner == "canary"), None)
+        own = [event for event in events if isinstance(event, PolicyEvent) and event.version == version]
+        return next((event for event in own if event.owner == owner), None)
 
 
 @asynccontextmanager
@@ -179,14 +179,16 @@ async def visit(site: TwoGateways, session: str, likes: Likes) -> Visit:
     return Visit(session, (version, await streamed(site, session)))
 
 
-async def tried(site: TwoGateways, version: int, likes: Likes) -> tuple[PolicyEvent, Sequence[Visit]]:
-    """Customers come until the trial has ended; all that came before it had."""
+async def tried(
+    site: TwoGateways, version: int, likes: Likes, owner: str = "canary"
+) -> tuple[PolicyEvent, Sequence[Visit]]:
+    """Customers come until the trial, or the watch, has ended; all that came before it had."""
     visits: list[Visit] = []
     async with asyncio.timeout(120):
         while True:
-            came = [f"{version}-{len(visits) + number}" for number in range(16)]
+            came = [f"{owner}{version}-{len(visits) + number}" for number in range(16)]
             found = await asyncio.gather(*(visit(site, session, likes) for session in came))
-            if (decision := await site.decision(version)) is not None:
+            if (decision := await site.decision(version, owner)) is not None:
                 return decision, visits
             visits += found
 
@@ -218,16 +220,21 @@ async def check_trials(site: TwoGateways) -> None:
     await reached(site, 2)
     passed, visits = await tried(site, 2, likes=lambda version: version == 2)
     assert (passed.event, passed.channel) == ("promoted", "stable")
-    assert passed.stats["trial/bad"] == 0 and passed.stats["trial/bad_stable"] == passed.stats["trial/people_stable"]
-    assert passed.reason.startswith("rated down by 0 of ")
+    assert (passed.stats["rated down"], passed.stats["before/rated down"]) == (0.0, 1.0)
+    assert passed.reason.startswith("not worse: rated down 0 of ")
     check_share(visits, stable=1, trial=2)
     await site.serve(site.stable, 2)
+    await site.serve(site.canary, 1)
+    ended, visits = await tried(site, 2, lambda version: version == 2, owner="watch")
+    assert ended.channel == "canary" and ended.reason.startswith("not worse: rated down 0 of ")
+    check_share(visits, stable=2, trial=1)
+    await site.serve(site.canary, 2)
 
     await site.move(3, "canary")
     await site.serve(site.canary, 3)
     held, visits = await tried(site, 3, likes=lambda version: version == 2)
     assert (held.event, held.channel) == ("held", "stable")
-    assert held.stats["trial/bad"] == held.stats["trial/people"] >= 9, "log 300 / log 2 = 8.2"
+    assert held.stats["rated down"] == 1.0 and held.stats["rated down/worse"] >= 1.0
     check_share(visits, stable=2, trial=3)
     await site.serve(site.canary, 2)
 
@@ -286,7 +293,7 @@ def test_a_trial_through_kafka_is_decided_by_what_people_say_and_a_killed_canary
     assert (told["stable"], told["trial"]) == (2, 4)
     by_people = [(one["event"], one["version"]) for one in told["decisions"] if one["by"] == "canary"]
     assert by_people == [("promoted", 2), ("held", 3)]
-    assert all("trial/against" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
+    assert all("rated down/worse" in one["numbers"] for one in told["decisions"] if one["by"] == "canary")
 
 
 async def until_up(folder: Path, urls: Sequence[str]) -> None:

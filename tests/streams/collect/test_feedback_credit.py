@@ -221,7 +221,22 @@ def test_the_usual_verdict_begins_neutral_and_is_then_the_mean_of_the_last_ones(
         assert usual_of(memories, "acme", "csat") == pytest.approx((number + neutral * 0.5) / (number + neutral))
     assert usual_of(memories, "acme", "judge") == usual_of(memories, "other", "csat") == 0.5
     learn_usual(memories, "acme", {"csat": 1.0}, {"csat": 0.0})
-    assert usual_of(memories, "acme", "csat") == 1.0, "only the first verdict about an answer joins"
+    assert usual_of(memories, "acme", "csat") == pytest.approx(18 / 19), "a verdict that is changed counts as it stands"
+
+
+def test_rating_one_answer_and_taking_it_back_moves_nothing() -> None:
+    memories: dict[str, Memory] = {}
+    for _ in range(100):
+        learn_usual(memories, "acme", {}, {"csat": 1.0})
+        learn_usual(memories, "acme", {"csat": 1.0}, {})
+    assert usual_of(memories, "acme", "csat") == 0.5
+    for number in range(2 * USUAL_WINDOW):
+        learn_usual(memories, "acme", {}, {"csat": number % 2})
+    before = usual_of(memories, "acme", "csat")
+    for _ in range(100):
+        learn_usual(memories, "acme", {}, {"csat": 1.0})
+        learn_usual(memories, "acme", {"csat": 1.0}, {})
+    assert usual_of(memories, "acme", "csat") == pytest.approx(before)
 
 
 def test_the_usual_verdict_follows_the_last_ones_with_a_fixed_share() -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from actors.config import PeopleConfig
-from actors.master.gate.ratings import Ratings
+from actors.master.gate.counts import Counts
 from schemas import Block
 from streams.collect.credit import FeedbackRules
 from streams.collect.feedback import take_feedback, values_of
@@ -181,8 +181,8 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
         decision.closure.trial
         for decision in decisions(folded(FakePartition().extend([live(), said(REF, 1.0)]), rules()))
     ] == [-1]
-    ratings, heard = Ratings(PeopleConfig(mature="1h")), []
+    counts, heard = Counts(PeopleConfig(rating_window="1h")), []
     for closure in closures:
-        ratings.closure(closure, closure.answered_ms)
-        heard.append([voice.bad for voice in ratings.of_trial(7)])
-    assert heard == [[True], []]
+        counts.closure(closure, closure.answered_ms)
+        heard.append([[*row] for sums in counts.comparison(7).rated.values() for row in sums.values()])
+    assert heard == [[[1, 1]], [[0, 0]]]
