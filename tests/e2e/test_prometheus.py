@@ -3,6 +3,7 @@ that is killed is an alert.
 """
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import httpx
 import pytest
 
 from infra.observe.alarms import ALARMS
-from infra.observe.dashboards import DASHBOARDS, of_app
 from infra.observe.measures import MEASURES
 from tests.e2e.light_system import REPOSITORY, Fleet, LightSystem, opened, prepare
 from tests.e2e.prometheus import Prometheus, program, scraping
@@ -24,7 +24,12 @@ RULES = REPOSITORY / "infra" / "deploy" / "alerts.yml"
 JOB = "pods"  # nothing of headrace in its name, as where pods are found by their annotations
 PER_S = 4.0
 WAITS_S = 120.0
-QUERIES = [of_app(query) for _, panels in DASHBOARDS.values() for panel in panels for query, _ in panel.queries]
+QUERIES = [
+    target["expr"]
+    for path in sorted((REPOSITORY / "infra" / "deploy" / "dashboards").glob("*.json"))
+    for panel in json.loads(path.read_text())["panels"]
+    for target in panel["targets"]
+]
 NAMED = {
     name
     for text in (*QUERIES, *(one.rule for one in ALARMS))

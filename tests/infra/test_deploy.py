@@ -20,7 +20,6 @@ from infra.cli.main import app
 from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
-from infra.observe.dashboards import DASHBOARDS, dashboards, of_app
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from tests.own_sources import ROOT
@@ -31,7 +30,13 @@ HELM, PROMTOOL = shutil.which("helm"), shutil.which("promtool")
 ROLES = {"master", "train", "process", "explore", "serve"}
 NO_HELM = "helm is not on PATH: go install helm.sh/helm/v3/cmd/helm@v3.22.0"
 KUBERNETES = "1.30.0"  # what a helm without one built in renders for
-QUERIES = [(query, panel.title) for _, panels in DASHBOARDS.values() for panel in panels for query, _ in panel.queries]
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "dashboards").glob("*.json"))}
+QUERIES = [
+    (target["expr"], panel["title"])
+    for dashboard in DASHBOARDS.values()
+    for panel in dashboard["panels"]
+    for target in panel["targets"]
+]
 KNOWN = {
     *(one.shown for one in MEASURES), *(f"{one.shown}_bucket" for one in MEASURES if one.kind == "histogram"),
      "headrace_build_info", "process_resident_memory_bytes", "process_cpu_seconds_total",
@@ -165,15 +170,15 @@ def test_the_image_takes_one_processor_or_the_other_from_files_that_are_there() 
     assert text.index("USER headrace") < text.index("ENTRYPOINT") and LISTEN_VARIABLE in text
 
 
-@pytest.mark.parametrize("path", dashboards())
-def test_a_dashboard_on_disk_is_that_of_the_table(path: str) -> None:
-    """`python -m infra.cli.docs` writes them."""
-    text = (ROOT / "infra" / "docs" / path).read_text(encoding="utf-8")
-    assert text == dashboards()[path]
-    panels = json.loads(text)["panels"]
-    assert len({one["id"] for one in panels}) == len(panels) > 5
-    places = {(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panels}
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_has_panels_side_by_side_of_the_app_that_is_chosen(name: str) -> None:
+    panels = DASHBOARDS[name]["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 5
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
     assert len(places) == len(panels) and all(x + 8 <= 24 for x, _ in places)
+    for panel in panels:
+        for target in panel["targets"]:
+            assert len(re.findall(r"\b(?:headrace|process)_\w+", target["expr"])) == target["expr"].count('{app="$app"')
 
 
 def test_every_metric_that_a_dashboard_shows_is_one_that_a_role_has_with_those_labels() -> None:
@@ -297,7 +302,7 @@ def test_helm_has_nothing_to_say_of_the_chart_and_refuses_one_without_settings()
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH: apt-get install prometheus")
 def test_promtool_reads_every_query_of_a_dashboard_and_the_settings_of_prometheus(tmp_path: Path) -> None:
-    rules = [{"record": f"query{at}", "expr": of_app(query)} for at, (query, _) in enumerate(QUERIES)]
+    rules = [{"record": f"query{at}", "expr": query} for at, (query, _) in enumerate(QUERIES)]
     (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     shutil.copy(DEPLOY / "alerts.yml", tmp_path)
     shutil.copy(DEPLOY / "compose" / "prometheus.yml", tmp_path)

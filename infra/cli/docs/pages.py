@@ -17,7 +17,6 @@ import msgspec
 from infra.cli.docs.parts import parts
 from infra.cli.docs.text import cell, labelled, toml
 from infra.observe.alarms import anchor, rules
-from infra.observe.dashboards import dashboards
 from infra.observe.measures import MEASURES
 from infra.settings.config import Section
 from infra.settings.words import words_of
@@ -126,7 +125,6 @@ def pages() -> dict[str, str]:
         "reference/metrics.md": METRICS + "".join(metrics()),
         "reference/benchmarks.md": BENCHMARKS + "".join(benchmarks()),
         "../deploy/alerts.yml": rules(),
-        **dashboards(),
     }
 
 
