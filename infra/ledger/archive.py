@@ -1,150 +1,131 @@
-"""A run in one file: all that a replay needs, to be replayed where there is neither the broker nor the store.
+"""A run in one file, a bundle with all that a replay needs without the broker and the store.
 
-    tar + zstd   headrace.json                       format, app, run, and the settings that shape a step
-                 model/…                             the model's own files
-                 store/checkpoints/… store/blobs/…   the checkpoint it begins with, frames too large for the log
-                 topics/<name>/<number>              records: u32 length · msgpack [offset, time, key, value]
-                 headrace.end                        empty: the archive was not cut short
+    zstd of      u64 length · bytes, for each object;  u64 length + MANIFEST · `Bundle`, at the end
 
-Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one
-folder and nothing else: names that climb out, links, devices, anything oversized or truncated is one BadFrame that names
-it. Below model/ only what `add_model` writes comes out. It names no code that its reader would run: see
-`infra.cli.repeat.source`.
+    topics       those a replay reads, of one partition each
+    objects      the checkpoint it begins with, frames too large for the log, images; the model's own files below model/
+    settings     the tables that shape a step
+
+Guarantees: no address of a broker or store and no setting of another role is in it. Reading writes plain files below one folder
+and nothing else: a key that climbs out, anything oversized or truncated is one BadFrame that names it. Below model/ only what
+`add_model` writes comes out. It names no code that its reader would run: see `infra.cli.repeat.source`.
 """
 
 import contextlib
-import io
+import hashlib
+import mmap
 import os
-import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-import msgspec
 import zstandard
 
+from infra.ledger.bundle import (
+    MAX_MANIFEST_BYTES,
+    OBJECTS,
+    WHOLE,
+    Bundle,
+    BundleObject,
+    BundleWriter,
+    PartitionRange,
+    listed,
+    open_bundle,
+    recorded,
+)
 from infra.log.blobs import is_claim, read_claim
 from infra.log.bus import Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.store.directory import DirectoryStore
 from infra.store.images import images_of
-from infra.store.store import BLOBS, Store
+from infra.store.store import BLOBS, Store, check_key
 from schemas import Block, decode
-from schemas.errors import BadFrame, ConfigError, NotInStore
-from schemas.topics import MAX_RECORD_BYTES, Topic, by_name
+from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange
+from schemas.topics import Topic, by_name
 from schemas.wire.frame import is_sealed
 
-FORMAT = 1
-ABOUT = "headrace.json"
-END = "headrace.end"
-FOLDERS = ("model", "store", "topics")
+MODEL = "model/"
 MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-PART_BYTES = 32 * 1024 * 1024
 MAX_BYTES = 32 * 1024**3  # unpacked, unless the reader says otherwise: a few MB may unpack to hundreds of GB
-MAX_ABOUT_BYTES = 1024 * 1024
-MAX_HEADER_BYTES = 1024 * 1024  # of everything between two members: a longer name is no name
+MANIFEST = 1 << 63
+READ_BYTES = 1024 * 1024
 
 
-class ArchiveHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive says of itself. settings: tables of the TOML. topics: those it holds.
-
-    format: version of the archive's layout.
-    """
-
-    format: int = FORMAT
-    settings: dict[str, Any]
-    topics: tuple[str, ...]
-
-
-class StoredRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One record of the log as it lies in an archive.
-
-    offset: in its partition. timestamp_ms: by the broker's clock. key, value: as stored.
-    """
-
-    offset: int
-    timestamp_ms: int
-    key: bytes
-    value: bytes
-
-
-class Archive:
-    """An archive being written; `close` makes it whole. sealed: records so far whose keys, which are in no archive, lie in the
-    store's secrets.
-    """
+class Archive(BundleWriter):
+    """An archive being written; `finish` makes it whole. sealed: records so far whose keys lie in the store's secrets alone."""
 
     def __init__(self, target: BinaryIO) -> None:
+        super().__init__()
         self.sealed = 0
-        self._target = target
+        self._names: set[str] = set()
         self._compressed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(target, closefd=False)
-        self._tar = tarfile.open(  # noqa: SIM115 (close closes it)
-            fileobj=cast("BinaryIO", self._compressed), mode="w|", format=tarfile.PAX_FORMAT
-        )
 
-    def add(self, name: str, data: bytes) -> None:
-        """One file."""
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        self._tar.addfile(member, io.BytesIO(data))
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        self._compressed.write((len(data) + (MANIFEST if name == WHOLE else 0)).to_bytes(8, "little"))
+        self._compressed.write(data)
+        self._names.add(name)
+        if name == WHOLE:
+            self._compressed.close()  # type: ignore[no-untyped-call]
 
     def add_model(self, folder: Path) -> None:
         """The files of a model folder that are weights, settings or vocabulary; never code. None without a folder."""
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.is_file() and path.suffix in MODEL_SUFFIXES:
-                member = tarfile.TarInfo(f"model/{path.name}")
-                member.size = path.stat().st_size
-                with path.open("rb") as file:
-                    self._tar.addfile(member, file)
+            if path.is_file() and path.suffix in MODEL_SUFFIXES and path.stat().st_size:
+                with (
+                    path.open("rb") as file,
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                    memoryview(data) as view,
+                ):
+                    self.add(MODEL + path.name, view)
 
-    async def add_records(
-        self, topic: Topic, records: AsyncIterator[Record], store: Store, *, images: bool = False
-    ) -> int:
-        """All records of a topic, and what they claim from the store, with `images` what they show too; how many."""
-        part, number, count = bytearray(), 0, 0
-        claimed: set[str] = set()
-        async for record in records:
+    async def add_topic(
+        self, log: Log, topic: Topic, begin: int, store: Store, *, images: bool = False
+    ) -> PartitionRange:
+        """The records of a topic of one partition from `begin` to its present end, with what they claim from the store.
+
+        images: also what they show. Raises OffsetOutOfRange for a record that is missing.
+        """
+        at, parts, named = begin, list[str](), set[str]()
+
+        def on_record(record: Record) -> None:
+            nonlocal at
+            if record.offset != at:
+                raise OffsetOutOfRange(f"{topic.name}: offset {at} is missing, the next record is {record.offset}")
+            at += 1
             frame = record.value
             if is_claim(frame):
                 key = read_claim(frame).key
                 frame = store.get(key)
-                if key not in claimed:
-                    claimed.add(key)
-                    self.add(f"store/{key}", frame)
+                if key not in named:
+                    named.add(key)
+                    self.add(key, frame)
             self.sealed += is_sealed(frame)
-            for key in shown_by(frame) - claimed if images else ():
-                claimed.add(key)
+            for key in shown_by(frame) - named if images else ():
+                named.add(key)
                 with contextlib.suppress(NotInStore):  # what showed it was dropped, or a replay will name it
-                    self.add(f"store/{key}", store.get(key))
-            body = msgspec.msgpack.encode(StoredRecord(record.offset, record.timestamp_ms, record.key, record.value))
-            part += len(body).to_bytes(4, "little") + body
-            count += 1
-            if len(part) >= PART_BYTES:
-                self.add(f"topics/{topic.name}/{number:06d}", bytes(part))
-                part, number = bytearray(), number + 1
-        if part or not number:
-            self.add(f"topics/{topic.name}/{number:06d}", bytes(part))
-        return count
+                    self.add(key, store.get(key))
 
-    def close(self) -> int:
-        """Write what ends an archive; its size in bytes."""
-        self.add(END, b"")
-        self._tar.close()
-        self._compressed.close()  # type: ignore[no-untyped-call]
-        return self._target.tell()
+        end = (await log.bounds(topic))[1][0]
+        await self.copy_records(log, topic, 0, begin, end, lambda *part: parts.append(part[2]), on_record=on_record)
+        return PartitionRange(begin, max(begin, end), tuple(parts))
 
 
 def shown_by(frame: bytes) -> set[str]:
-    """Keys of the images that the experiences of a block show; what a sealed one shows cannot be seen here."""
+    """Keys of the images that the experiences of a block show; none of a sealed one, which cannot be read here."""
     if is_sealed(frame):
         return set()
     record = decode(frame)
     members = record.experiences if isinstance(record, Block) else ()
-    return {BLOBS + image.sha256 for one in members for image in images_of(one.messages)}
+    return {BLOBS + image.sha256 for member in members for image in images_of(member.messages)}
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Archive]:
-    """An archive that appears at `path` once closed, or not at all. Raises ConfigError where something is there."""
+    """An archive that appears at `path` once it is left, or not at all. Raises ConfigError where something is there."""
     if path.exists() or not path.parent.is_dir():
         raise ConfigError(
             f"{path}: {'is there already' if path.exists() else 'its folder is not there'}; name a new file"
@@ -160,100 +141,79 @@ def writing(path: Path) -> Iterator[Archive]:
         temporary.unlink(missing_ok=True)
 
 
-class _BoundedReader(io.RawIOBase):
-    """A stream that gives no more than it was allowed to."""
-
-    def __init__(self, source: BinaryIO) -> None:
-        self._source = source
-        self.left = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._source.read(size)
-        self.left -= len(data)
-        if self.left < 0:
-            raise BadFrame("a member's header is longer than any name")
-        return data
-
-
-def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> ArchiveHead:
-    """Put the files of an archive below `folder`, which is empty. Raises BadFrame naming the file and what is wrong."""
+def unpack(path: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> Bundle:
+    """Put the files of an archive below `folder`, which is empty: bundle/, model/, store/. Raises BadFrame."""
     try:
+        (folder / "bundle" / OBJECTS).mkdir(parents=True)
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as plain:
-            _unpack(_BoundedReader(cast("BinaryIO", plain)), folder, max_bytes)
-        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=ArchiveHead)
+            _unpack(cast("BinaryIO", plain), folder / "bundle", max_bytes)
+        place = DirectoryStore(folder / "bundle")
+        bundle = open_bundle(place)
+        for entry in listed(place, bundle):
+            _lay_out(folder, entry)
     except OSError as error:
         raise BadFrame(f"{path}: cannot be read as an archive: {error.strerror or error}") from error
-    except (BadFrame, tarfile.TarError, zstandard.ZstdError, EOFError, ValueError, msgspec.MsgspecError) as error:
+    except (BadFrame, ConfigError, zstandard.ZstdError, ValueError) as error:
         raise BadFrame(f"{path}: not an archive of `headrace export`: {error}") from error
-    if about.format != FORMAT:
-        raise BadFrame(f"{path}: got format {about.format}, expected {FORMAT}: this headrace is older, upgrade it")
-    return about
+    return bundle
 
 
-def _unpack(plain: _BoundedReader, folder: Path, max_bytes: int) -> None:
-    plain.left = MAX_HEADER_BYTES
-    name = ""
-    with tarfile.open(fileobj=cast("BinaryIO", plain), mode="r|") as tar:
-        while (member := tar.next()) is not None:
-            target = folder.joinpath(*checked_name(member).parts)
-            max_bytes -= member.size
-            if max_bytes < 0 or (member.name == ABOUT and member.size > MAX_ABOUT_BYTES):
-                raise BadFrame(f"{member.name}: {member.size} bytes, too many; --max-unpacked allows more in all")
-            plain.left += member.size
-            source = tar.extractfile(member)
-            assert source is not None, "checked to be a plain file"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as file:
-                while chunk := source.read(1024 * 1024):
-                    file.write(chunk)
-            if target.stat().st_size != member.size:
-                raise BadFrame(f"{member.name}: ends after {target.stat().st_size} of {member.size} bytes")
-            plain.left = MAX_HEADER_BYTES
-            name = member.name
-    if name != END:
-        raise BadFrame(f"it ends without {END}: it was cut short")
+def _unpack(plain: BinaryIO, folder: Path, max_bytes: int) -> None:
+    """Objects are named by the hash of their bytes, so nothing that an archive says is a path here."""
+    while True:
+        raw = plain.read(8)
+        head = int.from_bytes(raw, "little")
+        size, is_manifest = head & ~MANIFEST, head >= MANIFEST
+        max_bytes -= size
+        if max_bytes < 0 or (is_manifest and size > MAX_MANIFEST_BYTES):
+            raise BadFrame(f"an object of {size} bytes, too many; --max-unpacked allows more in all")
+        hasher, temporary, left = hashlib.sha256(), folder / "part", size
+        with temporary.open("wb") as file:
+            while left and (chunk := plain.read(min(left, READ_BYTES))):
+                hasher.update(chunk)
+                file.write(chunk)
+                left -= len(chunk)
+        if left or len(raw) < 8:
+            raise BadFrame("it was cut short")
+        temporary.rename(folder / (WHOLE if is_manifest else OBJECTS + hasher.hexdigest()))
+        if is_manifest:
+            if plain.read(1):
+                raise BadFrame(f"it goes on behind {WHOLE}")
+            return
 
 
-def checked_name(member: tarfile.TarInfo) -> PurePosixPath:
-    """Where a member goes. Raises BadFrame for a member that is not a plain file with a name of ours."""
-    name = PurePosixPath(member.name)
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise BadFrame(f"{member.name}: a link, folder or device, expected plain files only")
-    odd = not member.name.isprintable() or "\\" in member.name or any(part.startswith(".") for part in name.parts)
-    if name.is_absolute() or odd or str(name) != member.name:
-        raise BadFrame(f"{member.name!r}: not a name below the archive's folder")
-    if member.name not in (ABOUT, END) and (name.parts[0] not in FOLDERS or len(name.parts) < 2):
-        raise BadFrame(f"{member.name}: expected {ABOUT}, or a file in {', '.join(FOLDERS)}")
-    if name.parts[0] == "model" and (len(name.parts) > 2 or name.suffix not in MODEL_SUFFIXES):
-        raise BadFrame(f"{member.name}: not a file of a model, expected model/*{', *'.join(MODEL_SUFFIXES)}")
-    return name
+def _lay_out(folder: Path, entry: BundleObject) -> None:
+    """Put an object below model/ or store/. Raises BadFrame for a key that is no name there."""
+    try:
+        name = PurePosixPath(check_key(entry.key))
+    except ValueError as error:
+        raise BadFrame(f"not a name below the archive's folder: {error}") from error
+    is_model = entry.key.startswith(MODEL)
+    if is_model and (len(name.parts) != 2 or name.suffix not in MODEL_SUFFIXES):
+        raise BadFrame(f"{entry.key}: not a file of a model, expected model/*{', *'.join(MODEL_SUFFIXES)}")
+    source, target = folder / "bundle" / OBJECTS / entry.sha256, folder / ("" if is_model else "store") / name
+    if source.parent != folder / "bundle" / "objects" or not source.is_file():
+        raise BadFrame(f"{entry.key}: its object {entry.sha256[:80]!r} is missing")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.link(source, target)
 
 
-def restore_log(folder: Path, about: ArchiveHead, app: str, store: Store) -> Log:
+def restore_log(folder: Path, bundle: Bundle, app: str, store: Store, *, max_bytes: int = MAX_BYTES) -> Log:
     """The unpacked records as a log in memory. Raises BadFrame naming what does not hold."""
     bus = MemoryBus()
     log = Log(bus, app, store=store)
-    for name in about.topics:
+    for name, partitions in bundle.topics.items():
         try:
             topic = by_name(name)
-            bus.restore(log.name(topic), list(_records(folder / "topics" / topic.name, log.name(topic))))
+            records: list[Record] = []
+            for one in recorded(DirectoryStore(folder / "bundle"), partitions[0]) if partitions else ():
+                max_bytes -= len(one.key) + len(one.value)
+                if max_bytes < 0:
+                    raise ValueError("too many bytes; --max-unpacked allows more in all")
+                records.append(
+                    Record(log.name(topic), 0, one.offset, one.timestamp_ms, one.key, one.value, one.headers)
+                )
+            bus.restore(log.name(topic), records)
         except ValueError as error:
-            raise BadFrame(f"archive: topics/{name}: {error}") from error
+            raise BadFrame(f"archive: {name}: {error}") from error
     return log
-
-
-def _records(folder: Path, topic: str) -> Iterator[Record]:
-    for path in sorted(folder.glob("*")):
-        data = memoryview(path.read_bytes())
-        at = 0
-        while at < len(data):
-            length = int.from_bytes(data[at : at + 4], "little")
-            body = data[at + 4 : at + 4 + length]
-            if length > 2 * MAX_RECORD_BYTES or len(body) != length:
-                raise ValueError(f"{path.name}: a record of {length} bytes at {at} does not fit")
-            one = msgspec.msgpack.decode(body, type=StoredRecord)
-            yield Record(topic, 0, one.offset, one.timestamp_ms, one.key, one.value)
-            at += 4 + length

@@ -9,17 +9,8 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 
-from infra.ledger.backup import (
-    WHOLE,
-    Backup,
-    BackupRecord,
-    PartitionRange,
-    Tell,
-    checked,
-    listed,
-    partition_of,
-    recorded,
-)
+from infra.ledger.backup import partition_of
+from infra.ledger.bundle import WHOLE, Bundle, PartitionRange, StoredRecord, Tell, checked, listed, recorded
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.placing import OPEN, Placed, PlacingConnection
@@ -38,7 +29,7 @@ async def restore(
     store: Store,
     placing: PlacingConnection,
     place: Store,
-    backup: Backup,
+    backup: Bundle,
     *,
     keep_ms: int,
     replication: int,
@@ -81,7 +72,7 @@ async def begin(log: Log, store: Store, mark: bytes) -> None:
     await asyncio.to_thread(store.put, MARK, mark)
 
 
-def put_keys(store: Store, place: Store, backup: Backup) -> int:
+def put_keys(store: Store, place: Store, backup: Bundle) -> int:
     """Put keys back that are not there; how many. Raises BadFrame."""
     count = 0
     for one in listed(place, backup):
@@ -98,14 +89,14 @@ async def _first_there(log: Log) -> str:
     return ""
 
 
-def _put_objects(store: Store, place: Store, backup: Backup, tell: Tell) -> None:
+def _put_objects(store: Store, place: Store, backup: Bundle, tell: Tell) -> None:
     for number, one in enumerate(listed(place, backup), 1):
         if not one.key.startswith((LAST, *PRIVATE)) and not _has(store, one.key, one.num_bytes):
             store.put(one.key, checked(place, one.sha256))
         tell(f"{number:,} of {backup.num_objects:,} objects: {one.key}")
 
 
-def _put_identity(store: Store, place: Store, backup: Backup) -> None:
+def _put_identity(store: Store, place: Store, backup: Bundle) -> None:
     for one in listed(place, backup):
         if one.key.startswith(LAST):
             store.put(one.key, checked(place, one.sha256))
@@ -144,7 +135,7 @@ def _round(records: Iterator[Placed]) -> list[Placed]:
     return taken
 
 
-def placed(records: Iterator[BackupRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
+def placed(records: Iterator[StoredRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
     """What is to lie at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
     last: Placed = (0, b"", b"", ())
     for one in records:
@@ -157,7 +148,7 @@ def placed(records: Iterator[BackupRecord], at: int, stretch: PartitionRange) ->
         at += 1
 
 
-async def _commit(log: Log, backup: Backup) -> None:
+async def _commit(log: Log, backup: Bundle) -> None:
     for group, topics in backup.committed.items():
         for name, offsets in topics.items():
             ends = backup.topics[name]
@@ -167,9 +158,3 @@ async def _commit(log: Log, backup: Backup) -> None:
                 await reader.commit(starts)
             finally:
                 await reader.close()
-
-
-def describe(backup: Backup) -> str:
-    """What a backup holds, in a line."""
-    count = sum(one.end - one.begin for stretches in backup.topics.values() for one in stretches)
-    return f"{count:,} records, {backup.num_objects:,} objects of {backup.num_bytes:,} bytes"

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from infra.cli.settings import load_settings
-from infra.ledger.archive import FORMAT, ArchiveHead, unpack, writing
+from infra.ledger.archive import unpack, writing
+from infra.ledger.bundle import FORMAT, Bundle
 from infra.log.blobs import deposit, read_claim
 from infra.observe.release import release
 from infra.policies.manifest import decode_manifest
@@ -33,8 +34,7 @@ def newer_claim(folder: Path) -> object:
 
 def newer_archive(folder: Path) -> object:
     with writing(folder / "run") as archive:
-        archive.add("headrace.json", msgspec.json.encode(ArchiveHead(format=FORMAT + 1, settings={}, topics=())))
-        archive.close()
+        archive.finish(Bundle(app="t", format=FORMAT + 1))
     return unpack(folder / "run", folder / "out")
 
 

@@ -11,8 +11,9 @@ from rich.markup import escape
 from infra.cli.connect import bootstrap_of, reading, store_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
-from infra.ledger.backup import Backup, BackupTarget, Tell, committed_offsets, copy_all, open_backup, require_unfinished
-from infra.ledger.restore import describe, put_keys, restore
+from infra.ledger.backup import committed_offsets, copy_all, open_backup
+from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe, require_unfinished
+from infra.ledger.restore import put_keys, restore
 from infra.log.access import access_of
 from infra.log.placing import PlacingConnection
 from infra.settings.config import duration_s
@@ -41,12 +42,12 @@ async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> in
         ):
             committed = await committed_offsets(log, await placing.groups(log.group("")))
             newest = await asyncio.to_thread(_newest, settings, store)
-            shelf = BackupTarget(place, tell)
+            shelf = StoreWriter(place, tell)
             copied = await copy_all(log, store, shelf, committed)
             if newest and newest not in await asyncio.to_thread(_manifests, settings, store):
                 raise ConfigError(FOLLOWS)
         if secrets is not None:
-            private = BackupTarget(secrets, tell)
+            private = StoreWriter(secrets, tell)
             await asyncio.to_thread(private.copy, store, lambda key: key.startswith(PRIVATE))
             private.finish(msgspec.structs.replace(copied, topics={}, committed={}))
         whole = shelf.finish(copied)
@@ -79,7 +80,7 @@ async def run_restore(source: str, config: Path, sets: list[str], *, keys: str) 
     return 0
 
 
-async def _restore_data(settings: Settings, store: Store, place: Store) -> Backup:
+async def _restore_data(settings: Settings, store: Store, place: Store) -> Bundle:
     backup = open_backup(place, settings.app)
     with _telling(f"restore of {settings.app}") as tell:
         async with (

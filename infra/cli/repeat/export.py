@@ -2,21 +2,16 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
 from infra.cli.repeat.source import ReplaySource, opened, shaping
 from infra.cli.terminal import Screen, printable_json
-from infra.ledger.archive import ABOUT, Archive, ArchiveHead, writing
-from infra.log.bus import Record
-from infra.log.log import Log
+from infra.ledger.archive import Archive, writing
+from infra.ledger.bundle import Bundle, PartitionRange
 from infra.model.vision import vision_if_any
 from schemas import topics
-from schemas.errors import OffsetOutOfRange
-from schemas.topics import Topic
 from trainer.journal import checkpoint
 from trainer.replay.replay import ReplayStart, find_start
 
@@ -28,11 +23,12 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         with console.status("reading the journal"):
             start = await find_start(source.log, source.store, source.run, from_step=from_step, to_step=None)
         with console.status(f"writing {file}"), writing(file) as archive:
-            counts = await fill(archive, source, start)
-            num_bytes = archive.close()
+            bundle = await fill(archive, source, start)
+            archive.finish(bundle)
+    counts = {name: one.end - one.begin for name, (one,) in bundle.topics.items()}
     summary = {
         "file": str(file),
-        "bytes": num_bytes,
+        "bytes": (await asyncio.to_thread(file.stat)).st_size,
         "from_step": start.manifest.place.step,
         "steps": start.survey.num_steps,
         "records": counts,
@@ -54,35 +50,23 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
     return 0
 
 
-async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> dict[str, int]:
-    """Everything a replay from `start` reads, and the events and evals of every version, for the console; how many
-    records of each topic.
-    """
-    shown = [topic for topic in (topics.POLICIES, topics.EVALS) if await source.log.holds(topic)]
-    held = (topics.BATCHES, topics.BUFFER, *shown)
-    about = ArchiveHead(settings=shaping(source.settings), topics=tuple(topic.name for topic in held))
-    archive.add(ABOUT, msgspec.json.encode(about))
+async def fill(archive: Archive, source: ReplaySource, start: ReplayStart) -> Bundle:
+    """Add everything a replay from `start` reads, and the events and evals of every version, for the console; not yet ended."""
     await asyncio.to_thread(archive.add_model, Path(source.model))
     for key in checkpoint.objects(source.store, source.run, start.manifest.place):
-        archive.add(f"store/{key}", source.store.get(key))
+        archive.add(key, source.store.get(key))
+    begins = {
+        topics.BATCHES: start.manifest.position.journal_next,
+        topics.BUFFER: min(start.survey.last_use, default=0),
+    }
+    for topic in (topics.POLICIES, topics.EVALS):
+        if await source.log.holds(topic):
+            begins[topic] = (await source.log.bounds(topic))[0][0]
     shows = await asyncio.to_thread(vision_if_any, source.model) is not None
-    begins = [start.manifest.position.journal_next, min(start.survey.last_use, default=0)]
-    begins += [(await source.log.bounds(topic))[0][0] for topic in shown]
-    counts = {}
-    for topic, begin in zip(held, begins, strict=True):
-        records = records_from(source.log, topic, begin)
-        images = shows and topic is topics.BUFFER
-        counts[topic.name] = await archive.add_records(topic, records, source.store, images=images)
-    return counts
-
-
-async def records_from(log: Log, topic: Topic, start: int) -> AsyncIterator[Record]:
-    """The raw records of a topic of one partition from `start` to its present end. Raises OffsetOutOfRange."""
-    at = start
-    async with aclosing(log.chunks(topic, {0: start})) as chunks:
-        async for records in chunks:
-            for record in records:
-                if record.offset != at:
-                    raise OffsetOutOfRange(f"{topic.name}: offset {at} is missing, the next record is {record.offset}")
-                yield record
-                at += 1
+    held: dict[str, tuple[PartitionRange, ...]] = {
+        topic.name: (
+            await archive.add_topic(source.log, topic, begin, source.store, images=shows and topic is topics.BUFFER),
+        )
+        for topic, begin in begins.items()
+    }
+    return Bundle(app=source.settings.app, topics=held, settings=shaping(source.settings))

@@ -72,15 +72,16 @@ def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> ReplaySour
     """An archive, unpacked below an empty folder. Raises ConfigError, BadFrame."""
     from infra.store.directory import DirectoryStore
 
-    about = unpack(path, folder, max_bytes=max_bytes)
-    where = f"{path}: headrace.json"
-    settings = decode({name: about.settings[name] for name in SHAPING if name in about.settings}, Settings, where)
+    bundle = unpack(path, folder, max_bytes=max_bytes)
+    where = f"{path}: settings"
+    settings = decode({name: bundle.settings[name] for name in SHAPING if name in bundle.settings}, Settings, where)
     model = settings.policy.model
     if model != UNPACKED_MODEL and not _HUB_NAME.fullmatch(model):
         raise ConfigError(f'{where}: policy.model: got "{model}", expected "{UNPACKED_MODEL}" or a Hugging Face name')
     settings = msgspec.structs.replace(settings, folder=folder)
     store = DirectoryStore(folder / "store")
-    return ReplaySource(settings, restore_log(folder, about, settings.app, store), store, model_folder(settings))
+    log = restore_log(folder, bundle, settings.app, store, max_bytes=max_bytes)
+    return ReplaySource(settings, log, store, model_folder(settings))
 
 
 def shaping(settings: Settings) -> Table:

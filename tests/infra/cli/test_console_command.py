@@ -14,7 +14,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import httpx
-import msgspec
 import pytest
 from rich.console import Console as Screen
 
@@ -22,7 +21,8 @@ from infra.cli.connect import connected
 from infra.cli.console.serve import Leaving
 from infra.cli.run.up import console_child, index_child, say_when
 from infra.cli.settings import Settings, load_settings
-from infra.ledger.archive import ABOUT, ArchiveHead, writing
+from infra.ledger.archive import writing
+from infra.ledger.bundle import Bundle
 from infra.local.http_server import bound
 from infra.local.idle_time import SMALL_SHARE
 from infra.log.log import Log
@@ -85,10 +85,7 @@ def test_a_signal_that_came_before_there_were_pages_ends_the_server_at_once_and_
 def archive_in(folder: Path) -> Path:
     file = folder / "run.archive"
     with writing(file) as archive:
-        archive.add(
-            ABOUT, msgspec.json.encode(ArchiveHead(settings={"app": "t", "policy": {"model": "x/y"}}, topics=()))
-        )
-        archive.close()
+        archive.finish(Bundle(app="t", settings={"app": "t", "policy": {"model": "x/y"}}))
     return file
 
 

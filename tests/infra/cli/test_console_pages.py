@@ -258,8 +258,7 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
         settings = Settings(app="t", pacing=FLOOR.pacing, policy=PolicyConfig(model="somebody/tiny"), trainer=config)
         with writing(file) as archive:
             start = await find_start(log, store, "t", to_step=None)
-            await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start)
-            archive.close()
+            archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
         async with (
             source_of(file, []) as (read, restored, _, state),
             looking_at(read, restored, state) as (client, _),

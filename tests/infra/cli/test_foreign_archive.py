@@ -11,7 +11,8 @@ from rich.console import Console
 from infra.cli.repeat.replay import check_names
 from infra.cli.repeat.source import ReplaySource, unpacked
 from infra.cli.settings import load_settings
-from infra.ledger.archive import ABOUT, ArchiveHead, writing
+from infra.ledger.archive import writing
+from infra.ledger.bundle import Bundle, PartitionRange
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
@@ -27,10 +28,8 @@ def foreign(path: Path, model: str = "model", **trainer: Any) -> Path:
     """An archive with these settings of a trainer, and with nothing else in it."""
     settings = {"app": "t", "policy": {"model": model}, "trainer": trainer}
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings=settings, topics=("buffer",))))
         archive.add("model/config.json", b"{}")
-        archive.add(f"topics/{topics.BUFFER.name}/000000", b"")
-        archive.close()
+        archive.finish(Bundle(app="t", settings=settings, topics={topics.BUFFER.name: (PartitionRange(0, 0),)}))
     return path
 
 
@@ -121,8 +120,7 @@ def test_only_the_settings_that_shape_a_step_are_taken_from_an_archive(tmp_path:
         "policy": {"model": "somebody/tiny"},
     }
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings=settings, topics=())))
-        archive.close()
+        archive.finish(Bundle(app="t", settings=settings))
     folder = tmp_path / "out"
     folder.mkdir()
     found = unpacked(path, folder).settings
@@ -141,9 +139,8 @@ def test_an_archive_names_no_model_of_this_machine(tmp_path: Path, model: str) -
 def test_what_an_archive_may_unpack_is_bounded_and_the_flag_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(ArchiveHead(settings={"app": "t"}, topics=())))
-        archive.add("store/zeros", bytes(2**21))
-        archive.close()
+        archive.add("zeros", bytes(2**21))
+        archive.finish(Bundle(app="t", settings={"app": "t"}))
     result = call("replay", path, "--max-unpacked", 2**20)
     assert result.exit_code == 1 and "--max-unpacked" in result.stderr
 

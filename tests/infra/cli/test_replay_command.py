@@ -69,8 +69,7 @@ def exported(
         if damage is not None:
             damage(log, store)
         with writing(file) as archive:
-            await fill(archive, ReplaySource(settings, log, store, "somebody/tiny"), start)
-            archive.close()
+            archive.finish(await fill(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
 
     asyncio.run(main())
     return file

@@ -1,10 +1,10 @@
 """A run as one file: whole or not there, and read without trusting it."""
 
 import asyncio
-import io
-import tarfile
-from collections.abc import AsyncIterator, Callable
+import hashlib
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,45 +12,74 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.ledger.archive import ABOUT, END, Archive, ArchiveHead, restore_log, unpack, writing
+from infra.ledger.archive import MANIFEST, restore_log, unpack, writing
+from infra.ledger.bundle import (
+    FORMAT,
+    MAX_PART_BYTES,
+    Bundle,
+    BundleObject,
+    PartitionRange,
+    StoredRecord,
+    StoreWriter,
+    recorded,
+)
 from infra.log.blobs import deposit
 from infra.log.bus import Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.store.images import image_named
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from schemas import Block, Message, Span, encode, make_experience, topics
-from schemas.errors import BadFrame, ConfigError
+from schemas.errors import BadFrame, ConfigError, OffsetOutOfRange
 
-HELD = ArchiveHead(settings={"app": "t"}, topics=("buffer",))
+SETTINGS = {"app": "t"}
 
 
 def record(offset: int, value: bytes = b"HR") -> Record:
     return Record("t.buffer", 0, offset, 10**12 + offset, b"key", value)
 
 
-async def stream(records: list[Record]) -> AsyncIterator[Record]:
-    for one in records:
-        yield one
+def written(path: Path, records: list[Record], store: MemoryStore | None = None, *, images: bool = False) -> Path:
+    bus, store = MemoryBus(), store or MemoryStore()
+    bus.restore("t.buffer", records)
+    begin = records[0].offset if records else 0
 
+    async def main() -> None:
+        with writing(path) as archive:
+            held = await archive.add_topic(Log(bus, "t", store=store), topics.BUFFER, begin, store, images=images)
+            archive.finish(Bundle(app="t", settings=SETTINGS, topics={"buffer": (held,)}))
 
-def written(path: Path, records: list[Record], store: MemoryStore | None = None) -> Path:
-    with writing(path) as archive:
-        archive.add(ABOUT, msgspec.json.encode(HELD))
-        asyncio.run(archive.add_records(topics.BUFFER, stream(records), store or MemoryStore()))
-        archive.close()
+    asyncio.run(main())
     return path
 
 
 def test_records_come_back_with_their_offsets_and_times(tmp_path: Path) -> None:
     records = [record(offset, bytes([offset])) for offset in range(7, 30)]
-    about = unpack(written(tmp_path / "run", records), tmp_path / "out")
-    log = restore_log(tmp_path / "out", about, "t", MemoryStore())
+    bundle = unpack(written(tmp_path / "run", records), tmp_path / "out")
+    log = restore_log(tmp_path / "out", bundle, "t", MemoryStore())
 
     async def main() -> list[Record]:
         reader = await log.assigned(topics.BUFFER, "beginning")
         return await reader.get_many(timeout_s=0.1)
 
-    assert about == HELD and asyncio.run(main()) == records
+    assert bundle.settings == SETTINGS and asyncio.run(main()) == records
+
+
+def test_an_export_ends_at_a_hole_in_a_topic_and_names_its_offset(tmp_path: Path) -> None:
+    class Compacted(Log):
+        async def chunks(self, *args: Any, **kwargs: Any) -> AsyncGenerator[list[Record], None]:
+            async for records in super().chunks(*args, **kwargs):
+                yield [one for one in records if one.offset != 2]
+
+    async def main() -> None:
+        bus, store = MemoryBus(), MemoryStore()
+        bus.restore("t.buffer", [record(at) for at in range(4)])
+        with writing(tmp_path / "run") as archive:
+            await archive.add_topic(Compacted(bus, "t", store=store), topics.BUFFER, 1, store)
+
+    with pytest.raises(OffsetOutOfRange, match="buffer: offset 2 is missing, the next record is 3"):
+        asyncio.run(main())
 
 
 def test_what_the_records_claim_from_the_store_goes_along_once(tmp_path: Path) -> None:
@@ -67,9 +96,8 @@ def test_only_weights_settings_and_vocabulary_of_a_model_go_along(tmp_path: Path
     for name in ("config.json", "model.safetensors", "modeling.py", "pytorch_model.bin", ".token"):
         (model / name).write_bytes(b"{}")
     with writing(tmp_path / "run") as archive:
-        archive.add(ABOUT, msgspec.json.encode(HELD))
         archive.add_model(model)
-        archive.close()
+        archive.finish(Bundle(app="t"))
     unpack(tmp_path / "run", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out" / "model").iterdir()) == ["config.json", "model.safetensors"]
 
@@ -83,92 +111,115 @@ def test_an_archive_that_is_there_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), writing(tmp_path / "run") as archive:
-        archive.add(ABOUT, b"{}")
+    with pytest.raises(RuntimeError), writing(tmp_path / "run"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
-    about = unpack(written(tmp_path / "run", [record(3), record(5)]), tmp_path / "out")
-    with pytest.raises(BadFrame, match="got offset 5, expected 4"):
-        restore_log(tmp_path / "out", about, "t", MemoryStore())
+def parted(place: MemoryStore, *plain: bytes) -> PartitionRange:
+    """A partition whose parts hold these bytes."""
+    writer = StoreWriter(place)
+    return PartitionRange(0, 9, tuple(writer.keep(zstandard.compress(data)) for data in plain))
 
 
-def test_a_record_that_is_cut_is_named(tmp_path: Path) -> None:
-    about = unpack(written(tmp_path / "run", [record(3), record(4)]), tmp_path / "out")
-    part = tmp_path / "out" / "topics" / "buffer" / "000000"
-    part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(BadFrame, match=r"topics/buffer: 000000: a record of .* does not fit"):
-        restore_log(tmp_path / "out", about, "t", MemoryStore())
+def packed(offset: int, value: bytes = b"") -> bytes:
+    body = msgspec.msgpack.encode(StoredRecord(offset, 1, b"", value))
+    return len(body).to_bytes(4, "little") + body
 
 
-def foreign(path: Path, *members: tarfile.TarInfo, data: bytes = b"") -> Path:
-    """An archive somebody else made."""
-    plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for member in members:
-            member.size = len(data) if member.isreg() else 0
-            tar.addfile(member, io.BytesIO(data))
-    path.write_bytes(zstandard.compress(plain.getvalue()))
-    return path
-
-
-def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
-    one = tarfile.TarInfo(name)
-    one.type, one.linkname = kind, target
-    return one
+LARGE = packed(0, bytes(15 * 1024 * 1024))
 
 
 @pytest.mark.parametrize(
-    ("odd", "words"),
+    ("plain", "words"),
     [
-        (member("../outside"), "not a name below"),
-        (member("model/../../outside"), "not a name below"),
-        (member("/tmp/outside"), "not a name below"),
-        (member("model/a\\b"), "not a name below"),
-        (member("model/.hidden"), "not a name below"),
-        (member("store//x"), "not a name below"),
-        (member("model/link", tarfile.SYMTYPE, "/etc/passwd"), "plain files only"),
-        (member("model/hard", tarfile.LNKTYPE, "model/config.json"), "plain files only"),
-        (member("model/device", tarfile.CHRTYPE), "plain files only"),
-        (member("model/pipe", tarfile.FIFOTYPE), "plain files only"),
-        (member("model/sparse", tarfile.GNUTYPE_SPARSE), "plain files only"),
-        (member("plugins/run.py"), "expected headrace.json"),
-        (member("model"), "expected headrace.json"),
-        (member("model/" + "n" * 2_000_000), "header is longer"),
-        (member("model/evil.py"), "not a file of a model"),
-        (member("model/pytorch_model.bin"), "not a file of a model"),
-        (member("model/below/config.json"), "not a file of a model"),
+        (packed(3)[:-1], "a record of .* ends after"),
+        (b"\x01\x00", "ends after"),
+        (b"\xff\xff\xff\xff", "a record does not fit"),
+        (b"\x01\x00\x00\x00\x07", "part .*: Expected"),
+        (LARGE * (MAX_PART_BYTES // len(LARGE) + 1), f"unpacks to more than {MAX_PART_BYTES} bytes"),
     ],
-    ids=lambda value: value.name[:20] if isinstance(value, tarfile.TarInfo) else "",
+    ids=["cut", "cut head", "huge", "not a record", "bomb"],
 )
-def test_a_member_that_is_no_plain_file_below_the_folder_is_refused(
-    tmp_path: Path, odd: tarfile.TarInfo, words: str
-) -> None:
-    path = foreign(tmp_path / "run", member(ABOUT), odd)
-    with pytest.raises(BadFrame, match=words) as caught:
+def test_a_part_that_does_not_hold_is_refused_with_its_name(plain: bytes, words: str) -> None:
+    place = MemoryStore()
+    with pytest.raises(BadFrame, match=words):
+        list(recorded(place, parted(place, plain)))
+
+
+def test_a_record_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with writing(path) as archive:
+        part = archive.keep(zstandard.compress(packed(3) + packed(5)))
+        archive.finish(Bundle(app="t", topics={"buffer": (PartitionRange(3, 6, (part,)),)}))
+    bundle = unpack(path, tmp_path / "out")
+    with pytest.raises(BadFrame, match="got offset 5, expected 4"):
+        restore_log(tmp_path / "out", bundle, "t", MemoryStore())
+
+
+def foreign(path: Path, *objects: bytes, manifest: Bundle | None = None, behind: bytes = b"") -> Path:
+    """An archive that somebody else made."""
+    plain = b"".join(len(data).to_bytes(8, "little") + data for data in objects)
+    if manifest is not None:
+        data = msgspec.json.encode(manifest)
+        plain += (len(data) + MANIFEST).to_bytes(8, "little") + data
+    path.write_bytes(zstandard.compress(plain + behind))
+    return path
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["../outside", "/tmp/outside", "model/../../outside", "model/a\\b", "model/.hidden", "blobs//x", "model/evil.py",
+     "model/pytorch_model.bin", "model/below/config.json"],
+)  # fmt: skip
+def test_an_object_whose_key_is_no_name_below_the_folder_is_refused(tmp_path: Path, key: str) -> None:
+    with writing(tmp_path / "run") as archive:
+        archive.add(key, b"{}")
+        archive.finish(Bundle(app="t"))
+    with pytest.raises(BadFrame, match=r"not a name below|not a file of a model"):
+        unpack(tmp_path / "run", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bundle"}
+
+
+@pytest.mark.parametrize("sha256", [64 * "a", "../../../etc/passwd", "/etc/passwd", "..", ""])
+def test_an_object_that_is_not_in_the_archive_is_refused(tmp_path: Path, sha256: str) -> None:
+    """Objects are named by their bytes, so altered bytes are an object that is missing."""
+    entries = msgspec.json.encode(BundleObject("blobs/b", 1, sha256))
+    lists = (hashlib.sha256(entries).hexdigest(),)
+    path = foreign(tmp_path / "run", b"other bytes", entries, manifest=Bundle(app="t", lists=lists))
+    with pytest.raises(BadFrame, match=r"blobs/b: its object .* is missing"):
         unpack(path, tmp_path / "out")
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-    assert {one.relative_to(tmp_path).as_posix() for one in tmp_path.rglob("*")} <= {"run", "out", f"out/{ABOUT}"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"bundle"}
 
 
 def test_an_archive_larger_than_allowed_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    path = foreign(tmp_path / "run", member("model/config.json"), data=bytes(10_000_000))
+    path = foreign(tmp_path / "run", bytes(10_000_000))
     with pytest.raises(BadFrame, match="10000000 bytes, too many"):
         unpack(path, tmp_path / "out", max_bytes=1_000_000)
-    assert not (tmp_path / "out").exists()
+    assert sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file()) == 0
 
 
-def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadFrame, match="File exists"):
-        unpack(foreign(tmp_path / "run", member(ABOUT), member(ABOUT)), tmp_path / "out")
+def test_records_larger_than_allowed_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "run", [record(at, bytes(1_000_000)) for at in range(3)])
+    bundle = unpack(path, tmp_path / "out", max_bytes=2_000_000)
+    with pytest.raises(BadFrame, match="--max-unpacked allows more"):
+        restore_log(tmp_path / "out", bundle, "t", MemoryStore(), max_bytes=2_000_000)
 
 
-def test_an_archive_of_a_later_format_says_so(tmp_path: Path) -> None:
-    data = msgspec.json.encode(msgspec.structs.replace(HELD, format=2))
-    with pytest.raises(BadFrame, match="got format 2, expected 1"):
-        unpack(foreign(tmp_path / "run", member(ABOUT), member(END), data=data), tmp_path / "out")
+def test_an_archive_of_another_format_says_so(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "run", manifest=Bundle(app="t", format=FORMAT + 1))
+    with pytest.raises(BadFrame, match=f"got format {FORMAT + 1}, expected {FORMAT}"):
+        unpack(path, tmp_path / "out")
+
+
+def test_an_archive_cut_between_two_objects_is_not_taken_for_a_smaller_one(tmp_path: Path) -> None:
+    with pytest.raises(BadFrame, match="cut short"):
+        unpack(foreign(tmp_path / "run", b"x"), tmp_path / "out")
+
+
+def test_what_follows_the_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadFrame, match="goes on behind"):
+        unpack(foreign(tmp_path / "run", manifest=Bundle(app="t"), behind=b"x"), tmp_path / "out")
 
 
 CUTS: list[Callable[[bytes, int], bytes]] = [
@@ -178,32 +229,27 @@ CUTS: list[Callable[[bytes, int], bytes]] = [
 ]
 
 
-def test_an_archive_cut_between_two_files_is_not_taken_for_a_smaller_one(tmp_path: Path) -> None:
-    with pytest.raises(BadFrame, match="cut short"):
-        unpack(foreign(tmp_path / "run", member(ABOUT), data=msgspec.json.encode(HELD)), tmp_path / "out")
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_damage_anywhere_is_one_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damage")
     path = written(folder / "run", [record(offset, bytes(offset)) for offset in range(40)])
     whole = path.read_bytes()
-    damage = data.draw(st.sampled_from(CUTS))(whole, data.draw(st.integers(1, len(whole) - 1)))
-    path.write_bytes(damage)
+    path.write_bytes(data.draw(st.sampled_from(CUTS))(whole, data.draw(st.integers(1, len(whole) - 1))))
     try:
-        about = unpack(path, folder / "out")
-        restore_log(folder / "out", about, "t", MemoryStore())
+        bundle = unpack(path, folder / "out")
+        restore_log(folder / "out", bundle, "t", MemoryStore())
     except BadFrame:
         return
-    assert about == HELD, "what passes is what was written"
+    assert bundle.settings == SETTINGS, "what passes is what was written"
 
 
-def test_archive_of_nothing_is_still_one(tmp_path: Path) -> None:
-    target = io.BytesIO()
-    archive = Archive(target)
-    archive.add(ABOUT, msgspec.json.encode(HELD))
-    assert archive.close() == len(target.getvalue()) > 0
+def test_an_empty_object_comes_back(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as archive:
+        archive.add("blobs/a", b"")
+        archive.finish(Bundle(app="t"))
+    unpack(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "store" / "blobs" / "a").read_bytes() == b""
 
 
 def test_an_archive_holds_what_its_experiences_show(tmp_path: Path) -> None:
@@ -215,11 +261,7 @@ def test_an_archive_holds_what_its_experiences_show(tmp_path: Path) -> None:
         tokens=[1, 2], logprobs=[-1.0], messages=(shown,), id="a.0.0-0-0", group="a.0", episode=0, group_size=1,
         spans=(Span(1, 2, 0),),
     )  # fmt: skip
-    records = stream([record(0, encode(Block((member,)))), record(1, encode(Block((member,))))])
-    with writing(tmp_path / "run") as archive:
-        archive.add(ABOUT, msgspec.json.encode(HELD))
-        asyncio.run(archive.add_records(topics.BUFFER, records, store, images=True))
-        archive.close()
-    unpack(tmp_path / "run", tmp_path / "out")
+    records = [record(at, encode(Block((member,)))) for at in range(2)]
+    unpack(written(tmp_path / "run", records, store, images=True), tmp_path / "out")
     assert (tmp_path / "out" / "store" / BLOBS / image.sha256).read_bytes() == data
     assert not (tmp_path / "out" / "store" / BLOBS / gone.sha256).exists()

@@ -6,15 +6,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from infra.ledger.backup import (
-    Backup,
-    BackupRecord,
-    BackupTarget,
+from infra.ledger.backup import copy_all, open_backup
+from infra.ledger.bundle import (
+    Bundle,
     PartitionRange,
+    StoredRecord,
+    StoreWriter,
     checked,
-    copy_all,
     listed,
-    open_backup,
     recorded,
     require_unfinished,
 )
@@ -45,9 +44,9 @@ def silent(words: str) -> None:
     """Nobody looks on."""
 
 
-async def copied(log: Log, store: Store, place: Store) -> Backup:
-    shelf = BackupTarget(place, silent)
-    return shelf.finish(await copy_all(log, store, shelf, {}))
+async def copied(log: Log, store: Store, place: Store) -> Bundle:
+    writer = StoreWriter(place, silent)
+    return writer.finish(await copy_all(log, store, writer, {}))
 
 
 def test_what_names_offsets_is_copied_before_the_log_and_what_the_log_names_after_it() -> None:
@@ -58,8 +57,8 @@ def test_what_names_offsets_is_copied_before_the_log_and_what_the_log_names_afte
 
     async def main() -> None:
         log = await filled_log(MemoryStore())
-        shelf = BackupTarget(place, lambda words: read.append("log") if words.startswith("buffer/") else None)
-        await copy_all(log, store, shelf, {})
+        writer = StoreWriter(place, lambda words: read.append("log") if words.startswith("buffer/") else None)
+        await copy_all(log, store, writer, {})
 
     asyncio.run(main())
     assert [key for key, _ in itertools.groupby(read)] == [
@@ -147,7 +146,7 @@ def test_a_backup_holds_every_record_and_object_and_no_key() -> None:
         records = [message.record async for message in log.read_all(topics.BUFFER)]
         assert (buffer.begin, buffer.end) == (3, records[-1].offset + 1)
         assert list(recorded(place, buffer)) == [
-            BackupRecord(one.offset, one.timestamp_ms, one.key, one.value, one.headers) for one in records
+            StoredRecord(one.offset, one.timestamp_ms, one.key, one.value, one.headers) for one in records
         ]
 
     asyncio.run(main())
@@ -157,8 +156,8 @@ def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there() -> N
     async def main() -> None:
         store, place = MemoryStore(), MemoryStore()
         log = await filled_log(store)
-        shelf = BackupTarget(place, silent)
-        await copy_all(log, store, shelf, {})
+        writer = StoreWriter(place, silent)
+        await copy_all(log, store, writer, {})
         with pytest.raises(ConfigError, match="was not finished"):
             open_backup(place, "t")
         before = list(place.keys("log/buffer/"))
@@ -176,7 +175,7 @@ def test_a_backup_that_is_begun_again_takes_over_the_parts_that_are_there() -> N
 
 def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
     place = MemoryStore()
-    sha256 = BackupTarget(place, silent).keep(b"body")
+    sha256 = StoreWriter(place, silent).keep(b"body")
     place.put(f"objects/{sha256}", b"Body")
     with pytest.raises(BadFrame, match=f"objects/{sha256}: its bytes have another sha256"):
         checked(place, sha256)
@@ -187,7 +186,7 @@ def test_damaged_bytes_of_a_backup_are_refused_by_their_name() -> None:
 
 def test_a_backup_of_another_app_is_refused() -> None:
     place = MemoryStore()
-    BackupTarget(place, silent).finish(Backup(app="mine", taken_ms=1))
+    StoreWriter(place, silent).finish(Bundle(app="mine", taken_ms=1))
     with pytest.raises(ConfigError, match='of app "mine", and the settings name "yours"'):
         open_backup(place, "yours")
 
@@ -216,9 +215,9 @@ def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not
     store, place = MemoryStore(), MemoryStore()
     for key in ("keys/u/1", "keys/v/1", "gateway/secret"):
         store.put(key, b"secret")
-    shelf = BackupTarget(place, silent)
-    shelf.copy(store, lambda key: True)
-    backup = shelf.finish(Backup(app="t", taken_ms=1))
+    writer = StoreWriter(place, silent)
+    writer.copy(store, lambda key: True)
+    backup = writer.finish(Bundle(app="t", taken_ms=1))
     store.put("keys/u/1", b"")
     store.delete("keys/v/1")
     store.delete("gateway/secret")
@@ -227,7 +226,7 @@ def test_keys_come_back_where_none_are_and_one_that_was_destroyed_since_does_not
 
 
 def test_in_a_hole_of_a_compacted_topic_lies_the_record_behind_it_once_more() -> None:
-    records = [BackupRecord(12, 5, b"a", b"A"), BackupRecord(15, 6, b"b", b"B")]
+    records = [StoredRecord(12, 5, b"a", b"A"), StoredRecord(15, 6, b"b", b"B")]
     a, b = (5, b"a", b"A", ()), (6, b"b", b"B", ())
     stretch = PartitionRange(10, 17)
     whole = [a, a, a, b, b, b, b]
