@@ -83,6 +83,11 @@ def check_request(prompt: Sequence[int], sampling: Sampling, num_vocabulary: int
         raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
     if not 0.0 < sampling.top_p <= 1.0:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
+    biased = [token for token, _ in sampling.shaping.logit_bias] if sampling.shaping else []
+    if biased and not 0 <= min(biased) <= max(biased) < num_vocabulary:
+        raise ValueError(
+            f"logit_bias: got a token of {min(biased)} to {max(biased)}, expected 0 to {num_vocabulary - 1}"
+        )
     if sampling.json_schema and not sampling.stop:
         raise ValueError("stop: got no token, expected one at least: without it an answer in JSON could not end")
 

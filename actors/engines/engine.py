@@ -23,6 +23,23 @@ from schemas import Span
 KvMode = Literal["rebuild", "keep"]
 
 
+class Shaping(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of the policy's distribution, as vLLM defines them; the defaults change nothing.
+
+    frequency_penalty, presence_penalty: taken from the logit of each sampled token, for each time and once.
+    repetition_penalty: divides the positive logits of tokens of prompt and answer, and multiplies the negative ones.
+    logit_bias: added, by token id. top_k: so many tokens are kept, 0 for all. min_p: tokens of at least this share of the
+    likeliest one's probability are kept.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn.
 
@@ -31,7 +48,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: None draws freely. top_p: below 1 draws from the smallest set of tokens with that probability; such spans have
     ratio False, since a truncated distribution is not the policy's own. json_schema: the text is JSON of this schema (itself
     JSON), unless max_tokens cuts it; stop tokens are needed to end it. The logprobs recorded are those of what was drawn
-    from, the policy's distribution over the tokens that the schema allows, so such spans have ratio False too.
+    from, the policy's distribution over the tokens that the schema allows, so such spans have ratio False too. shaping: what
+    else the client changes; such spans have ratio False.
     """
 
     max_tokens: int
@@ -40,11 +58,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     top_p: float = 1.0
     json_schema: str = ""
+    shaping: Shaping | None = None
 
     @property
     def has_ratio(self) -> bool:
         """Whether tokens are drawn from the policy's own distribution, so that their logprobs are behaviour probabilities."""
-        return self.temperature > 0 and self.top_p == 1.0 and not self.json_schema
+        return self.temperature > 0 and self.top_p == 1.0 and not self.json_schema and self.shaping is None
 
 
 class Chunk(msgspec.Struct, frozen=True):

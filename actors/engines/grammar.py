@@ -81,6 +81,6 @@ class Grammars:
             self._vocabulary = self._read()
             self._compiler = make_compiler(self._vocabulary)
             self._judge = SchemaCompiler(self._vocabulary.spellings, self._deadline_s)
-        self._vocabulary.check(json_schema)
         self._judge.check(json_schema)
+        self._vocabulary.check(json_schema)
         return self._compiler(json_schema)

@@ -10,12 +10,15 @@ Guarantee: for any schema, its caller has the answer within the deadline, and th
 """
 
 import os
+import re
+import resource
 import select
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Literal
 
 import msgspec
@@ -23,7 +26,9 @@ import msgspec
 from actors.engines.engine import SchemaNotTried, SchemaRefused
 from actors.engines.token_spellings import TokenSpellings, make_compiler
 
-SHORT_CHARS = 512  # what is shorter takes a second or two of a processor, over 150,000 tokens too
+SHORT_CHARS = 512  # what is shorter, and has none of SLOW, takes a second or two of a processor over 150,000 tokens too
+SLOW = re.compile(r'"(?:pattern|patternProperties|format|m(?:in|ax)(?:Length|Items|Properties))"')
+MAX_MORE_BYTES = 2 * 1024**3  # of memory, that a schema may take
 DEADLINE_S = 10.0
 START_S = 120.0
 _SIZE = struct.Struct("<I")
@@ -42,7 +47,7 @@ class SchemaCompiler:
 
     def check(self, json_schema: str) -> None:
         """Return once it has compiled. Raises SchemaRefused where it takes too long. Blocks; one at a time."""
-        if len(json_schema) <= SHORT_CHARS:
+        if len(json_schema) <= SHORT_CHARS and not SLOW.search(json_schema):
             return
         with self._one:
             for _ in range(2):  # one that ended for reasons of its own is started again
@@ -112,13 +117,17 @@ def main() -> None:
     os.nice(5)  # below the processes that serve
     given = _received(sys.stdin.buffer)
     compile_schema = make_compiler(TokenSpellings(msgspec.msgpack.decode(given or b"\x90", type=list[bytes])))
+    size = (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize() + MAX_MORE_BYTES
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
     while given is not None:
         sys.stdout.buffer.write(_DONE)
         sys.stdout.buffer.flush()
         given = _received(sys.stdin.buffer)
         try:
             compile_schema((given or b"{}").decode())
-        except RuntimeError:  # no schema: said where it is compiled for use
+        except (RuntimeError, MemoryError):  # no schema: said where it is compiled for use
             continue
 
 

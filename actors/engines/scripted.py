@@ -22,6 +22,7 @@ from actors.engines.checks import (
 )
 from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling
 from actors.engines.grammar import STUCK, Grammars, Matcher
+from actors.engines.shaping import shaped_logits
 from actors.engines.token_spellings import byte_vocabulary
 from actors.engines.trace import Trace
 from infra.policies.policy import Policy
@@ -145,8 +146,8 @@ class ScriptedEngine:
             due_s = begin_s + (len(trace.tokens) + 1) * self._token_s
             await asyncio.sleep(max(0.0, due_s - clock()) if self._token_s else 0.0)
             row, cumulative = self._row(last, sampling.temperature, sampling.top_p)
-            if matcher is not None:
-                row, cumulative = self._masked(last, sampling, matcher)
+            if matcher is not None or sampling.shaping is not None:
+                row, cumulative = self._changed(last, sampling, matcher, prompt, trace.tokens)
                 script = script if script is not None and row[script[len(trace.tokens)]] > -np.inf else None
             if script is not None:
                 last = script[len(trace.tokens)]
@@ -175,9 +176,13 @@ class ScriptedEngine:
             found = self._rows[last, temperature, top_p] = row, np.exp(row).cumsum()
         return found
 
-    def _masked(self, last: int, sampling: Sampling, matcher: Matcher) -> tuple[np.ndarray, np.ndarray]:
-        """As `_row`, over what the schema allows here."""
-        logits = np.where(matcher.allowed(), self._table[last] / (sampling.temperature or 1.0), -np.inf)
+    def _changed(
+        self, last: int, sampling: Sampling, matcher: Matcher | None, prompt: Sequence[int], sampled: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `_row`, with the client's shaping, over what the schema allows here."""
+        logits = shaped_logits(self._table[last], sampling, prompt, sampled)
+        if matcher is not None:
+            logits = np.where(matcher.allowed(), logits, -np.inf)
         row = _log_softmax(logits)
         row = _nucleus(row, sampling.top_p) if sampling.top_p < 1.0 else row
         return row, np.exp(row).cumsum()

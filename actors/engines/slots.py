@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.engines.engine import Completion, OnChunk
 from actors.engines.grammar import Matcher
 from actors.engines.request_images import RequestImages
+from actors.engines.shaping import shaped_logits
 from actors.engines.trace import Trace
 from infra.model.routers import Routers
 from infra.model.vision import Vision, model_inputs
@@ -270,7 +271,7 @@ class RunningBatch:
         rows = self.rows[start:]
         temperatures = torch.tensor([row.trace.sampling.temperature for row in rows])
         greedy = temperatures == 0
-        logits = _masked(logits.float() / torch.where(greedy, 1.0, temperatures)[:, None], rows)
+        logits = _masked(_shaped(logits.float(), torch.where(greedy, 1.0, temperatures), rows), rows)
         logprobs = torch.log_softmax(logits, -1)
         logprobs = _nucleus(logprobs, [row.trace.sampling.top_p for row in rows])
         tokens = torch.multinomial(logprobs.exp(), 1, generator=self._generator)[:, 0]
@@ -300,6 +301,17 @@ class RunningBatch:
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[num_left:]
+
+
+def _shaped(logits_BV: Tensor, temperatures_B: Tensor, rows: Sequence[RunningSequence]) -> Tensor:
+    """Logits over the temperature, of each row as its client wants them changed."""
+    found_BV = logits_BV / temperatures_B[:, None]
+    for index, row in enumerate(rows):
+        sampling = row.trace.sampling
+        if sampling.shaping is not None:
+            shaped_V = shaped_logits(logits_BV[index].cpu().numpy(), sampling, row.prompt, row.trace.tokens)
+            found_BV[index] = torch.from_numpy(shaped_V).to(found_BV)
+    return found_BV
 
 
 def _masked(logits_BV: Tensor, rows: Sequence[RunningSequence]) -> Tensor:

@@ -118,7 +118,8 @@ class GatewayConfig(Section, frozen=True):
     send feedback. canary: who answers a share of the sessions. traces: where spans of answers go. refusals: regular
     expressions of what an answer begins with that refuses; such answers are counted for the gate. keys_reload_s: how
     soon a new key works and a revoked one stops working. report_s: seconds from one report to the log to the next.
-    drain_s: at a stop, for running requests.
+    drain_s: at a stop, for running requests. strict: refuses requests with fields that are unknown, or cannot be served, or
+    change the policy's distribution; by default such fields are ignored or served, and named in response headers.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
@@ -145,6 +146,7 @@ class GatewayConfig(Section, frozen=True):
     keys_reload_s: Seconds = 2.0
     report_s: Seconds = 2.0
     drain_s: Seconds = 10.0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         split_address(self.listen)

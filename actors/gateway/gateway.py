@@ -124,7 +124,7 @@ class Gateway:
 
         drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
         """
-        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools)
+        request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools, strict=self.config.strict)
         if request.prompt.pictures and not self.tokenizer.takes_images:
             raise bad("messages: got an image, and this model reads text alone", "messages")
         name = self.name_of(request, key, session)
@@ -304,6 +304,7 @@ class Gateway:
             seed=request.seed,
             top_p=request.top_p,
             json_schema=request.json_schema,
+            shaping=request.shaping,
         )
 
     def _failure(self, error: BaseException, in_flight: InFlight) -> Exception:
@@ -344,6 +345,8 @@ class Gateway:
         if not (self.may_record(in_flight.key.train) and in_flight.request.store):
             metrics.counter("not_recorded", reason="no consent").inc(len(in_flight.answers))
             return
+        if reason := in_flight.request.untrained:
+            metrics.counter("recorded_without_ratio", reason=reason).inc(len(in_flight.answers))
         if in_flight.num_sampled:
             self._record(in_flight)
 

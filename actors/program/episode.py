@@ -256,7 +256,7 @@ class ProgramEpisode:
             raise no_room(self._session.engine.max_model_len, num_prompt)
         drawn: dict[str, Any] = {}
         if self._own_sampling:
-            drawn = {"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed}
+            drawn = {name: getattr(request, name) for name in ("temperature", "top_p", "seed", "shaping")}
         return msgspec.structs.replace(
             own,
             max_tokens=min(request.max_tokens or own.max_tokens, own.max_tokens, room),

@@ -20,7 +20,7 @@ from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT
-from actors.gateway.apis.messages import MESSAGES, read_count
+from actors.gateway.apis.messages import MESSAGES, read_messages
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
@@ -123,7 +123,7 @@ class ProgramSite:
         before = episode.again(body) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         if before is not None:
             return _once_more(api, _reply(before, episode))
-        parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""))
+        parsed = api.read(body, LIMITS, lambda answer: episode.conversations.find(answer, ""), False)
         in_flight = await episode.begin(parsed)
         reply = _reply(in_flight, episode)
 
@@ -155,7 +155,7 @@ class ProgramSite:
         return episode
 
     async def _count(self, request: Request, episode: ProgramEpisode) -> Response:
-        parsed = read_count(await self._body(request, episode), LIMITS)
+        parsed = read_messages(await self._body(request, episode), LIMITS)
         return _json(msgspec.json.encode({"input_tokens": await asyncio.to_thread(episode.count, parsed)}))
 
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:

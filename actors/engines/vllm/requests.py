@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from actors.engines.engine import Completion, EngineStopped, Sampling
+from actors.engines.engine import Completion, EngineStopped, Sampling, Shaping
 from actors.engines.request_images import RequestImages
 from actors.engines.trace import Start, begin, spans
 from actors.engines.vllm.adapters import Adapters, LoadedAdapter
@@ -318,7 +318,7 @@ def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = fro
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    held = bool(sampling.json_schema)
+    held, shaping = bool(sampling.json_schema), sampling.shaping or Shaping()
     never = sorted(special.difference(sampling.stop))[:MAX_BIASED]
     return SamplingParams(
         n=num,
@@ -328,7 +328,12 @@ def _sampling_params(sampling: Sampling, num: int, special: frozenset[int] = fro
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop),
         structured_outputs=StructuredOutputsParams(json=sampling.json_schema) if held else None,
-        logit_bias=dict.fromkeys(never, NEVER) if held else None,
+        logit_bias={**dict(shaping.logit_bias), **(dict.fromkeys(never, NEVER) if held else {})} or None,
+        frequency_penalty=shaping.frequency_penalty,
+        presence_penalty=shaping.presence_penalty,
+        repetition_penalty=shaping.repetition_penalty,
+        top_k=shaping.top_k,
+        min_p=shaping.min_p,
         ignore_eos=True,  # `stop` alone says where a sequence ends
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,

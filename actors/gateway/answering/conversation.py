@@ -20,16 +20,23 @@ from schemas import Message
 MAX_DEPTH = 64  # of JSON that a client sends within its messages and tools
 MAX_SHOWN = 64  # images of one message, as in its record
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TOOL_PROMPT = """You may call these functions:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments between tags, and nothing after it:
+<tool_call>
+{{"name": "function name", "arguments": {{}}}}
+</tool_call>"""
 _OBJECTS_BYTES = 512  # about, of the objects that hold a message
 Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A picture. url: with the picture in it, `data:image/png;base64,…`; nothing is fetched. detail: changes nothing."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """A picture. url: with the picture in it, `data:image/png;base64,…`; nothing is fetched."""
 
     url: str
-    detail: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -62,13 +69,12 @@ class ToolCall(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a request; what a client got from us, it may send back as it is.
 
     role: who speaks. content: text, or parts of it with pictures. name: of the speaker, as the template takes it.
-    tool_calls: what an assistant asked for. tool_call_id: which of these calls a tool's message answers. reasoning:
-    what an assistant thought; reasoning_content is an older name of it. reasoning_content: see reasoning. refusal,
-    audio, function_call: null, as an answer of ours has them. annotations: taken and not used.
+    tool_calls: what an assistant asked for. tool_call_id: which of these calls a tool's message answers. reasoning,
+    reasoning_content: thoughts of an assistant; the second is an older name. refusal: text instead of content.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -78,28 +84,24 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tool_call_id: Short | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
+    refusal: str | None = None
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Function(msgspec.Struct, frozen=True):
     """A function the model may call. name: by which it is called. description: what the model reads of it. parameters:
-    a JSON schema. strict: changes nothing.
+    a JSON schema.
     """
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class RequestTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool of a request. function: what may be called. type: the only one there is."""
+class RequestTool(msgspec.Struct, frozen=True):
+    """A tool of a request. function: what may be called, None for a tool of another type. type: "function" is served."""
 
-    function: Function
-    type: Literal["function"] = "function"
+    function: Function | None = None
+    type: Annotated[str, Meta(max_length=64)] = "function"
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +153,7 @@ def chat_prompt(
     """The prompt, and the tool its answer must call because of `tool_choice`: "" for any, None for no must. Raises ApiError."""
     forced = _forced(tools, choice)
     for index, tool in enumerate(tools):
-        if is_deep(tool.function.parameters):
+        if tool.function is not None and is_deep(tool.function.parameters):
             where = f"tools[{index}].function.parameters"
             raise bad(f"{where}: expected at most {MAX_DEPTH} levels of objects and lists", where)
     given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
@@ -168,6 +170,25 @@ def chat_prompt(
     )
     data = tuple(one.data for pictures in shown for one in pictures)
     return Prompt(plain=plain, chat=chat, tools=given, pictures=data), forced
+
+
+def with_tool_prompt(prompt: Prompt) -> Prompt:
+    """The prompt for a chat template that knows no tools: a system message says them, and calls and results are text."""
+    tools = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in prompt.tools)
+    chat = [_without_calls(message) for message in prompt.chat or ()]
+    said = TOOL_PROMPT.format(tools=tools)
+    if chat and chat[0]["role"] in ("system", "developer"):
+        chat[0] = {**chat[0], "content": f"{chat[0]['content']}\n\n{said}"}
+    else:
+        chat.insert(0, {"role": "system", "content": said})
+    return msgspec.structs.replace(prompt, chat=tuple(chat))
+
+
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": _plain(message)}
 
 
 def text_prompt(prompt: str | Sequence[int]) -> Prompt:
@@ -256,7 +277,7 @@ def _called(text: str) -> Called | None:
 
 
 def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _text(message.content, index)}
+    found: dict[str, Any] = {"role": message.role, "content": _text(message.content, index) or message.refusal or ""}
     thought = message.reasoning or message.reasoning_content
     if thought:
         if message.role != "assistant":
@@ -277,7 +298,7 @@ def _for_template(message: ChatMessage, index: int) -> dict[str, Any]:
             }
             for at, call in enumerate(message.tool_calls)
         ]
-    elif message.content is None and not thought:
+    elif message.content is None and message.refusal is None and not thought:
         raise bad(f"messages[{index}].content: missing, expected text", f"messages[{index}].content")
     return found
 
@@ -320,13 +341,11 @@ def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None
     """The tool that must be called: its name is given, the arguments are the model's."""
     if choice in (None, "none", "auto"):
         return None
-    if not tools:
-        raise bad("tool_choice: needs tools", "tool_choice")
     if choice == "required":
         return ""
     assert isinstance(choice, Mapping)
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type") != "function" or name not in [tool.function.name for tool in tools]:
+    if name not in [tool.function.name for tool in tools if tool.function is not None]:
         raise bad("tool_choice: expected the name of one of the tools", "tool_choice")
     return str(name)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from actors.gateway.answering.conversation import Called, is_deep, read_calls
-from actors.gateway.answering.requests import ParsedRequest
+from actors.gateway.answering.conversation import Called, is_deep, read_calls, with_tool_prompt
+from actors.gateway.answering.requests import Ignored, ParsedRequest
 from actors.gateway.answering.text import THINK, StopStrings, ThoughtSplitter, split_thought
 from actors.gateway.errors import bad
 from infra.model.writing import CALL_MARKS, FORCED, HERMES, NONE, Writing
@@ -139,20 +139,26 @@ class OwnPieces:
         return thought, self._guard.add(said)
 
 
-def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool) -> ParsedRequest:
-    """The request with the text its answer must begin with, where it must call a tool. takes_tools: the chat template does.
-    Raises ApiError where calls of this model cannot be asked for, or not read.
+def ready(request: ParsedRequest, parser: AnswerParser, *, takes_tools: bool, strict: bool = False) -> ParsedRequest:
+    """The request as this model can be asked: with the text its answer must begin with, where it must call a tool.
+
+    takes_tools: the chat template does; for another, tools are put into a system message. Raises ApiError where calls of this
+    model cannot be read, and for what is ignored where the gateway is strict.
     """
-    if request.prompt.tools and not takes_tools:
-        raise bad("tools: this model's chat template knows no tools", "tools")
-    if request.prompt.tools and (parser.refusal or parser.writing.tools == NONE):
+    writing = parser.writing.tools
+    if request.prompt.tools and (parser.refusal or writing == NONE):
         raise bad(f"tools: {parser.refusal or 'the policy is served with tool_parser = none'}", "tools")
+    if request.prompt.tools and not takes_tools:
+        if strict or writing != HERMES:
+            raise bad("tools: this model's chat template knows no tools", "tools")
+        request = msgspec.structs.replace(request, prompt=with_tool_prompt(request.prompt))
     if request.must_call is None:
         return request
-    if parser.writing.tools not in FORCED:
-        known = f"how a call as {parser.writing.tools} begins is not known here"
-        raise bad(f'tool_choice: got one that forces a call, expected "auto" or "none": {known}', "tool_choice")
-    opening = FORCED[parser.writing.tools][bool(request.must_call)]
+    if writing not in FORCED:
+        ignored = Ignored(strict=strict)
+        ignored.add("tool_choice", f"how a call as {writing} begins is not known here", None)
+        return msgspec.structs.replace(request, must_call=None, ignored=(*request.ignored, *ignored.names))
+    opening = FORCED[writing][bool(request.must_call)]
     return msgspec.structs.replace(request, force=opening.format(name=request.must_call))
 
 

@@ -1,61 +1,71 @@
-"""What a client asks for: request bodies, checked, as one shape that the rest of the gateway knows. Pure.
+"""Requests for answers: bodies, checked, as one shape that the rest of the gateway knows. Pure.
 
-Guarantee: an unknown field, a wrong type and a value out of bounds are each one ApiError that names the field; what
-reaches into the engine (templates, embeddings, media, grammars of other servers) is refused by name. Every field that is
-kept has a bound of its own: names 64 to 512 characters, JSON within it MAX_DEPTH levels, the rest as in `Limits`.
+Guarantees: any request is answered: a field that nothing reads, or that cannot be kept, is left out and named in
+`ParsedRequest.ignored`; with `strict` it is one ApiError. A wrong type, a value out of bounds and audio are each one ApiError
+that names the field. Every field that is kept has a bound of its own: names 64 to 512 characters, JSON within it MAX_DEPTH
+levels, the rest as in `GatewayLimits`.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from actors.gateway.answering.conversation import ChatMessage, Prompt, RequestTool, chat_prompt, text_prompt
-from actors.gateway.answering.json_schema import ANY_OBJECT, rewritten
+from actors.engines.engine import Shaping
+from actors.gateway.answering.conversation import (
+    MAX_DEPTH,
+    ChatMessage,
+    Prompt,
+    RequestTool,
+    chat_prompt,
+    is_deep,
+    text_prompt,
+)
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import bad
 
 SESSION_HEADER = "x-session-id"  # ties the turns of a conversation together
 SESSION_END_HEADER = "x-session-end"  # "true": no turn follows this one
-# Names of other servers' extensions: they change what runs in the engine, so each is refused by name.
-REACHING = frozenset(
-    re.findall(
-        r"\w+",
-        "chat_template chat_template_kwargs add_generation_prompt continue_final_message add_special_tokens documents "
-        "prompt_embeds input_embeds mm_processor_kwargs media_io_kwargs images audio modalities guided_json guided_regex "
-        "guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern structured_outputs grammar "
-        "allowed_token_ids bad_words logits_processors vllm_xargs kv_transfer_params cache_salt prompt_logprobs priority "
-        "min_tokens ignore_eos stop_token_ids skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens "
-        "include_stop_str_in_output use_beam_search length_penalty repetition_penalty best_of top_k min_p lora adapter",
-    )
-)
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+MAX_SCHEMA_BYTES = 65_536
+# Keywords of JSON Schema that no engine holds an answer to.
+UNKEPT = {
+    "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "uniqueItems", "contains", "minContains",
+    "maxContains", "multipleOf", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
+}  # fmt: skip
+# Fields that change nothing by what they mean, so that strict gateways take them, too.
+INERT = {
+    "annotations", "audio", "background", "budget_tokens", "cache_control", "caller", "citations", "description", "detail",
+    "disable_parallel_tool_use", "display", "effort", "encrypted_content", "file_id", "function_call", "generate_summary", "id",
+    "include_obfuscation", "is_error", "logprobs", "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort",
+    "prompt_cache_retention", "refusal", "service_tier", "signature", "status", "strict", "summary", "truncation", "ttl",
+    "verbosity",
+}  # fmt: skip
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, Meta(max_length=64)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """stream_options of the OpenAI API.
+class StreamOptions(msgspec.Struct, frozen=True):
+    """stream_options of the OpenAI API. include_usage: whether the last piece counts tokens."""
 
-    include_usage: whether the last piece counts tokens. include_obfuscation: changes nothing.
-    """
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share.
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that both kinds of request share.
 
-    model: a served one. n: choices, 1 by default. stream: whether the answer comes piece by piece. stream_options: what
+    model: a served model. n: choices, 1 by default. stream: whether the answer comes piece by piece. stream_options: what
     a stream says beside it. stop: texts that end it. seed: of the sampling. temperature, top_p: of the sampling, 1 by
-    default. max_tokens: of the answer. frequency_penalty, presence_penalty, logit_bias: refused unless 0 or empty.
-    user, safety_identifier: who is behind it; the second counts where both are there. store: false is taken at its
-    word: nothing of the answer is written. metadata, service_tier, prompt_cache_key: change nothing.
+    default. max_tokens: of the answer. frequency_penalty, presence_penalty, repetition_penalty, logit_bias, top_k, min_p:
+    change the distribution, so such an answer is not trained by losses that form a ratio. user, safety_identifier: the person
+    behind the request; the second counts where both are there. store: false records nothing of the answer.
     """
 
     model: Annotated[str, Meta(max_length=512)]
@@ -67,42 +77,37 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     temperature: Temperature | None = None
     top_p: TopP | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Annotated[dict[Text, float], Meta(max_length=1024)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[Text, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
     store: bool | None = None
-    metadata: Annotated[dict[Text, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
-    service_tier: Text | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
 
 
-class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """json_schema of a response_format. name: of the schema, for people. schema: what the answer is held to.
-    description: for people. strict: changes nothing, every schema that is taken is kept.
-    """
+class JsonSchema(msgspec.Struct, frozen=True):
+    """json_schema of a response_format. name: of the schema, for people. schema: JSON schema of the answer."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
+    name: Annotated[str, Meta(max_length=256)] = ""
+    schema: dict[str, Any] | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResponseFormat(msgspec.Struct, frozen=True):
     """response_format of the OpenAI API. type: text, any JSON object, or JSON of a schema. json_schema: that schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(Common, frozen=True, kw_only=True):
     """Body of /v1/chat/completions.
 
     messages: the conversation so far. max_completion_tokens: a newer name of max_tokens, which it goes before.
     logprobs: whether the answer has them. top_logprobs: how many other tokens it shows at each place. response_format:
-    what the answer is held to. tools: that may be called. tool_choice: whether one must be. parallel_tool_calls:
-    changes nothing.
+    format of the answer. tools: that may be called. tool_choice: whether one must be. modalities: text alone. audio: null.
     """
 
     messages: list[ChatMessage]
@@ -111,34 +116,34 @@ class ChatRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True)
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[RequestTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    modalities: list[Text] | None = None
+    audio: Any = None
 
 
-class TextRequest(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextRequest(Common, frozen=True, kw_only=True):
     """Body of /v1/completions. prompt: a text is spelled without control tokens, as any; ids are taken as they are.
-    logprobs: of how many tokens at each place. echo, suffix: refused unless false or empty.
+    logprobs: of how many tokens at each place.
     """
 
     prompt: str | list[int]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the gateway serves it.
 
-    prompt: what is answered. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
-    whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p: of the
-    sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
-    at each place. store: whether it may be recorded. user: who is behind it, as the client calls them. num_chars: of
+    prompt: the conversation or text. model: as the client called it. stream: whether the answer goes out piece by piece. usage:
+    whether the last piece counts tokens. choices: how many. stops: texts that end one. seed, temperature, top_p, shaping: of
+    the sampling. max_tokens: None where the client named none. logprobs: wanted in the answer. top_logprobs: so many others
+    at each place. store: whether it may be recorded. user: the person behind it, as the client calls them. num_chars: of
     the prompt, tools included.
 
     must_call: the tool that the answer must call, "" for any, None for no must. force: the text it then begins with.
-    json_schema: what the answer is held to, "" for nothing. shows_thoughts: what the model thinks is sent, apart from
-    what it says. said: the conversation, to go on from by the answer's id; () where it is not kept. goes_on: the
-    session of the answer that it continues. ends_session: no turn of its session follows. echo: what the response says again.
+    json_schema: of the answer, "" for none. shows_thoughts: thoughts are sent, apart from the words. said: the
+    conversation, to go on from by the answer's id; () where it is not kept. goes_on: the session of the answer that it
+    continues. ends_session: no turn of its session follows. echo: fields that the response repeats. ignored: fields of the
+    request that change nothing here.
     """
 
     prompt: Prompt
@@ -150,6 +155,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     temperature: float
     top_p: float
+    shaping: Shaping | None
     max_tokens: int | None
     logprobs: bool
     top_logprobs: int
@@ -164,6 +170,30 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     goes_on: str = ""
     ends_session: bool = False
     echo: Mapping[str, Any] = {}
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def untrained(self) -> str:
+        """Why tokens are not drawn from the policy's own distribution, so that no ratio can be formed; "" where they are."""
+        if self.shaping is not None:
+            return "shaping"
+        if self.json_schema:
+            return "response_format"
+        return "top_p" if self.top_p < 1.0 else "temperature" if not self.temperature else ""
+
+
+class Ignored:
+    """Names of a request's fields that change nothing. strict: they are refused."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self.names: list[str] = []
+        self.is_strict = strict
+
+    def add(self, name: str, why: str = "unknown field", code: str | None = "unknown_parameter") -> None:
+        """Note a field. Raises ApiError where the gateway is strict."""
+        if self.is_strict:
+            raise bad(f"{name[:200]}: {why}; gateway.strict = false would ignore it", name[:200], code)
+        self.names.append(name)
 
 
 def ends_session(header: str) -> bool:
@@ -173,55 +203,58 @@ def ends_session(header: str) -> bool:
     return header == "true"
 
 
-def read_chat(body: bytes, limits: GatewayLimits) -> ParsedRequest:
+def read_chat(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
     """The request in a body of /v1/chat/completions. Raises ApiError."""
-    return parsed_chat(decoded(body, _chat), limits)
+    ignored = Ignored(strict=strict)
+    return parsed_chat(decoded(body, _chat, ignored), limits, ignored)
 
 
-def parsed_chat(request: ChatRequest, limits: GatewayLimits, *, shows_thoughts: bool = True) -> ParsedRequest:
-    """The request as the gateway serves it. shows_thoughts: what the model thinks is sent, apart from what it says. Raises
-    ApiError.
-    """
-    _refuse_unserved(request)
+def parsed_chat(
+    request: ChatRequest, limits: GatewayLimits, ignored: Ignored, *, shows_thoughts: bool = True
+) -> ParsedRequest:
+    """The request as the gateway serves it. shows_thoughts: thoughts are sent, apart from the words. Raises ApiError."""
+    if request.audio is not None or "audio" in (request.modalities or ()):
+        raise bad('audio: this model answers in text only; leave it out and send modalities = ["text"]', "audio")
     if not request.messages:
         raise bad("messages: got none, expected at least one", "messages")
     if len(request.messages) > limits.messages:
         raise bad(f"messages: got {len(request.messages)}, expected at most {limits.messages}", "messages")
-    if len(request.tools or ()) > limits.tools:
-        raise bad(f"tools: got {len(request.tools or ())}, expected at most {limits.tools}", "tools")
+    tools = [tool for tool in request.tools or () if tool.function is not None]
+    for tool in request.tools or ():
+        if tool.function is None:
+            ignored.add(f"tools.{tool.type}", "only functions are served")
+    if len(tools) > limits.tools:
+        raise bad(f"tools: got {len(tools)}, expected at most {limits.tools}", "tools")
     if request.top_logprobs and not request.logprobs:
-        raise bad("top_logprobs: needs logprobs = true", "top_logprobs")
-    prompt, must_call = chat_prompt(request.messages, request.tools or [], request.tool_choice)
+        ignored.add("top_logprobs", "needs logprobs = true", None)
+    prompt, must_call = chat_prompt(request.messages, tools, _tool_choice(request, tools, ignored))
     if len(prompt.pictures) > limits.images:
         raise bad(f"messages: got {len(prompt.pictures)} images, expected at most {limits.images}", "messages")
-    limit = request.max_completion_tokens or request.max_tokens
     return _ask(
         request,
         limits,
         prompt,
-        max_tokens=limit,
+        ignored,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=bool(request.logprobs),
         top_logprobs=request.top_logprobs or 0,
         must_call=must_call,
-        json_schema=_json_schema(request, bool(prompt.tools)),
+        json_schema=_json_schema(request, bool(prompt.tools), ignored),
         shows_thoughts=shows_thoughts,
     )
 
 
-def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
+def read_text(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
     """The request in a body of /v1/completions. Raises ApiError."""
-    request = decoded(body, _text)
-    _refuse_unserved(request)
-    if request.suffix:
-        raise bad("suffix: not supported", "suffix")
-    if request.echo:
-        raise bad("echo: not supported", "echo")
+    ignored = Ignored(strict=strict)
+    request: TextRequest = decoded(body, _text, ignored)
     if not request.prompt:
         raise bad("prompt: got an empty one, expected text or token ids", "prompt")
     return _ask(
         request,
         limits,
         text_prompt(request.prompt),
+        ignored,
         max_tokens=request.max_tokens,
         logprobs=request.logprobs is not None,
         top_logprobs=request.logprobs or 0,
@@ -229,15 +262,25 @@ def read_text(body: bytes, limits: GatewayLimits) -> ParsedRequest:
 
 
 def _ask(
-    request: Common, limits: GatewayLimits, prompt: Prompt, *, max_tokens: int | None, **more: Any
+    request: Common, limits: GatewayLimits, prompt: Prompt, ignored: Ignored, *, max_tokens: int | None, **more: Any
 ) -> ParsedRequest:
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stops) > limits.stops or any(not stop or len(stop) > 256 for stop in stops):
         raise bad(f"stop: expected at most {limits.stops} strings of 1 to 256 characters", "stop")
+    if stops and more.get("json_schema"):
+        ignored.add("stop", "a stop string would cut the JSON of response_format", None)
+        stops = ()
     if (request.n or 1) > limits.choices:
         raise bad(f"n: got {request.n}, expected at most {limits.choices}", "n")
     if max_tokens is not None and max_tokens > limits.max_tokens:
-        raise bad(f"max_tokens: got {max_tokens}, expected at most {limits.max_tokens}", "max_tokens")
+        ignored.add("max_tokens", f"got {max_tokens}, expected at most {limits.max_tokens}", None)
+        max_tokens = limits.max_tokens
+    if request.stream_options is not None and not request.stream:
+        ignored.add("stream_options", "needs stream = true", None)
+    shaping = _shaping(request)
+    if shaping is not None and ignored.is_strict:
+        name = next(name for name in shaping.__struct_fields__ if getattr(shaping, name) != getattr(Shaping(), name))
+        raise bad(f"{name}: changes the policy's distribution; gateway.strict = false serves it", name)
     return ParsedRequest(
         prompt=prompt,
         model=request.model,
@@ -248,66 +291,136 @@ def _ask(
         seed=None if request.seed is None else request.seed & (2**63 - 1),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
+        shaping=shaping,
         max_tokens=max_tokens,
         store=request.store is not False,
         user=request.safety_identifier or request.user or "",
-        num_chars=sum(len(one.content) for one in prompt.plain)
+        num_chars=sum(len(message.content) for message in prompt.plain)
         + (len(msgspec.json.encode(prompt.tools)) if prompt.tools else 0),
+        ignored=tuple(ignored.names),
         **more,
     )
 
 
-def _json_schema(request: ChatRequest, tools: bool) -> str:
-    """The schema an answer is held to, "" for none. tools: some may be called."""
+def _shaping(request: Common) -> Shaping | None:
+    """None where the client changes nothing. Raises ApiError for a bias of something that is no token id."""
+    bias = request.logit_bias or {}
+    if wrong := [token for token in bias if not token.isdigit()]:
+        raise bad(f"logit_bias: got {wrong[0]!r}, expected token ids", "logit_bias")
+    found = Shaping(
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=tuple((int(token), value) for token, value in bias.items() if value),
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+    )
+    return found if found != Shaping() else None
+
+
+def _tool_choice(
+    request: ChatRequest, tools: Sequence[RequestTool], ignored: Ignored
+) -> str | Mapping[str, Any] | None:
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return choice
+    if not tools:
+        ignored.add("tool_choice", "needs tools", None)
+        return None
+    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+        return choice
+    ignored.add("tool_choice", 'expected "auto", "none", "required" or a function', None)
+    return None
+
+
+def _json_schema(request: ChatRequest, tools: bool, ignored: Ignored) -> str:
+    """The schema of an answer, "" for none. tools: some may be called."""
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return ""
     if tools:
-        raise bad("response_format: got tools too, expected one of both: a tool call is no JSON", "response_format")
-    if request.stop:
-        raise bad("stop: expected none beside response_format: a stop string would cut the JSON", "stop")
+        ignored.add("response_format", "got tools too, expected one of both: a tool call is no JSON", None)
+        return ""
     if wanted.type == "json_object":
         return json.dumps(ANY_OBJECT)
-    if wanted.json_schema is None:
-        where = "response_format.json_schema"
-        raise bad(f"{where}: missing, expected it beside type 'json_schema'", where)
-    return rewritten(wanted.json_schema.schema)
+    where = "response_format.json_schema"
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise bad(f"{where}: missing, expected a schema beside type 'json_schema'", where)
+    schema = wanted.json_schema.schema
+    if is_deep(schema):
+        raise bad(f"{where}.schema: expected at most {MAX_DEPTH} levels of objects and lists", f"{where}.schema")
+    for name in sorted(set(_unkept(schema))):
+        ignored.add(f"{where}.schema.{name}", "no engine holds an answer to it", "unsupported_value")
+    text = json.dumps(_told_apart(schema, itertools.count()), ensure_ascii=False)
+    if len(text) > MAX_SCHEMA_BYTES:
+        message = f"{where}.schema: got {len(text)} characters, expected at most {MAX_SCHEMA_BYTES}"
+        raise bad(message, f"{where}.schema", "unsupported_value")
+    return text
 
 
-def _refuse_unserved(request: Common) -> None:
-    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-        if getattr(request, name):
-            raise bad(f"{name}: not supported: what it draws is not the policy's own", name)
-    if request.stream_options is not None and not request.stream:
-        raise bad("stream_options: only allowed with stream = true", "stream_options")
+def _told_apart(schema: Any, numbers: Iterator[int]) -> Any:
+    """The schema with a number in each object: xgrammar takes two for one that differ only in properties named like "title"."""
+    if isinstance(schema, list):
+        return [_told_apart(part, numbers) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: value if name in ("enum", "const") else _told_apart(value, numbers) for name, value in schema.items()
+    }
+    return found | {"x-part": next(numbers)} if isinstance(found.get("properties"), dict) else found
+
+
+def _unkept(schema: Any, *, are_names: bool = False) -> Iterator[str]:
+    """Keywords within a schema that no engine keeps. are_names: the keys of this object are names of properties."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _unkept(part)
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        if not are_names and name in UNKEPT:
+            yield name
+        if are_names or name not in ("enum", "const", "default", "examples"):
+            named = name in ("properties", "$defs", "definitions", "patternProperties")
+            yield from _unkept(value, are_names=named and not are_names)
 
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _text = msgspec.json.Decoder(TextRequest)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
-    """The body of a request. Raises ApiError that names the field at fault."""
+def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: Ignored) -> Any:
+    """The body of a request; fields that nothing reads are noted in `ignored`. Raises ApiError that names the field."""
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
+        given = _fields.decode(body)
     except msgspec.ValidationError as error:
-        raise _named(str(error), body) from error
+        message = str(error)
+        where = re.search(r"`\$\.([^`]+)`", message) or re.search(r"missing required field `([^`]+)`", message)
+        raise bad(message[:500], where[1] if where else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"the body is not valid JSON: {error}") from error
+    if ignored.is_strict:
+        for name in _unread(msgspec.json.decode(body), msgspec.to_builtins(request)):
+            ignored.add(name)
+    known = request.__struct_fields__
+    for name, value in given.items():
+        if name not in known and bytes(value) != b"null" and not ignored.is_strict:
+            ignored.add(name)
+    return request
 
 
-def _named(message: str, body: bytes) -> Exception:
-    """The refusal with the name of the field. msgspec stops at the first fault, so a reaching field is looked up."""
-    try:
-        fields: object = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return bad(f"the body is not valid JSON: {error}")
-    if isinstance(fields, Mapping) and (reaching := sorted(REACHING & fields.keys())):
-        name = reaching[0]
-        return bad(f"{name}: not accepted: it reaches into the engine", name, "field_not_accepted")
-    unknown = re.search(r"unknown field `([^`]*)`(?: - at `\$\.?([^`]*)`)?", message)
-    if unknown:
-        name = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
-        return bad(f"{name[:200]}: unknown field", name[:200], "unknown_parameter")
-    where = re.search(r"`\$\.([^`]+)`", message) or re.search(r"missing required field `([^`]+)`", message)
-    return bad(message[:500], where[1] if where else None)
+def _unread(given: Any, read: Any, where: str = "") -> Iterator[str]:
+    """Fields of a body that are not in what was read of it, but for INERT and those that are null."""
+    if isinstance(given, list) and isinstance(read, list | tuple):
+        for index, (value, known) in enumerate(zip(given, read, strict=False)):
+            yield from _unread(value, known, f"{where}[{index}]")
+    if not (isinstance(given, dict) and isinstance(read, dict)):
+        return
+    for name, value in given.items():
+        place = f"{where}.{name}" if where else name
+        if name in read:
+            yield from _unread(value, read[name], place)
+        elif name not in INERT and value is not None:
+            yield place

@@ -8,11 +8,11 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.requests import ParsedRequest, decoded, parsed_chat
+from actors.gateway.answering.requests import Ignored, ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Reply, named_event
 from actors.gateway.apis.messages_request import MessagesRequest, chat_request
 from actors.gateway.config import GatewayLimits
-from actors.gateway.errors import ApiError, bad
+from actors.gateway.errors import ApiError
 
 Object = dict[str, Any]
 _KINDS: Mapping[int, str] = {
@@ -41,17 +41,12 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
     error: MessagesErrorFields
 
 
-def read_messages(body: bytes, limits: GatewayLimits) -> ParsedRequest:
-    """The request in a body of /v1/messages. Raises ApiError."""
-    request = decoded(body, _messages)
-    if request.max_tokens is None:
-        raise bad("max_tokens: missing, expected a whole number of 1 or more", "max_tokens")
-    return _parsed(request, limits)
-
-
-def read_count(body: bytes, limits: GatewayLimits) -> ParsedRequest:
-    """The request in a body of /v1/messages/count_tokens. Raises ApiError."""
-    return _parsed(decoded(body, _messages), limits)
+def read_messages(body: bytes, limits: GatewayLimits, *, strict: bool = False) -> ParsedRequest:
+    """The request in a body of /v1/messages or, where it may lack max_tokens, of /v1/messages/count_tokens. Raises ApiError."""
+    ignored = Ignored(strict=strict)
+    request: MessagesRequest = decoded(body, _messages, ignored)
+    shows_thoughts = request.thinking is None or request.thinking.type != "disabled"
+    return parsed_chat(chat_request(request, ignored), limits, ignored, shows_thoughts=shows_thoughts)
 
 
 def whole(reply: Reply) -> bytes:
@@ -134,7 +129,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 MESSAGES = Api(
-    read=lambda body, limits, recall: read_messages(body, limits),
+    read=lambda body, limits, recall, strict: read_messages(body, limits, strict=strict),
     whole=whole,
     events=MessageEvents,
     error=error_body,
@@ -144,11 +139,6 @@ MESSAGES = Api(
 
 
 _messages = msgspec.json.Decoder(MessagesRequest)
-
-
-def _parsed(request: MessagesRequest, limits: GatewayLimits) -> ParsedRequest:
-    shows_thoughts = request.thinking is None or request.thinking.type != "disabled"
-    return parsed_chat(chat_request(request), limits, shows_thoughts=shows_thoughts)
 
 
 def _message(reply: Reply) -> Object:

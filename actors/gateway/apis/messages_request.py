@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API, and the chat request that each means. Pure.
 
-Guarantee: an unknown field, an unknown kind of block and a value out of bounds are each one ApiError that names the place.
-What a client got from us it may send back as it is, and the model then meets the very text that it wrote.
+Guarantee: a kind of block that is not known and a value out of bounds are each one ApiError that names the place. What a client
+got from us it may send back as it is, and the model then meets the very text that it wrote.
 """
 
 import json
@@ -21,63 +21,39 @@ from actors.gateway.answering.conversation import (
     Short,
     ToolCall,
 )
-from actors.gateway.answering.requests import ChatRequest, Temperature, TopP
+from actors.gateway.answering.requests import ChatRequest, Ignored, Temperature, Text, TopP
 from actors.gateway.errors import bad
 
 
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """cache_control of any block. It changes nothing: prefixes are always shared.
-
-    type: the only one there is. ttl: how long a prefix is to be kept.
-    """
-
-    type: Literal["ephemeral"]
-    ttl: Annotated[str, Meta(max_length=16)] | None = None
-
-
-class ContentBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """One block of a message's content. cache_control: changes nothing."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(ContentBlock, frozen=True, kw_only=True, tag="text"):
-    """Text. text: as it was written. citations: null, as an answer of ours has it."""
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Text. text: as it was written."""
 
     text: str
-    citations: None = None
 
 
-class ToolUseBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_use"):
-    """A call of the assistant. caller: whose it is; only the model itself calls. id: that its result names. name: of
-    the tool. input: its arguments.
-    """
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of the assistant. id: that its result names. name: of the tool. input: its arguments."""
 
     id: Short
     name: Name
     input: dict[str, Any]
-    caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(ContentBlock, frozen=True, kw_only=True, tag="tool_result"):
-    """What a tool gave. is_error: no template has a word for it; the text should say so. tool_use_id: of the call.
-    content: what the model reads of it.
-    """
+class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """A tool's result. tool_use_id: of the call. content: what the model reads of it."""
 
     tool_use_id: Short
     content: str | list[TextBlock] = ""
-    is_error: bool | None = None
 
 
-class ThinkingBlock(ContentBlock, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. signature: as it was given, "" here. thinking: its text."""
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """A thought of the model. thinking: its text."""
 
     thinking: str
-    signature: str = ""
 
 
-class Base64Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
-    """A picture, here and now. Those of an address elsewhere have another type and are refused: nothing is fetched.
+class Base64Source(msgspec.Struct, frozen=True, tag_field="type", tag="base64"):
+    """A picture within the request; those at an address have another type and are refused: nothing is fetched.
 
     media_type: of the file, as image/png. data: the file in base64.
     """
@@ -86,73 +62,63 @@ class Base64Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     data: str
 
 
-class ImageBlock(ContentBlock, frozen=True, kw_only=True, tag="image"):
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     """A picture of the user's. source: the picture itself."""
 
     source: Base64Source
 
 
-Content = str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
-
-
-class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessageParam(msgspec.Struct, frozen=True):
     """A message of the conversation. role: who speaks. content: text, or blocks of it."""
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: str | list[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
 
 
-class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct, frozen=True):
     """tool_choice of the Messages API.
 
     type: whether tools may be called (auto), must be (any), one must be (tool), or none may. name: of that one.
-    disable_parallel_tool_use: changes nothing.
     """
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
-    disable_parallel_tool_use: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. Tools that a server runs have another type and are refused.
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool. Those that a server runs have another type than "custom" and are left out.
 
-    name: by which it is called. input_schema: JSON schema of its arguments. description: what the model reads of it.
-    type: the only one there is. strict, cache_control: change nothing.
+    name: by which it is called. input_schema: JSON schema of its arguments. description: what the model reads of it. type: of
+    the tool.
     """
 
-    name: Name
-    input_schema: dict[str, Any]
+    name: Short
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
+    type: Text | None = None
 
 
-class ThinkingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """thinking of the Messages API. Whether a model thinks is its own matter: what it thinks is a block of its own.
-
-    type: "disabled" leaves that block out. budget_tokens: is not kept to; max_tokens is. display: changes nothing.
+class ThinkingChoice(msgspec.Struct, frozen=True):
+    """thinking of the Messages API. The model decides whether it thinks; max_tokens bounds it. type: "disabled" leaves the
+    block with its thoughts out.
     """
 
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    type: Text
 
 
-class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Metadata(msgspec.Struct, frozen=True):
     """metadata of the Messages API. user_id: whose data this is."""
 
     user_id: Short | None = None
 
 
-class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of /v1/messages, and without max_tokens of /v1/messages/count_tokens.
 
-    model: a served one. messages: the conversation so far. max_tokens: of the answer. system: text before the
-    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p: of the
-    sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
-    metadata: who the user is. service_tier, cache_control: change nothing.
+    model: a served model. messages: the conversation so far. max_tokens: of the answer. system: text before the
+    conversation. stop_sequences: texts that end the answer. stream: whether it comes piece by piece. temperature, top_p, top_k:
+    of the sampling. tools: that may be called. tool_choice: whether one must be. thinking: whether thoughts are sent.
+    metadata: who the user is.
     """
 
     model: Short
@@ -163,25 +129,26 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     metadata: Metadata | None = None
-    service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    cache_control: CacheControl | None = None
 
 
-def chat_request(request: MessagesRequest) -> ChatRequest:
+def chat_request(request: MessagesRequest, ignored: Ignored) -> ChatRequest:
     """The same, asked in the other API. Raises ApiError."""
     if not request.messages:
         raise bad("messages: got none, expected at least one", "messages")
     messages = [ChatMessage(role="system", content=_joined(request.system))] if request.system else []
     for index, said in enumerate(request.messages):
         messages += _chat_messages(said, f"messages[{index}].content")
-    tools = [
-        RequestTool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
-        for tool in request.tools or ()
-    ]
+    tools = []
+    for tool in request.tools or ():
+        if tool.type not in (None, "custom"):
+            ignored.add(f"tools.{tool.type}", "only tools of the type custom are served")
+            continue
+        tools.append(RequestTool(Function(tool.name, tool.description, tool.input_schema)))
     return ChatRequest(
         model=request.model,
         messages=messages,
@@ -190,6 +157,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
         tools=tools or None,
         tool_choice=_choice(request.tool_choice),
         user=request.metadata.user_id if request.metadata else None,
@@ -246,7 +214,7 @@ def _joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | dict[str, Any] | None:
+def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
     if choice is None:
         return None
     if choice.type == "tool":

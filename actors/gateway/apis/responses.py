@@ -7,7 +7,7 @@ import msgspec
 
 from actors.gateway.answering.conversation import Called, ChatMessage, Conversation, ToolCall
 from actors.gateway.answering.parsing import Parsed
-from actors.gateway.answering.requests import ParsedRequest, decoded, parsed_chat
+from actors.gateway.answering.requests import Ignored, ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Recall, Reply, named_event
 from actors.gateway.apis.responses_request import ResponsesRequest, chat_request
 from actors.gateway.config import GatewayLimits
@@ -16,9 +16,10 @@ from actors.gateway.errors import ApiError
 Object = dict[str, Any]
 
 
-def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> ParsedRequest:
+def read_responses(body: bytes, limits: GatewayLimits, recall: Recall, *, strict: bool = False) -> ParsedRequest:
     """The request in a body of /v1/responses. Raises ApiError."""
-    request = decoded(body, _responses)
+    ignored = Ignored(strict=strict)
+    request = decoded(body, _responses, ignored)
     before: Conversation | None = None
     if request.previous_response_id is not None:
         before = recall(request.previous_response_id)
@@ -26,8 +27,8 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall) -> Parsed
             where = "previous_response_id"
             message = f"{where}: not known here: send the whole conversation as input"
             raise ApiError(404, message, param=where, code="previous_response_not_found")
-    chat = chat_request(request, before.messages if before is not None else ())
-    parsed = parsed_chat(chat, limits)
+    chat = chat_request(request, before.messages if before is not None else (), ignored)
+    parsed = parsed_chat(chat, limits, ignored)
     said = tuple(chat.messages[1:] if request.instructions else chat.messages)
     return msgspec.structs.replace(
         parsed,
@@ -149,7 +150,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 RESPONSES = Api(
-    read=read_responses,
+    read=lambda body, limits, recall, strict: read_responses(body, limits, recall, strict=strict),
     whole=whole,
     events=ResponseEvents,
     error=ApiError.body,
@@ -230,11 +231,11 @@ def _echo(request: ResponsesRequest) -> Object:
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
-        "reasoning": msgspec.to_builtins(request.reasoning),
+        "reasoning": request.reasoning,
         "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": msgspec.to_builtins(request.text) if request.text else {"format": {"type": "text"}},
-        "tool_choice": msgspec.to_builtins(request.tool_choice) if request.tool_choice else "auto",
+        "tool_choice": request.tool_choice or "auto",
         "tools": msgspec.to_builtins(request.tools or []),
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",

@@ -28,10 +28,10 @@ from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
-from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
+from actors.gateway.answering.requests import INERT, SESSION_END_HEADER, SESSION_HEADER, ParsedRequest, ends_session
 from actors.gateway.apis.api import Api, Reply
 from actors.gateway.apis.completions import CHAT, TEXT
-from actors.gateway.apis.messages import MESSAGES, read_count
+from actors.gateway.apis.messages import MESSAGES, read_messages
 from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.errors import ApiError, bad
@@ -63,6 +63,9 @@ APIS: Mapping[str, Api] = {
     "/v1/responses": RESPONSES,
 }
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
+IGNORED_HEADER = "x-headrace-ignored"
+TRAINED_HEADER = "x-headrace-trained"
+MAX_NAMED = 32  # fields in a header
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 NOT_RECORDED = {
     "no consent": "not recorded: the key that was answered, or this key, may not be trained on",
@@ -182,7 +185,9 @@ class Site:
 
     async def _answer(self, request: Request, api: Api) -> Response:
         key, body = await self._admitted(request)
-        parsed = api.read(body, self._limits, lambda answer: self._gateway.conversations.find(answer, key.tenant))
+        gateway = self._gateway
+        recall = partial(gateway.conversations.find, tenant=key.tenant)
+        parsed = api.read(body, self._limits, recall, gateway.config.strict)
         if parsed.choices > 1:
             self._authenticator.admit(key, parsed.choices - 1)
         if ends_session(request.headers.get(SESSION_END_HEADER, "")):
@@ -199,10 +204,21 @@ class Site:
             response = await self._answered(request, body, parsed, api, session, place)
             if held := isinstance(response, ReleasingStream):
                 response.then(_releases(place))
+            self._note(response, parsed, key, request.url.path)
             return response
         finally:
             if not held:
                 place.release()
+
+    def _note(self, response: Response, parsed: ParsedRequest, key: ApiKey, route: str) -> None:
+        """Say in headers which fields of a request changed nothing, and whether its answer can be trained on."""
+        if parsed.ignored:
+            for name in parsed.ignored:
+                self._metrics.counter("fields_ignored", route=route, field=name if name in INERT else "other").inc()
+            named = [name[:64] for name in parsed.ignored if name.isascii() and name.isprintable()]
+            response.headers[IGNORED_HEADER] = ", ".join(named[:MAX_NAMED])
+        if parsed.untrained or not (parsed.store and self._gateway.may_record(key.train)):
+            response.headers[TRAINED_HEADER] = "no"
 
     async def _admitted(self, request: Request) -> tuple[ApiKey, bytes]:
         """The key of a request and its body, which is counted for that key. Raises ApiError."""
@@ -290,7 +306,7 @@ class Site:
 
     async def _count(self, request: Request) -> Response:
         key, body = await self._admitted(request)
-        parsed = read_count(body, self._limits)
+        parsed = read_messages(body, self._limits, strict=self._gateway.config.strict)
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
         num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)

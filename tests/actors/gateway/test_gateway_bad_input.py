@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.gateway.answering.requests import REACHING, read_chat, read_text
+from actors.gateway.answering.requests import read_chat, read_text
 from actors.gateway.answering.text import Detokenizer, StopStrings
 from actors.gateway.config import GatewayConfig, GatewayLimits
 from actors.gateway.errors import ApiError
@@ -41,18 +41,61 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     (chat(n=0), "n"),
     (chat(n=99), "n"),
     (chat(max_tokens=0), "max_tokens"),
-    (chat(max_tokens=10**9), "max_tokens"),
     (chat(stop=["x"] * 99), "stop"),
     (chat(stop=""), "stop"),
-    (chat(frequency_penalty=1.0), "frequency_penalty"),
-    (chat(logit_bias={"1": 5}), "logit_bias"),
+    (chat(frequency_penalty=3.0), "frequency_penalty"),
+    (chat(logit_bias={"a": 5}), "logit_bias"),
+    (chat(modalities=["text", "audio"]), "audio"),
+    (chat(audio={"voice": "x"}), "audio"),
+    (chat(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "messages[0].content[0]"),
     (chat(response_format={"type": "grammar"}), "response_format.type"),
+]
+TOOL = {"type": "function", "function": {"name": "f"}}
+# What is ignored, or served, and refused where the gateway is strict.
+UNSERVED: list[tuple[dict[str, Any], str]] = [
+    (chat(max_tokens=10**9), "max_tokens"),
     (chat(top_logprobs=3), "top_logprobs"),
     (chat(tool_choice="required"), "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "allowed_tools"}), "tool_choice"),
+    (chat(tools=[TOOL, {"type": "custom"}]), "tools.custom"),
+    (chat(tools=[TOOL], response_format={"type": "json_object"}), "response_format"),
+    (chat(stop=["."], response_format={"type": "json_object"}), "stop"),
     (chat(stream_options={"include_usage": True}), "stream_options"),
     (chat(colour="red"), "colour"),
-    *((chat(**{name: "x"}), name) for name in sorted(REACHING)),
+    (chat(prediction={"type": "content", "content": "x"}), "prediction"),
+    (chat(chat_template="x"), "chat_template"),
+    (chat(guided_json={}), "guided_json"),
 ]
+SHAPED = {
+    "frequency_penalty": 1, "presence_penalty": 1, "repetition_penalty": 1.2, "top_k": 5, "min_p": 0.1, "logit_bias": {"9": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "name"), UNSERVED, ids=[name for _, name in UNSERVED])
+def test_a_field_that_cannot_be_served_is_ignored_and_named_and_refused_by_strict_gateways(
+    body: dict[str, Any], name: str
+) -> None:
+    assert read_chat(json.dumps(body).encode(), GatewayLimits()).ignored == (name,)
+    with pytest.raises(ApiError) as caught:
+        read_chat(json.dumps(body).encode(), GatewayLimits(), strict=True)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_field_that_changes_the_distribution_is_served_and_refused_by_strict_gateways(name: str) -> None:
+    body = json.dumps(chat(**{name: SHAPED[name]})).encode()
+    assert read_chat(body, GatewayLimits()).untrained == "shaping"
+    with pytest.raises(ApiError) as caught:
+        read_chat(body, GatewayLimits(), strict=True)
+    assert caught.value.param == name
+
+
+def test_strict_gateways_name_the_place_of_an_unknown_field_and_take_those_that_change_nothing() -> None:
+    inert = chat(metadata={"a": "b"}, service_tier="auto", tools=[TOOL | {"strict": True}])
+    assert read_chat(json.dumps(inert).encode(), GatewayLimits(), strict=True).ignored == ()
+    with pytest.raises(ApiError) as caught:
+        read_chat(json.dumps(chat(messages=[{**MESSAGES[0], "mood": "x"}])).encode(), GatewayLimits(), strict=True)
+    assert caught.value.param == "messages[0].mood"
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)

@@ -183,12 +183,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error_event(tmp_path: Path
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"tomorrow": 1}, "tomorrow"),
+        ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_by_its_place(changes: dict[str, Any], where: str) -> None:
@@ -196,6 +191,12 @@ def test_what_cannot_be_kept_to_is_refused_by_its_place(changes: dict[str, Any],
     with pytest.raises(ApiError) as refused:
         read_responses(json.dumps(body).encode(), GatewayLimits(), lambda answer: None)
     assert (refused.value.status, refused.value.param) == (400, where)
+
+
+def test_what_a_server_would_run_and_unknown_fields_are_ignored_and_named() -> None:
+    body = {"model": "m", "input": "Hi", "tools": [{"type": "web_search"}], "background": True, "truncation": "auto"}
+    found = read_responses(json.dumps(body).encode(), GatewayLimits(), lambda answer: None)
+    assert found.ignored == ("background", "truncation", "tools.web_search")
 
 
 def test_conversations_that_are_kept_are_bounded_in_number_and_in_bytes() -> None:

@@ -193,8 +193,9 @@ def test_a_call_that_must_be_made_begins_as_the_model_writes_it(tools: str, choi
     )
     parser = answer_parser(Model(), has_vllm=True)
     if force is None:
+        assert ready(asked, parser, takes_tools=True).ignored == ("tool_choice",)
         with pytest.raises(ApiError, match=r"tool_choice: .*mistral"):
-            ready(asked, parser, takes_tools=True)
+            ready(asked, parser, takes_tools=True, strict=True)
     else:
         assert ready(asked, parser, takes_tools=True).force == force
 
