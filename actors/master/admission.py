@@ -60,7 +60,7 @@ MAX_EARLY = 1024  # groups that ended before it was read that they were issued: 
 
 
 class Admission:
-    """What is outstanding, and what may be issued next."""
+    """Groups that are outstanding, and the room for new ones."""
 
     KEPT: ClassVar[dict[str, Any]] = {
         "outstanding": dict[str, OutstandingGroup], "next_sequence": int, "version": int, "steps_at_version": int,

@@ -6,7 +6,7 @@ success        in proportion to 1 − success rate, at least `floor` and at most
                but does come back, and what is never solved does not take everything
 variance       in proportion to 4 p (1 - p) of the success rate p, within the same bounds: what is solved about half of the
                time, from which a comparison teaches most (learnability of Rutherford et al., arXiv 2408.15099, section 4;
-               for language models Foster and Foerster, arXiv 2502.12272); one that was never tried counts as one half
+               for language models Foster and Foerster, arXiv 2502.12272); a task that was never tried counts as one half
 
 Each of them times the task's own priority, which a processor of stage tasks may have set; 0 is never drawn. The draws of a
 pass fall one into each of as many equal stretches of the summed priorities (systematic sampling, Madow 1949), so that
@@ -85,7 +85,7 @@ def running_sum(priorities: Iterable[float]) -> list[float]:
 
 
 def weight(success_rate: float | None, *, floor: float, cap: float) -> float:
-    """Relative frequency of a task under `success`, in `floor` to `cap`; one that was never tried counts as never solved."""
+    """Relative frequency of a task under `success`, in `floor` to `cap`; a task that was never tried counts as unsolved."""
     return min(cap, max(floor, 1.0 - (success_rate or 0.0)))
 
 
@@ -108,5 +108,5 @@ def smoothed(success_rate: float | None, mean_reward: float) -> float:
 
 
 def _draw(priorities: Sequence[float], point: float) -> int:
-    """The task whose stretch of the running sum holds `point`; one of priority 0 has none."""
+    """The task whose stretch of the running sum holds `point`; a task of priority 0 has none."""
     return min(bisect_right(priorities, point), len(priorities) - 1)

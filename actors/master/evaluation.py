@@ -1,6 +1,6 @@
-"""Evaluations pinned to a version: which to request, and what came of them. State without clock, task or client.
+"""Evaluations pinned to a version: requests and their results. State without clock, task or client.
 
-A request is one suite answered by exactly one version, one group per task, of one episode per sample:
+A request is a suite answered by exactly one version, with a group per task and an episode per sample:
 
     eval-<suite>-<version>.<index>
 
@@ -10,13 +10,12 @@ number.
 """
 
 from collections.abc import Iterable, Sequence
-from math import comb, fsum
+from math import comb, fsum, sqrt
 from typing import Any, ClassVar
 
 import msgspec
 
 from actors.config import EvalSuite
-from actors.master.gate.evidence import wilson
 from schemas import Closure, EvalResult, Experience, Issued
 from schemas.fields import VERSION_PASSED
 
@@ -25,7 +24,7 @@ _PREFIX = "eval-"
 
 
 def eval_group(suite: str, version: int, index: int) -> str:
-    """Group id of one eval task.
+    """Group id of an eval task.
 
     >>> eval_group("held-out", 40, 7)
     'eval-held-out-40.7'
@@ -49,9 +48,9 @@ def parse_eval_group(group: str) -> tuple[str, int, int] | None:
 
 
 class Request(msgspec.Struct):
-    """One suite at one version.
+    """A suite at a version.
 
-    suite: by its name. version: of the policy. attempts: index to newest attempt. answers: index to sample to score.
+    suite: its name. version: of the policy. attempts: index to newest attempt. answers: index to sample to score.
     issued_at: in the caller's units. num_tasks: of the suite. tasks: a digest of which tasks. missed: whether it ended
     without a result. result: whether it has one.
     """
@@ -73,7 +72,7 @@ class Request(msgspec.Struct):
 
 
 class EvalBook:
-    """Every request of a run and its answers; `num_tasks` of a request is set when all of it is issued."""
+    """Requests of a run and their answers; `num_tasks` of a request is set when all of it is issued."""
 
     KEPT: ClassVar[dict[str, Any]] = {"requests": dict[tuple[str, int], Request]}
 
@@ -95,14 +94,16 @@ class EvalBook:
         return request
 
     def put_back(self) -> None:
-        """What follows from `requests`, which are those of an earlier life: what is open is issued as a whole again."""
+        """Rebuild what follows from `requests` of an earlier life; open ones are issued as a whole again."""
         self._open = {key: request for key, request in self.requests.items() if request.open}
         for request in self.requests.values():
             request.num_tasks, request.tasks = 0, ""
-        self._newest = {suite: request for (suite, _), request in sorted(self.requests.items(), key=lambda one: one[0])}
+        self._newest = {
+            suite: request for (suite, _), request in sorted(self.requests.items(), key=lambda known: known[0])
+        }
 
     def issued(self, issued: Issued, at: float) -> None:
-        """One task of a request was issued; the same record twice changes nothing."""
+        """Count a task as issued; the same record twice changes nothing."""
         request, index = self._asked(issued.group)
         if request is None or not request.open:
             return
@@ -110,7 +111,7 @@ class EvalBook:
         request.attempts[index] = max(request.attempts.get(index, 0), issued.attempt)
 
     def held(self, group: str, at: float) -> None:
-        """An explorer says that it holds a task of a request: none of the request is issued again meanwhile."""
+        """Note that an explorer holds a task of a request: none of the request is issued again meanwhile."""
         suite, version, _ = parse_eval_group(group) or ("", -1, -1)
         if (request := self._open.get((suite, version))) is not None:
             request.issued_at = max(request.issued_at, at)
@@ -130,19 +131,19 @@ class EvalBook:
         request.num_tasks = max(num_tasks, 1 + max(request.attempts, default=-1))
 
     def scored(self, experience: Experience) -> None:
-        """An answer came back from verify. Of an episode in several parts the last one holds the verdict."""
+        """Count an answer from verify. The last part of an episode holds the verdict."""
         request, index = self._asked(experience.group)
         if request is None or not request.open:
             return
         if any(span.version != request.version for span in experience.spans):
             self._close(request, missed=True)
             return
-        if experience.last:  # of an episode in several parts the last one carries the verdict
+        if experience.last:
             value = verdict(experience, self.suites[request.suite].score)
             request.answers.setdefault(index, {}).setdefault(experience.episode, value)
 
     def closed(self, closure: Closure) -> None:
-        """A task ended without an answer: its explorer was past the version, or it was dropped (which counts as 0)."""
+        """Note that a task ended without an answer: its explorer was past the version, or it was dropped and counts as 0."""
         request, index = self._asked(closure.group)
         if request is None or not request.open or self._answered(request, index) or closure.outcome == "buffered":
             return
@@ -154,7 +155,7 @@ class EvalBook:
                 given.setdefault(sample, 0.0)
 
     def published(self, result: EvalResult) -> None:
-        """A result is in the log."""
+        """Note that a result is in the log."""
         if result.policy == self._policy:
             self._close(self.request(result.suite, result.version), missed=False)
 
@@ -170,8 +171,7 @@ class EvalBook:
     def due(self, *, newest: int, first_version: int, lead: int) -> list[tuple[str, int]]:
         """Requests to make now, (suite, version), given the newest published version.
 
-        What comes up within `lead` versions is asked for ahead, since an explorer cannot go back; what was missed is
-        asked for at a later version.
+        Versions are asked for `lead` ahead, since an explorer cannot go back; a missed suite is asked for at a later version.
         """
         due: list[tuple[str, int]] = []
         for name, suite in self.suites.items():
@@ -200,7 +200,7 @@ class EvalBook:
         ]
 
     def done(self, keys: Iterable[tuple[str, int]]) -> bool:
-        """Whether each of these requests has a result, or was missed."""
+        """True if each of these requests has a result, or was missed."""
         return all(key in self.requests and not self.requests[key].open for key in keys)
 
     def _asked(self, group: str) -> tuple[Request | None, int]:
@@ -223,19 +223,12 @@ class EvalBook:
         values = [value for given in request.answers.values() for value in given.values()]
         powers = [1 << power for power in range(suite.samples.bit_length()) if 1 << power <= suite.samples]
         return EvalResult(
-            policy=self._policy,
-            version=request.version,
-            suite=request.suite,
-            num_tasks=len(right),
-            num_correct=sum(right),
-            mean_score=sum(values) / len(values),
-            request=f"{request.version}/{request.suite}",
-            num_samples=suite.samples,
+            policy=self._policy, version=request.version, suite=request.suite, num_tasks=len(right), num_correct=sum(right),
+            mean_score=sum(values) / len(values), request=f"{request.version}/{request.suite}", num_samples=suite.samples,
             pass_at={str(k): pass_at(k, right, suite.samples) for k in powers} if suite.samples > 1 else {},
-            interval=interval(right, suite.samples),
-            right=tuple(right),
+            interval=interval(right, suite.samples), right=tuple(right),
             tasks=request.tasks if len(right) == request.num_tasks else "",
-        )
+        )  # fmt: skip
 
 
 def _wanted(version: int, every: int, first_version: int) -> bool:
@@ -243,7 +236,7 @@ def _wanted(version: int, every: int, first_version: int) -> bool:
 
 
 def pass_at(k: int, right: Sequence[int], num_samples: int) -> float:
-    """Mean over tasks of the chance that one of k answers, drawn from its num_samples, is right.
+    """Mean over tasks of the chance that any of k answers, drawn from its num_samples, is right.
 
     right: right answers of each task. Unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
     """
@@ -267,7 +260,7 @@ def interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
     """
     num_tasks, count = len(right), sum(right)
     mean = count / (num_tasks * num_samples)
-    spread = sum((one / num_samples - mean) ** 2 for one in right) / max(1, num_tasks - 1)
+    spread = sum((count_right / num_samples - mean) ** 2 for count_right in right) / max(1, num_tasks - 1)
     chance = mean * (1 - mean)
     seen = num_samples * spread / chance if chance else float(num_samples)
     effect = min(max((num_tasks * seen + 4 * num_samples) / (num_tasks + 4), 1.0), float(num_samples))
@@ -279,3 +272,13 @@ def interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
     if rest < len(POISSON_LOW):
         high = max(high, 1.0 - POISSON_LOW[rest] / worth)
     return low, high
+
+
+def wilson(happened: float, of: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval (1927) of the share `happened / of`; neither needs to be whole."""
+    if of <= 0:
+        return 0.0, 1.0
+    share = happened / of
+    centre = share + z * z / (2 * of)
+    half = z * sqrt(max(0.0, share * (1 - share)) / of + z * z / (4 * of * of))
+    return max(0.0, (centre - half) / (1 + z * z / of)), min(1.0, (centre + half) / (1 + z * z / of))

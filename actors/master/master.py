@@ -64,13 +64,13 @@ async def run_master(role: Role, config: MasterConfig, *, finish: asyncio.Event 
         await _tell(role, plan, "stopped")
 
 
-def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    """Of two places in a topic the later one, by partition."""
-    return {part: max(at, other.get(part, 0)) for part, at in one.items()}
+def later(offsets: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """Merge two offset maps, keeping the larger offset of each partition."""
+    return {partition: max(offset, other.get(partition, 0)) for partition, offset in offsets.items()}
 
 
 async def _recount(log: Log, plan: Plan, metrics: Metrics, since: Mapping[int, int] | None) -> Mapping[int, int]:
-    """All that was issued, ever or since a snapshot was made; returns where that ends."""
+    """Count everything issued, ever or since a snapshot; returns the end offsets of `tasks`."""
     begins, ends = await log.bounds(TASKS)
     since_ = None if since is None else {part: since.get(part, begin) for part, begin in begins.items()}
     issued: list[Issued] = []
@@ -130,7 +130,7 @@ async def _decide(
 
 
 def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
-    """Give a record of any topic to the plan."""
+    """Pass a record of any topic to the plan."""
     plan.tick(message.timestamp_ms)
     record = message.value
     if isinstance(record, Task) and record.issued is not None:
@@ -158,9 +158,9 @@ def take_in(plan: Plan, metrics: Metrics, message: LogMessage) -> None:
 
 
 async def _act(log: Log, plan: Plan, metrics: Metrics) -> None:
-    """Publish what follows from what is known now, and then what follows from that.
+    """Publish decisions until none follows.
 
-    It counts before it is published: an answer to the first task may be read before the last one is confirmed.
+    They count before they are published: an answer to the first task may be read before the last task is confirmed.
     """
     while (decisions := plan.decide()) != NOTHING:
         plan.apply(decisions)
@@ -187,7 +187,7 @@ async def _publish(log: Log, plan: Plan, metrics: Metrics, decisions: Decisions)
 
 
 async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
-    """Remove large frames that nothing claims any more, now and then; what fails is tried again the next time."""
+    """Remove unclaimed large frames every PRUNE_EVERY_S; a failure is retried the next time."""
     while True:
         await asyncio.sleep(PRUNE_EVERY_S)
         try:
@@ -199,7 +199,7 @@ async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
 
 
 async def _report(role: Role, plan: Plan, every_s: float) -> None:
-    """Tell what is going on; the reports also keep the log's clock moving."""
+    """Publish a status report every `every_s`; reports also keep the log's clock moving."""
     metrics = role.metrics
     while True:
         if plan.look_for_canary():
@@ -212,7 +212,7 @@ async def _report(role: Role, plan: Plan, every_s: float) -> None:
 
 
 async def _tell(role: Role, plan: Plan, state: str) -> None:
-    """One report. state: the plan's own, or "stopped" as the last of a master that is stopped before its end."""
+    """Publish a report. state: the plan's own, or "stopped" in the last report of a master that is stopped before its end."""
     metrics, admission = role.metrics, plan.admission
     phase = MasterState(state=plan.state, outstanding=len(admission.outstanding), drained_to=plan.drain_offset)
     metrics.gauge("outstanding_groups").set(phase.outstanding)

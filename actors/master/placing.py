@@ -1,8 +1,7 @@
-"""Which explorer gets the next task: the one with the least to do, of those that lately said which partitions they read.
+"""Placing of tasks: the next task goes to the least loaded explorer that reported its partitions lately.
 
-Each reads partitions of `tasks` of its own, so a task is sent to an explorer by sending it to one of these. State without
-clock, task or client. What it does not know costs balance and nothing else: the explorer that reads a task's
-partition runs it.
+Each explorer reads partitions of `tasks` of its own, so a task is sent to an explorer by its partition. State without clock,
+task or client. Missing knowledge costs balance alone: the explorer that reads a task's partition runs it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +11,10 @@ import msgspec
 
 from infra.roles.absence import Absence
 
-SILENT_MS = 15_000  # explorers report every few seconds: one that was silent for longer gets nothing new
+SILENT_MS = 15_000  # explorers report every few seconds: an explorer that was silent for longer gets nothing new
 
 
 class _Explorer(msgspec.Struct):
-    """One explorer: what it reads, None from one that does not say, and when it was heard of."""
-
     partitions: tuple[int, ...] | None
     heard_ms: int
 
@@ -37,20 +34,20 @@ class Placing:
         self.without = Absence()
 
     def heard(self, instance: str, partitions: Iterable[int] | None, now_ms: int) -> None:
-        """An explorer at work reports. partitions: of `tasks` that it reads, None where it does not say."""
+        """Note the report of a working explorer. partitions: of `tasks` that it reads, None where it does not say."""
         self._explorers[instance] = _Explorer(None if partitions is None else tuple(sorted(partitions)), now_ms)
 
     def left(self, instance: str) -> None:
-        """An explorer has ended."""
+        """Forget an explorer that has ended."""
         self._explorers.pop(instance, None)
 
     def has(self, instance: str, group: str, num_episodes: int) -> None:
-        """An explorer says that it has a group."""
+        """Note that an explorer runs a group."""
         if self._groups.get(group, ("", 0))[0] != instance:
             self._move(group, instance, num_episodes)
 
     def ended(self, group: str) -> None:
-        """A group runs nowhere any more, as far as it counts."""
+        """Note that a group runs nowhere any more."""
         if (known := self._groups.pop(group, None)) is not None:
             self._load[known[0]] -= known[1]
             if not self._load[known[0]]:
@@ -62,9 +59,9 @@ class Placing:
         counts: its end is reported with `ended`. Others (evals, which come many at a time) go to one explorer after the other.
         """
         self._forget(now_ms)
-        if any(one.partitions is None for one in self._explorers.values()):
+        if any(explorer.partitions is None for explorer in self._explorers.values()):
             return None
-        reading = sorted(name for name, one in self._explorers.items() if one.partitions)
+        reading = sorted(name for name, explorer in self._explorers.items() if explorer.partitions)
         if not reading:
             return None
         if counts:
@@ -82,13 +79,13 @@ class Placing:
         return dict(self._load)
 
     def look(self, now_ms: int) -> bool:
-        """Whether it is an alarm from now on that explorers have no partition to read; see `without`."""
+        """True once it becomes an alarm that explorers have no partition to read."""
         return self.without.look(now_ms / 1000, wanted=True, there=not self.idle(now_ms))
 
     def idle(self, now_ms: int) -> list[str]:
         """Explorers that read no partition, and so will never have anything to do."""
         self._forget(now_ms)
-        return sorted(name for name, one in self._explorers.items() if one.partitions == ())
+        return sorted(name for name, explorer in self._explorers.items() if explorer.partitions == ())
 
     def alarms(self, now_ms: int) -> list[str]:
         """A sentence for an operator where explorers have had no partition for a while."""
@@ -106,5 +103,6 @@ class Placing:
         self._load[instance] = self._load.get(instance, 0) + num_episodes
 
     def _forget(self, now_ms: int) -> None:
-        for name in [name for name, one in self._explorers.items() if now_ms - one.heard_ms >= SILENT_MS]:
-            del self._explorers[name]
+        for name, explorer in [*self._explorers.items()]:
+            if now_ms - explorer.heard_ms >= SILENT_MS:
+                del self._explorers[name]

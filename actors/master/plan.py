@@ -1,4 +1,4 @@
-"""The plan: all the master knows, and what it decides from it. State without clock, task or client.
+"""The plan: the master's knowledge and its decisions. State without clock, task or client.
 
 Inputs are records of the log in the order of their topics. `decide` says which records to publish and changes nothing;
 `apply` counts them as published. Time is the log's:
@@ -37,7 +37,7 @@ _SETTLED_MS = 3_000  # nothing new for so long: a taskset is loaded, a drained t
 
 _STUCK_MS = 10_000
 
-# Attempts of one group under one lease; far more than there is time for, so that no two masters ever number one alike.
+# Attempts of one group under one lease; far more than there is time for, so that no two masters ever use the same number.
 ATTEMPTS_PER_LEASE = 1000
 
 
@@ -79,7 +79,7 @@ NOTHING = Decisions()
 
 
 class Plan:
-    """What to issue, to issue again, to evaluate and to report as a result.
+    """Decides what to issue, to issue again and to evaluate, and which results and channel moves to publish.
 
     token: of this master's lease. Attempts are numbered from it, so a master that was overtaken and did not notice yet
     issues other attempts than its successor, and collect keeps the first that completes.
@@ -105,13 +105,11 @@ class Plan:
         self.gate = Gate(config.gate, policy=policy, token=token)
         self.admission = Admission(
             AdmissionLimits(
-                groups_per_step=pacing.groups_per_step,
-                max_staleness=pacing.max_staleness,
-                steps_per_version=pacing.steps_per_version,
-                first_version=config.first_version,
+                groups_per_step=pacing.groups_per_step, max_staleness=pacing.max_staleness,
+                steps_per_version=pacing.steps_per_version, first_version=config.first_version,
                 in_flight=pacing.groups_in_flight,
             )
-        )
+        )  # fmt: skip
         self.placing = Placing()
         self.clock_ms = 0
         self.active_s = 0.0
@@ -129,7 +127,7 @@ class Plan:
     # ---- what the log says
 
     def tick(self, timestamp_ms: int) -> None:
-        """A record was appended at this time."""
+        """Advance the clock to the append time of a record."""
         if self._begun_any and self.clock_ms:
             self.running_ms += max(0, min(timestamp_ms - self.clock_ms, _MAX_GAP_MS))
         self.clock_ms = max(self.clock_ms, timestamp_ms)
@@ -137,17 +135,17 @@ class Plan:
             self._stopped_ms = self.clock_ms
 
     def caught_up(self) -> None:
-        """The log is read as it was at the start: what is outstanding begins to wait now."""
+        """Start the waiting of outstanding groups: the log is read as it was at the start."""
         self.admission.wait_anew(self.active_s)
         self.evals.wait_anew(self.active_s)
 
     def task(self, task: Task) -> None:
-        """A record of `taskset`."""
+        """Take a record of `taskset`."""
         self.book.add(task)
         self._task_ms = self.clock_ms
 
     def issued(self, issued: Issued) -> None:
-        """A record of `tasks`, ours or of an earlier life."""
+        """Take a record of `tasks`, ours or of an earlier master."""
         if parse_eval_group(issued.group) is not None:
             self.evals.issued(issued, self.active_s)
             return
@@ -156,11 +154,11 @@ class Plan:
         self._begun_any = True
 
     def issued_since(self, records: Iterable[Issued]) -> None:
-        """Records of `tasks` behind what was counted: all of it was issued later, by this master, or by one it overtook.
+        """Take records of `tasks` that this master, or a master it overtook, issued after what was counted.
 
-        A group that was known and is not outstanding has ended, and stays so; its number is taken.
+        A known group that is not outstanding has ended, and stays so; its number is taken.
         """
-        for issued, is_new in [(one, self._is_new(one)) for one in records]:
+        for issued, is_new in [(record, self._is_new(record)) for record in records]:
             if is_new:
                 self.issued(issued)
             else:
@@ -172,7 +170,7 @@ class Plan:
         return round_of(issued.group) >= self.book.next_round(task_of(issued.group))
 
     def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
-        """A Closure of `progress`; True if it ended an outstanding group."""
+        """Take a closure; True if it ended an outstanding group."""
         self._moved_ms = self.clock_ms
         if parse_eval_group(closure.group) is not None:
             self.evals.closed(closure)
@@ -186,21 +184,21 @@ class Plan:
         return self.admission.closed(closure)
 
     def drawn(self, drawn: Drawn) -> int:
-        """A Drawn of `progress`; how many outstanding groups it ended."""
+        """Take a Drawn; returns how many outstanding groups it ended."""
         self._moved_ms = self.clock_ms
         for group in (*drawn.groups, *drawn.dropped):
             self.placing.ended(group)
         return self.admission.drawn(drawn)
 
     def progress(self, progress: Progress, timestamp_ms: int) -> None:
-        """A report of a role."""
+        """Take a report of a role."""
         self.gate.progress(progress, timestamp_ms)
         if progress.is_canary:
             self._canary_ms = max(timestamp_ms, self._canary_ms or 0)
         if progress.role == "explore" and progress.life == "ended":
             self.placing.left(progress.instance)
         if progress.role != "explore" or progress.life not in ("working", None):
-            return  # None, of an older explorer: a group that is issued again too early costs less than one that never is
+            return  # None, of an older explorer: a group issued again too early costs less than a group never issued again
         if self._explorer_ms is not None:
             self.active_s += max(0, min(timestamp_ms - self._explorer_ms, _MAX_GAP_MS)) / 1000
         self._explorer_ms = max(timestamp_ms, self._explorer_ms or 0)
@@ -214,19 +212,19 @@ class Plan:
                     self.placing.has(progress.instance, group, self.config.num_episodes)
 
     def policy(self, event: PolicyEvent, offset: int, timestamp_ms: int | None = None) -> None:
-        """A record of `policies`."""
+        """Take a record of `policies`."""
         self.gate.event(event, timestamp_ms)
         if self.feed.apply(event, offset):
             self._moved_ms = self.clock_ms
             self.feed.forget_below(self.feed.newest)
 
     def look_for_canary(self) -> bool:
-        """Whether it is an alarm from now on that a version is on trial and no gateway serves it; see `canary`."""
+        """True once it becomes an alarm that canaries should serve a version and no gateway does."""
         there = self._canary_ms is not None and self.clock_ms - self._canary_ms < _SILENT_MS
         return self.canary.look(self.clock_ms / 1000, wanted=self.gate.stable.trial >= 0, there=there)
 
     def result(self, result: EvalResult) -> None:
-        """An EvalResult of `evals`."""
+        """Take an eval result."""
         self.evals.published(result)
         self.gate.result(result)
         stop = self.config.stop
@@ -234,7 +232,7 @@ class Plan:
             self._reached = True
 
     def directive(self, directive: Directive, offset: int) -> None:
-        """A word of an operator, or of another master; raises FencedOut for the lease of a later one."""
+        """Take a directive. Raises FencedOut for the lease of a later master."""
         self.gate.directive(directive, offset)
         if directive.order == "lease":
             if offset > self.token:
@@ -250,11 +248,11 @@ class Plan:
             self.drain_offset = offset
 
     def finish(self) -> None:
-        """An operator asked for the end: as if the stop rule held."""
+        """End the run as if the stop rule held."""
         self._finish = True
 
     def put_back(self) -> None:
-        """What follows from a state that was kept: see `actors.master.kept`."""
+        """Rebuild what follows from a state that was kept: see `actors.master.kept`."""
         self.evals.put_back()
         if not self._ended:
             self._stopped_ms = None  # the life before was ended by an operator
@@ -263,7 +261,7 @@ class Plan:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing new is issued: the run is over, or an operator drains or pauses it."""
+        """True if nothing new is issued: the run is over, or an operator drains or pauses it."""
         return self._ended or bool(self.drained_by) or self.paused
 
     @property
@@ -279,7 +277,7 @@ class Plan:
 
     @property
     def state(self) -> MasterPhase:
-        """How far it is."""
+        """Phase of the run."""
         if self.paused:
             return "paused"
         if not self.stopped:
@@ -292,7 +290,7 @@ class Plan:
         return "done" if self.evals.done(finals) or self._given_up(2) else "evaluating"
 
     def decide(self) -> Decisions:
-        """What to publish now, `NOTHING` if nothing. What follows from a result or from a channel is decided after it."""
+        """Records to publish now, `NOTHING` for none. Results and channel moves come alone, since more follows from them."""
         if results := self.evals.ready():
             return Decisions(results=tuple(results))
         if channels := self.gate.decisions():
@@ -300,7 +298,7 @@ class Plan:
         return Decisions(rollouts=self._rollouts(), reissues=self._reissues(), evals=self._eval_requests())
 
     def apply(self, decisions: Decisions) -> None:
-        """These count as published. Read back from the log later, they change nothing."""
+        """Count decisions as published. Read back from the log later, they change nothing."""
         for result in decisions.results:
             self.result(result)
         for channel in decisions.channels:
@@ -315,7 +313,7 @@ class Plan:
                 self.issued(task.issued)
 
     def place(self, task: Task) -> int | None:
-        """The partition that an issued task is sent to, and from then on counts as; None to leave it to its key."""
+        """Partition for an issued task, which counts as sent there; None to leave it to its key."""
         issued = task.issued
         assert issued is not None
         return self.placing.place(issued.group, issued.num_episodes, self.clock_ms, counts=not issued.suite)
@@ -336,7 +334,7 @@ class Plan:
                 rollout(
                     task,
                     self.config,
-                    round=self.book.next_round(task.id) + sum(one.id == task.id for one in new),
+                    round=self.book.next_round(task.id) + sum(issued.id == task.id for issued in new),
                     attempt=self._first_attempt,
                     sequence=self.admission.next_sequence + len(new),
                     min_version=self.admission.min_version(ahead=len(self.admission.outstanding) + len(new)),
@@ -360,21 +358,21 @@ class Plan:
                     round=round_of(name),
                     attempt=max(group.attempt + 1, self._first_attempt),
                     sequence=group.sequence,
-                    # The version that is there must do: waiting for one that may never come could stop everything.
+                    # The version that is there must do: waiting for a newer one could stop everything.
                     min_version=min(self.feed.newest, self.admission.min_version(ahead=self.admission.ahead(name))),
                 )
             )
         return (*again, *self._eval_reissues())
 
     def _eval_requests(self) -> tuple[EvalRequest, ...]:
-        """Those to make, and those to issue: just made, or cut short by a restart."""
+        """Requests to make, and requests to issue: just made, or cut short by a restart."""
         if not self.stopped:
             lead, first = self.config.eval_lead, self.config.first_version
             due = self.evals.due(newest=self.feed.newest, first_version=first, lead=lead)
         else:
             due = self.evals.due_at(self.feed.newest) if self._ended and self._drained() else []
         new = [self._eval_request(*key, {}) for key in due if key not in self.evals.requests]
-        known = [self._eval_request(one.suite, one.version, one.attempts) for one in self.evals.incomplete()]
+        known = [self._eval_request(known.suite, known.version, known.attempts) for known in self.evals.incomplete()]
         return (*(request for request in known if request.num_tasks), *new)
 
     def _eval_request(self, suite: str, version: int, issued: Container[int]) -> EvalRequest:
@@ -433,30 +431,18 @@ class Plan:
 def rollout(task: Task, config: MasterConfig, *, round: int, attempt: int, sequence: int, min_version: int) -> Task:
     """Issue a task as a group of episodes to learn from."""
     issued = Issued(
-        group=group_id(task.id, round),
-        attempt=attempt,
-        num_episodes=config.num_episodes,
-        max_tokens=config.max_tokens,
-        sequence=sequence,
-        min_version=min_version,
-        temperature=config.temperature,
-        enough=config.enough,
-    )
+        group=group_id(task.id, round), attempt=attempt, sequence=sequence, min_version=min_version,
+        num_episodes=config.num_episodes, enough=config.enough, max_tokens=config.max_tokens, temperature=config.temperature,
+    )  # fmt: skip
     return replace(task, issued=issued)
 
 
 def evaluation(task: Task, config: MasterConfig, *, suite: EvalSuite, version: int, index: int, attempt: int) -> Task:
     """Issue a task of a suite to be answered by exactly this version."""
     issued = Issued(
-        group=eval_group(suite.suite, version, index),
-        attempt=attempt,
-        num_episodes=suite.samples,
-        max_tokens=config.max_tokens,
-        min_version=version,
-        temperature=suite.temperature,
-        suite=suite.suite,
-        version=version,
-    )
+        group=eval_group(suite.suite, version, index), attempt=attempt, suite=suite.suite, version=version, min_version=version,
+        num_episodes=suite.samples, max_tokens=config.max_tokens, temperature=suite.temperature,
+    )  # fmt: skip
     return replace(task, issued=issued)
 
 

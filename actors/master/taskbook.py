@@ -16,7 +16,7 @@ _RESORT = 64  # success rates between two orders by what was measured, at least
 
 
 class TaskPool(msgspec.Struct, frozen=True):
-    """Tasks of one split. tasks: from easy to hard. priorities: of each, as `curriculum.choose` draws from them."""
+    """Tasks of a split. tasks: from easy to hard. priorities: of each, as `curriculum.choose` draws from them."""
 
     tasks: list[Task]
     priorities: list[float]
@@ -37,7 +37,7 @@ class TaskBook:
         self._num_ordered = 0  # rated when they were last put in order
 
     def add(self, task: Task) -> None:
-        """A task was added to the taskset, or replaced there by one of the same id."""
+        """A task was added to the taskset, or replaced there by a task of the same id."""
         known = self.tasks.get(task.id)
         self.tasks[task.id] = task
         for split in {task.split, task.split if known is None else known.split}:
@@ -52,7 +52,7 @@ class TaskBook:
         return self._ordered[split]
 
     def pool(self, split: str, *, measured: bool = False) -> TaskPool:
-        """What the curriculum draws from. measured: tasks without a difficulty of their own are placed by their success
+        """Tasks for the curriculum to draw from. measured: tasks without a difficulty of their own are placed by their success
         rates, put in order anew now and then."""
         if measured and self._num_rated - self._num_ordered >= max(_RESORT, len(self.tasks) // 10):
             self._num_ordered = self._num_rated
@@ -65,15 +65,9 @@ class TaskBook:
     def chosen(self, pool: TaskPool, config: MasterConfig, sequence: int) -> Task | None:
         """The task for the group of this `sequence`, None where every task has priority 0."""
         index = choose(
-            config.curriculum,
-            priorities=pool.priorities,
-            success=lambda index: self.success(pool.tasks[index].id),
-            seed=config.seed,
-            sequence=sequence,
-            ramp_groups=config.ramp_groups,
-            floor=config.floor,
-            cap=config.cap,
-        )
+            config.curriculum, priorities=pool.priorities, success=lambda index: self.success(pool.tasks[index].id),
+            seed=config.seed, sequence=sequence, ramp_groups=config.ramp_groups, floor=config.floor, cap=config.cap,
+        )  # fmt: skip
         return None if index is None else pool.tasks[index]
 
     def issued(self, task: str, round: int) -> None:
@@ -102,5 +96,5 @@ class TaskBook:
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Which tasks these are, in their order."""
+    """Digest of the ids of tasks, in their order."""
     return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

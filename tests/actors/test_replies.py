@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig
 from actors.master.gate.gate import Gate
-from actors.master.gate.replies import Replies, jaccard, word_pairs
+from actors.master.gate.replies import Replies, ReplyFacts, distance
 from schemas import EvalResult, Experience, Message, PolicyEvent
 from schemas.fields import End
 from tests.actors.acting import decisions
@@ -124,9 +124,8 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
 
 
 def test_the_distance_is_jaccards() -> None:
-    """ "a b" has ^a ab b$, "a c" has ^a ac c$: one of five in common."""
-    assert jaccard(word_pairs("a b"), word_pairs("a c")) == pytest.approx(0.8)
-    assert jaccard(word_pairs(""), word_pairs("")) == 0.0
+    ab, ac = (ReplyFacts(1, "", frozenset(words)) for words in ((b"^a", b"ab", b"b$"), (b"^a", b"ac", b"c$")))
+    assert distance((ab, ac)) == pytest.approx(0.8) and distance((ab, ab)) == 0.0
 
 
 def test_the_suite_of_recorded_prompts_must_be_one_of_the_evals() -> None:

@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import CanaryConfig, GateSuite
-from actors.master.gate.evidence import mean_chance, sign_chance, wilson
+from actors.master.evaluation import wilson
+from actors.master.gate.replies import mean_chance, sign_chance
 from actors.master.gate.suites import difference, drop, is_paired, total_drop
 from actors.master.gate.trial import (
     BLOCK_SHARE,

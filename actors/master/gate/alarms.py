@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from actors.config import CanaryConfig
+from actors.master.evaluation import wilson
 from actors.master.gate.counts import Comparison
-from actors.master.gate.evidence import wilson
 from actors.master.gate.trial import CLUMPED, SOLE_TENANT, Strata, clumping
 from infra.policies.channel import Stable
 

@@ -1,4 +1,4 @@
-"""What the gate knows of versions that served: what people said of their answers, and how many failed or were refused.
+"""Counts of what people said of the answers of each version, and of sessions with a failed or refused answer.
 
 Sums by block of time and tenant, of each pair of a version that answered and the version that canaries served meanwhile.
 
@@ -30,7 +30,7 @@ Place = tuple[str, int]  # tenant, and the block of time
 
 
 class Word(msgspec.Struct):
-    """What one person said first in a comparison.
+    """A person's first word in a comparison.
 
     answered_ms, group, version: of the answer. bad: whether it is a complaint, None where it was taken back.
     """
@@ -57,7 +57,7 @@ class RatedAnswer(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """What is known of the time while canaries served one version.
+    """Sums of the time while canaries served one version.
 
     words: by person. rated: people and complaints. served: sessions, those with a failed answer, and with a refused one.
     counts: ratings as in RatedAnswer.

@@ -26,7 +26,7 @@ REMEMBERED = 1000  # decided versions whose results are kept: an operator may go
 
 
 class Gate:
-    """What is known of candidates, of the stable channel, and of people's words. State without clock or task."""
+    """Decides about candidates, trials and watches. State without clock or task."""
 
     KEPT: ClassVar[dict[str, Any]] = {
         "_results": dict[int, dict[str, EvalResult]], "_held": set[int], "_decided": int, "_required": set[str],
@@ -166,7 +166,7 @@ class Gate:
         return self._event("promoted", self.stable.version, reason, "watch", numbers, channel="canary")
 
     def _evidence(self, config: CanaryConfig) -> tuple[dict[str, Strata], dict[str, Evidence]]:
-        """What both sides of the comparison had, up to the last whole block of time."""
+        """Strata and evidence of the comparison by measure, up to the last whole block of time."""
         stable, counts = self.stable, self.counts
         now, rated_up_to = counts.block(counts.clock_ms), counts.rated_up_to
         key = (stable.trial, stable.version, self._began_ms, now, rated_up_to)
@@ -175,9 +175,8 @@ class Gate:
             first, sums = counts.block(self._began_ms), counts.comparison(stable.trial)
             found = {}
             for number, measure in enumerate(MEASURES):
-                known, end = (sums.rated, rated_up_to) if measure == "rated down" else (sums.served, now)
-                column = 1 if measure == "rated down" else number
-                sides = (
+                known, end, column = (sums.served, now, number) if number else (sums.rated, rated_up_to, 1)
+                new_side, old_side = (
                     {
                         place: (row[0], row[column])
                         for place, row in known.get(version, {}).items()
@@ -185,7 +184,7 @@ class Gate:
                     }
                     for version in (new, old)
                 )
-                found[measure] = strata(*sides)
+                found[measure] = strata(new_side, old_side)
             share = self._config.people.tenant_share
             self._known = key, found, {name: evidence(config, people, share) for name, people in found.items()}
         return self._known[1], self._known[2]
@@ -223,7 +222,7 @@ class Gate:
         return self._event("promoted", version, reason, "gate", numbers, channel="canary")
 
     def _prospect(self, config: CanaryConfig, numbers: Numbers) -> str:
-        """What a trial can find at the traffic of the stable version, in words and in numbers."""
+        """Say what a trial can find at the traffic of the stable version, and add it to the numbers."""
         sums = self.counts.comparison(-1).rated.get(self.stable.version, {})
         people = sum(row[0] for row in sums.values())
         if not people:
@@ -255,9 +254,7 @@ class Gate:
             del self._results[version]
             self._held.discard(version)
         if self._replies is not None:
-            self._replies.forget(
-                [version for version in self._replies.versions() if version < self._decided and version not in kept]
-            )
+            self._replies.forget({version for version in self._replies.versions() if version < self._decided} - kept)
 
 
 def _in_words(measures: Mapping[str, Evidence], old: int) -> str:

@@ -2,11 +2,12 @@
 
 Answers to prompts without a right one can still differ: twice as long, cut off, refused or out of form.
 
-Guarantee: where each prompt's two answers could as well have been each other's, and where the distance of none is expected
-above what may be, a candidate is held with probability alpha at most (Bonferroni's bound over four questions). It assumes
-that prompts are independent of each other; nothing is assumed of how long answers are, or how many.
+Guarantee: where each prompt's two answers could as well have been each other's, and where no distance is expected above
+`max_distance`, a candidate is held with probability alpha at most (Bonferroni's bound over four tests). It assumes that prompts
+are independent of each other; nothing is assumed of how long answers are, or how many.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -16,17 +17,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from actors.config import GateReplies, any_of
-from actors.master.gate.evidence import mean_chance, sign_chance
 from schemas import Experience
 
-QUESTIONS = 4  # longer, shorter, failed more often, too far away
+NUM_TESTS = 4  # longer, shorter, failed more often, too far away
+FAILURES = ("cut off", "refused", "out of form")
 
 Prompt = bytes  # a hash: nothing that a customer wrote is kept
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
-    """One answer. num_tokens: sampled ones. failed: "" for one that is fine, else cut off, refused or out of form.
-    words: hashes of neighbouring words, for the distance.
+    """One answer. num_tokens: sampled. failed: one of FAILURES, or "". words: hashes of neighbouring words.
 
     Example: ReplyFacts(num_tokens=4, failed="", words=frozenset({b"0123456789abcdef"}))
     """
@@ -51,13 +51,13 @@ class Replies:
         self._known: dict[int, dict[Prompt, ReplyFacts]] = {}
 
     def take(self, experience: Experience) -> None:
-        """An answer came back; those of other suites change nothing."""
+        """Take an answer; those of other suites change nothing."""
         if experience.suite == self._config.suite and experience.last and experience.messages:
-            prompt = hashed([part for one in experience.messages[:-1] for part in (one.role, one.content)])
-            self._known.setdefault(experience.max_version, {})[prompt] = self._reply(experience)
+            prompt = hashed(part for message in experience.messages[:-1] for part in (message.role, message.content))
+            self._known.setdefault(experience.max_version, {})[prompt] = self._facts(experience)
 
     def forget(self, versions: Iterable[int]) -> None:
-        """These are compared with nothing any more."""
+        """Drop versions that are compared with nothing any more."""
         for version in versions:
             self._known.pop(version, None)
 
@@ -66,80 +66,65 @@ class Replies:
         return set(self._known)
 
     def weigh(self, version: int, stable: int) -> tuple[dict[str, float], list[str]]:
-        """Numbers of the comparison, and what speaks against the version. Only prompts that both answered count."""
+        """Numbers of the comparison, and reasons to hold the version. Only prompts that both answered count."""
         new, old = self._known.get(version, {}), self._known.get(stable, {})
-        both = sorted(new.keys() & old.keys())
-        suite = self._config.suite
-        if stable < 0 or version == stable or not both:
-            return {f"{suite}/prompts": 0.0}, []
-        pairs = [(new[prompt], old[prompt]) for prompt in both]
+        pairs = [(new[prompt], old[prompt]) for prompt in sorted(new.keys() & old.keys())]
+        if stable < 0 or version == stable or not pairs:
+            return {f"{self._config.suite}/prompts": 0.0}, []
         numbers = compared(pairs)
-        return {f"{suite}/{name}": value for name, value in numbers.items()}, self._faults(numbers, pairs, stable)
+        faults = [f"{self._config.suite}: {fault}" for fault in self._faults(numbers, pairs, stable)]
+        return {f"{self._config.suite}/{name}": value for name, value in numbers.items()}, faults
 
     def _faults(self, numbers: Mapping[str, float], pairs: Sequence[Pair], stable: int) -> list[str]:
         config, faults = self._config, []
-        alpha = config.alpha / QUESTIONS
-        longer = [float(one.num_tokens - other.num_tokens) for one, other in pairs]
+        alpha = config.alpha / NUM_TESTS
+        longer = [float(new.num_tokens - old.num_tokens) for new, old in pairs]
         is_longer = numbers["length"] > config.max_longer and sign_chance(longer) <= alpha
         is_shorter = numbers["length"] < 1.0 / config.max_longer and sign_chance([-gap for gap in longer]) <= alpha
         if is_longer or is_shorter:
-            faults.append(
-                f"{config.suite}: answers {numbers['length']:.2f} times as long as the stable version {stable}'s"
-            )
-        failed = [float(bool(one.failed) - bool(other.failed)) for one, other in pairs]
+            faults.append(f"answers {numbers['length']:.2f} times as long as the stable version {stable}'s")
+        failed = [float(bool(new.failed) - bool(old.failed)) for new, old in pairs]
         if numbers["failed"] > numbers["stable failed"] + config.max_failed and sign_chance(failed) <= alpha:
             faults.append(
-                f"{config.suite}: {numbers['failed']:.3f} cut off, refused or out of form, the stable version {stable} has "
+                f"{numbers['failed']:.3f} cut off, refused or out of form, the stable version {stable} has "
                 f"{numbers['stable failed']:.3f}"
             )
         if mean_chance([distance(pair) for pair in pairs], config.max_distance) <= alpha:
-            faults.append(f"{config.suite}: {numbers['distance']:.3f} away from the stable version {stable}'s answers")
+            faults.append(f"{numbers['distance']:.3f} away from the stable version {stable}'s answers")
         return faults
 
-    def _reply(self, experience: Experience) -> ReplyFacts:
-        text = experience.response
-        failed = ""
+    def _facts(self, experience: Experience) -> ReplyFacts:
+        text, failed = experience.response, ""
         if experience.end != "terminal":
             failed = "cut off"
         elif self._refusal.search(text[:200]):
             failed = "refused"
         elif self._form is not None and self._form.fullmatch(text.strip()) is None:
             failed = "out of form"
-        return ReplyFacts(
-            num_tokens=experience.num_sampled, failed=failed, words=frozenset(map(hashed, word_pairs(text)))
-        )
+        # The ends count as words, so that a single word has two neighbours.
+        words = frozenset(hashed(pair) for pair in pairwise(("", *text.split(), "")))
+        return ReplyFacts(experience.num_sampled, failed, words)
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Of answers to the same prompts, new and old: prompts, length (mean tokens, new over old), failed and its parts, stable
-    failed (shares), distance (mean over prompts, 0 to 1: Jaccard's, of neighbouring words).
+    """Numbers about answers to the same prompts, new and old: prompts, length (mean tokens, new over old), shares of failed
+    answers in all and by kind, and the mean distance.
     """
-    count = len(pairs)
-    new, old = [one for one, _ in pairs], [other for _, other in pairs]
-    kinds = {kind: sum(one.failed == kind for one in new) / count for kind in ("cut off", "refused", "out of form")}
+    count, new, old = len(pairs), [new for new, _ in pairs], [old for _, old in pairs]
     return {
         "prompts": float(count),
-        "length": sum(one.num_tokens for one in new) / max(1, sum(one.num_tokens for one in old)),
-        "failed": sum(bool(one.failed) for one in new) / count,
-        **kinds,
-        "stable failed": sum(bool(one.failed) for one in old) / count,
+        "length": sum(reply.num_tokens for reply in new) / max(1, sum(reply.num_tokens for reply in old)),
+        "failed": sum(bool(reply.failed) for reply in new) / count,
+        **{kind: sum(reply.failed == kind for reply in new) / count for kind in FAILURES},
+        "stable failed": sum(bool(reply.failed) for reply in old) / count,
         "distance": sum(map(distance, pairs)) / count,
     }
 
 
 def distance(pair: Pair) -> float:
-    """How far two answers are from each other."""
-    return jaccard(pair[0].words, pair[1].words)
-
-
-def word_pairs(text: str) -> frozenset[tuple[str, str]]:
-    """Neighbouring words, the ends included, so that a single word has two.
-
-    >>> sorted(word_pairs("yes"))
-    [('', 'yes'), ('yes', '')]
-    """
-    words = ["", *text.split(), ""]
-    return frozenset(pairwise(words))
+    """Jaccard's distance of two answers' neighbouring words, 0 to 1."""
+    new, old = pair[0].words, pair[1].words
+    return 1.0 - len(new & old) / len(new | old)
 
 
 def hashed(texts: Iterable[str]) -> bytes:
@@ -147,6 +132,29 @@ def hashed(texts: Iterable[str]) -> bytes:
     return blake2b(msgspec.msgpack.encode(list(texts)), digest_size=16).digest()
 
 
-def jaccard(one: frozenset[Any], other: frozenset[Any]) -> float:
-    """Jaccard's distance: 0 for equal sets, 1 for sets without a common member."""
-    return 1.0 - len(one & other) / len(one | other)
+def sign_chance(gaps: Sequence[float]) -> float:
+    """Bound on the probability that differences add up to so much where each is as likely to have the other sign: given their
+    sizes, the sum of independent signs (Hoeffding, 1963, theorem 2).
+
+    >>> round(sign_chance([1.0] * 12 + [0.0] * 88), 5), sign_chance([3.0, -4.0]), sign_chance([])
+    (0.00248, 1.0, 1.0)
+    """
+    total = math.fsum(gaps)
+    return math.exp(-(total**2) / (2.0 * math.fsum(gap * gap for gap in gaps))) if total > 0.0 else 1.0
+
+
+def mean_chance(values: Sequence[float], most: float) -> float:
+    """Bound on the probability that the mean of independent values from 0 to 1 is so high where none is expected above `most`
+    (Hoeffding, 1963, theorem 1).
+
+    >>> round(mean_chance([1.0] * 10, 0.5), 6) == round(0.5**10, 6), mean_chance([0.2, 0.4], 0.5)
+    (True, 1.0)
+    """
+    mean = math.fsum(values) / max(1, len(values))
+    if mean <= most:
+        return 1.0
+    if most <= 0.0:
+        return 0.0
+    above = mean * math.log(mean / most)
+    below = (1.0 - mean) * math.log((1.0 - mean) / (1.0 - most)) if mean < 1.0 else 0.0
+    return math.exp(-len(values) * (above + below))

@@ -1,4 +1,4 @@
-"""Whether a candidate answers a suite worse than the stable version, or the run worse than it once did. Pure.
+"""Tests of eval results: is a candidate worse than the stable version, or the run worse than it once was? Pure.
 
 Results are samples: of tasks, and at a temperature of answers. Two results on the same tasks are compared task by task, so that
 only tasks count which the versions answer differently (McNemar, 1947; with several answers a task the same test over signs of
@@ -39,7 +39,7 @@ def difference(new: EvalResult, old: EvalResult) -> tuple[float, float]:
 
 
 def is_paired(new: EvalResult, old: EvalResult) -> bool:
-    """Whether two results are of the same tasks, with as many answers to each."""
+    """True if two results are of the same tasks, with as many answers to each."""
     return bool(new.right and new.tasks) and (new.tasks, len(new.right), new.num_samples) == (
         old.tasks, len(old.right), old.num_samples
     )  # fmt: skip

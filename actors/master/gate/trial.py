@@ -144,30 +144,21 @@ def clumping(found: Strata) -> float:
     return float(((more**2 / variance).sum() - len(more)) / math.sqrt(2.0 * len(more)))
 
 
-def drawn_people(
-    random: np.random.Generator, per_hour: float, share: float, rates: tuple[Floats, Floats], hours: Floats, paths: int
-) -> Strata:
-    """Simulated people of one tenant, of whom a share meets the new version. rates: chances of a bad word with the new and with
-    the old version, by block. hours: length of each block.
-    """
-    shares = (share, 1.0 - share)
-    people = [random.poisson(per_hour * part * hours, (paths, len(hours))) for part in shares]
-    columns = [column for num, rate in zip(people, rates, strict=True) for column in (num, random.binomial(num, rate))]
-    return Strata(np.stack(columns, -1)[:, None].astype(float), np.ones(1))
-
-
 def power(config: CanaryConfig, *, base: float, per_hour: float, share: float, paths: int = 100) -> tuple[float, float]:
-    """What a trial finds within its time where so many people an hour rate answers and a share `base` of them complains:
-    how often it shows that an equal version is not worse, and that one of twice the odds is worse. Simulated.
+    """Simulate how often a trial shows in its time that an equal version is not worse, and that one of twice the odds is worse.
+
+    base: share of people who complain of the old version. per_hour: people who rate. share: part that meets the new one.
     """
     num_blocks = 96
-    hours = np.full(num_blocks, duration_s(config.max_duration) / 3600.0 / num_blocks)
+    per_block = per_hour * duration_s(config.max_duration) / 3600.0 / num_blocks
     found = []
     for odds, series in ((1.0, not_worse_series), (2.0, worse_series)):
-        new = odds * base / (1.0 + (odds - 1.0) * base)
-        rates = np.full(num_blocks, new), np.full(num_blocks, base)
-        people = drawn_people(np.random.default_rng(0), per_hour, share, rates, hours, paths)
-        found.append(float((series(config, people).max(-1) >= 1.0).mean()))
+        random, columns = np.random.default_rng(0), []
+        for part, rate in ((share, odds * base / (1.0 + (odds - 1.0) * base)), (1.0 - share, base)):
+            people = random.poisson(per_block * part, (paths, 1, num_blocks))
+            columns += [people, random.binomial(people, rate)]
+        people_drawn = Strata(np.stack(columns, -1).astype(float), np.ones(1))
+        found.append(float((series(config, people_drawn).max(-1) >= 1.0).mean()))
     return found[0], found[1]
 
 
