@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full
 PAGE = (REPOSITORY / "infra" / "docs" / "howto" / "deploy.md").read_text(encoding="utf-8")
 ROLES = ("master", "train", "process", "explore", "serve")
 # For a machine without cards, and versions that do not take five minutes each.
-SETS = ("engine.use=actors.engines.torch:TorchEngine", "trainer.version_every=10s")
+SETS = ("engine.use=actors.engines.torch:TorchEngine", "trainer.min_publish_interval=10s")
 OF_STEPS = ("alarms", "steps-skipped")
 PER_S = 4.0
 WAITS_S = 600.0

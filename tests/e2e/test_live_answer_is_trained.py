@@ -46,7 +46,7 @@ class Clock:
 def settings_in(folder: Path, *, least: int = 2) -> Settings:
     assert run_init(folder, "model", "torch", "agent") == 0
     # A step takes two and comes at once: the first answer ever has an advantage of 0, and would teach nothing alone.
-    small = [f"trainer.lanes.live.least={least}", "trainer.version_every=0s"]
+    small = [f"trainer.lanes.live.min_sequences={least}", "trainer.min_publish_interval=0s"]
     # There is no model beside it, whose tokenizer spells edits.
     settings = load_settings(folder / "headrace.toml", ["app=test", "collect.correct.on=false", *small])
     add_plugin_folders(settings.folder, settings.plugins)

@@ -127,6 +127,7 @@ class RecordClass(NamedTuple):
         """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
         fields = {ast.unparse(one.target): one for one in self.node.body if isinstance(one, ast.AnnAssign)}
         meanings = labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
+        meanings |= docs.strings_below(self.node)
         if self.node.name in tables:
             meanings = docs.COMMON | meanings
         types = {name: ast.unparse(one.annotation) for name, one in fields.items()}

@@ -22,7 +22,7 @@ def live(number: int) -> Block:
 
 
 def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
-    config = {"live": LaneConfig(weight=1.0, bound=bound, least=1), **lanes}
+    config = {"live": LaneConfig(weight=1.0, max_mean_abs_log_ratio=bound, min_sequences=1), **lanes}
     return run_of(live(0), live(1), version=NOW, lanes=config)
 
 
@@ -83,5 +83,5 @@ def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dr
 
 
 def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
-    run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(bound=1e-9)})
+    run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(max_mean_abs_log_ratio=1e-9)})
     assert len(drawn(run).taken) == 2

@@ -173,7 +173,7 @@ def test_where_each_group_is_trained_once_the_mean_of_what_is_trained_is_that_of
 
 def test_weights_for_the_pool_turn_priority_into_its_opposite_where_all_is_drawn_in_the_end() -> None:
     """Why they are not the default there: what waits in a steady state is what was passed over."""
-    lane = LaneConfig(draw="priority", max_uses=1, correction=1.0)
+    lane = LaneConfig(draw="priority", max_uses=1, importance_exponent=1.0)
     assert streamed(crowd(8_000), lane, waiting=400, come=40, drawn=40) < -0.1
 
 

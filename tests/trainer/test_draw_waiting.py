@@ -114,7 +114,7 @@ def live(number: int, **header: object) -> Block:
 
 
 def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_none() -> None:
-    lanes = {"live": LaneConfig(least=3), "expert": LaneConfig(loss="sft", weight=0.1, optional=True)}
+    lanes = {"live": LaneConfig(min_sequences=3), "expert": LaneConfig(loss="sft", weight=0.1, optional=True)}
     run = run_of(live(0), live(1), expert(0), lanes=lanes, groups_per_step=3)
     assert decide(run, now_s=0.0) == Draw(wait=True)
     arrive(run, live(2))
@@ -138,7 +138,7 @@ def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs_also_with
 
 
 def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used_is_dropped() -> None:
-    lanes = {"live": LaneConfig(loss="topr", least=2)}
+    lanes = {"live": LaneConfig(loss="topr", min_sequences=2)}
     run = run_of(live(0, advantage=0.0), live(1, advantage=0.0), lanes=lanes)
     draw = decide(run, now_s=0.0)
     assert draw.wait and not draw.taken
@@ -151,23 +151,25 @@ def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used
 
 
 @pytest.mark.parametrize(
-    "lane", [LaneConfig(loss="sft", least=1), LaneConfig(loss="grpo", least=1, options={"kl": 0.1})]
+    "lane", [LaneConfig(loss="sft", min_sequences=1), LaneConfig(loss="grpo", min_sequences=1, options={"kl": 0.1})]
 )
 def test_a_loss_that_learns_without_advantages_trains_where_they_are_0(lane: LaneConfig) -> None:
     assert taken(decide(run_of(live(0, advantage=0.0), lanes={"live": lane}), now_s=0.0)) == ["l0.0"]
-    assert taken(decide(run_of(live(0), lanes={"live": LaneConfig(least=1)}), now_s=0.0)) == ["l0.0"], "nobody set one"
+    assert taken(decide(run_of(live(0), lanes={"live": LaneConfig(min_sequences=1)}), now_s=0.0)) == ["l0.0"], (
+        "nobody set one"
+    )
 
 
 def test_a_lane_alone_makes_no_version_before_the_last_one_has_its_time() -> None:
-    run = run_of(live(0), lanes={"live": LaneConfig(least=1)})
-    run.supply.config = msgspec.structs.replace(run.supply.config, version_every="5m")
+    run = run_of(live(0), lanes={"live": LaneConfig(min_sequences=1)})
+    run.supply.config = msgspec.structs.replace(run.supply.config, min_publish_interval="5m")
     assert taken(decide(run, now_s=50.0)) == ["l0.0"], "nothing was published yet"
     run.supply.published_s = 50.0
     assert decide(run, now_s=349.0).wait and taken(decide(run, now_s=350.0)) == ["l0.0"]
     run.supply.intake.take_report(master("draining", outstanding=0))
     assert taken(decide(run, now_s=51.0)) == ["l0.0"]
     paced = run_of(usual(0), usual(1))
-    paced.config = msgspec.structs.replace(paced.config, version_every="5m")
+    paced.config = msgspec.structs.replace(paced.config, min_publish_interval="5m")
     paced.supply.published_s = 50.0
     assert taken(decide(paced, now_s=51.0)) == ["u0.0", "u1.0"], "rollouts are never held up"
 
@@ -178,21 +180,21 @@ def test_a_lane_of_production_alone_waits_for_64_answers_and_five_minutes_where_
     arrive(run, live(63))
     run.supply.published_s = 0.0
     assert decide(run, now_s=299.0).wait and len(taken(decide(run, now_s=300.0))) == 64
-    run.supply.config = msgspec.structs.replace(run.supply.config, version_every="0s")
+    run.supply.config = msgspec.structs.replace(run.supply.config, min_publish_interval="0s")
     assert len(taken(decide(run, now_s=1.0))) == 64
 
 
 def test_settings_that_leave_open_what_a_step_waits_for_are_the_same_when_they_are_read_again() -> None:
     config = TrainerConfig(lanes={"live": LaneConfig()})
     assert decode(msgspec.to_builtins(config), TrainerConfig, "an archive") == config
-    assert config.between_versions == "5m" and config.least("live") == 64
+    assert config.publish_interval == "5m" and config.min_sequences("live") == 64
 
 
 def test_no_lane_waits_for_more_than_may_wait_in_it() -> None:
     run = run_of(*(live(number) for number in range(9)), lanes={"live": LaneConfig(max_waiting=9)})
     assert len(taken(decide(run, now_s=0.0))) == 9
-    with pytest.raises(ValueError, match="least: got 10, expected at most max_waiting = 9"):
-        LaneConfig(least=10, max_waiting=9)
+    with pytest.raises(ValueError, match="min_sequences: got 10, expected at most max_waiting = 9"):
+        LaneConfig(min_sequences=10, max_waiting=9)
 
 
 def test_other_lanes_alone_wait_for_nothing_where_their_settings_say_nothing() -> None:
@@ -218,7 +220,9 @@ def test_eight_ratings_with_the_file_that_init_writes_make_no_version() -> None:
 
 def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first() -> None:
     run = run_of(
-        *(live(number) for number in range(5)), lanes={"live": LaneConfig(max_waiting=3, least=1)}, groups_per_step=9
+        *(live(number) for number in range(5)),
+        lanes={"live": LaneConfig(max_waiting=3, min_sequences=1)},
+        groups_per_step=9,
     )
     draw = decide(run, now_s=0.0)
     assert [(one.group, reason) for one, reason in draw.dropped] == [(f"l{at}.0", "too many waiting") for at in (0, 1)]
@@ -226,7 +230,7 @@ def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first
 
 
 def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
-    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5, least=1)}
+    lanes = {"live": LaneConfig(tenant_share=1.0, subject_share=0.5, min_sequences=1)}
     many = [live(number, subject="heavy") for number in range(9)]
     run = run_of(*many, live(10, subject="a"), live(11, subject="b"), lanes=lanes, groups_per_step=4)
     draw = decide(run, now_s=0.0)

@@ -151,7 +151,7 @@ def candidates(joins: int, turns: int, alone: int) -> list[Candidate]:
     ]
 
 
-@pytest.mark.parametrize("draw", ["spread", "priority"])
+@pytest.mark.parametrize("draw", ["least-used", "priority"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share: float) -> None:
     lane = LaneConfig(weight=1.0, draw=draw, tenant_share=share)  # type: ignore[arg-type]

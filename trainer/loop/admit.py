@@ -38,14 +38,13 @@ async def admitted(run: Run, draw: Draw) -> Draw:
     A newer revision may take an answer's place in the buffer while this waits: then the newer one is drawn another time.
     """
     draw = still_held(run, await readable(run, still_held(run, draw)))
-    asked = [one for one in draw.taken if run.config.lanes[one.lane].bound > 0 and one.lane != PACED]
+    bounds = {lane: config.max_mean_abs_log_ratio for lane, config in run.config.lanes.items()}
+    asked = [one for one in draw.taken if bounds[one.lane] > 0 and one.lane != PACED]
     if not asked:
         return draw
     distance = await distances(run, asked)
     draw = still_held(run, draw)
-    far = [
-        one for one in draw.taken if one.offset in distance and distance[one.offset] > run.config.lanes[one.lane].bound
-    ]
+    far = [one for one in draw.taken if one.offset in distance and distance[one.offset] > bounds[one.lane]]
     if not far:
         return draw
     gone = tuple((one, DIVERGED) for one in far)

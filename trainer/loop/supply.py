@@ -66,7 +66,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
     for lane, config in lanes.items():
         if lane == PACED or config.weight == 0.0:
             continue
-        least = 1 if paced_step or supply.intake.draining else supply.config.least(lane)
+        least = 1 if paced_step or supply.intake.draining else supply.config.min_sequences(lane)
         alone = max(supply.pacing.groups_per_step, least)
         wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else alone
         if wanted == 0:
@@ -97,7 +97,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
 
 def is_early(supply: Supply, now_s: float) -> bool:
     """Whether a step without the paced lane would follow the last version too soon."""
-    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.between_versions)
+    return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.publish_interval)
 
 
 def teaches(supply: Supply, one: Candidate) -> bool:

@@ -77,12 +77,12 @@ learning_rate = 1e-4
 betas = [0.9, 0.98]
 gradient_clip = 1.0
 checkpoint_every = 40
-version_every = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
+min_publish_interval = "0s"             # a version as soon as there are answers for it: these users wait no five minutes
 
 [trainer.lanes]
 # Most answers are old, and most are wrong. A loss that lowers their probability without a bound lowers that of right ones
 # too. topr stops at what the policy hardly says, so that an answer may be learned from several times.
-live = {{ loss = "topr", weight = {usual}, least = 256, max_uses = 4, bound = 1.0 }}
+live = {{ loss = "topr", weight = {usual}, min_sequences = 256, max_uses = 4, max_mean_abs_log_ratio = 1.0 }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
 """
 

@@ -1,12 +1,15 @@
 """Writes the reference pages of infra/docs from the code: `python -m infra.cli.docs`.
 
-A setting is documented in the docstring of its struct, as `name: what it means.` or `one, other: what both mean.`; a command
+A setting is documented by a string below its field, or in the docstring of its struct as `name: what it means.`; a command
 in its own help; a name of `headrace` in its docstring. A test fails where the pages are not what this writes.
 """
 
+import ast
 import inspect
+import itertools
 import json
 import re
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,8 +212,24 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
         fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
         shown, found = labelled(inspect.getdoc(one) or "", fields)
-        meanings |= found
+        meanings |= found | {fields[name]: text for name, text in below_fields(one).items() if name in fields}
     return shown, meanings
+
+
+def below_fields(struct: type) -> dict[str, str]:
+    """The descriptions that stand as strings below the fields of a record."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
+    assert isinstance(node, ast.ClassDef)
+    return strings_below(node)
+
+
+def strings_below(node: ast.ClassDef) -> dict[str, str]:
+    """The same of a class's source."""
+    return {
+        ast.unparse(field.target): re.sub(r"\s+", " ", str(text.value.value))
+        for field, text in itertools.pairwise(node.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> str:

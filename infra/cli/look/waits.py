@@ -44,7 +44,7 @@ def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
         return f"no lane takes it: [trainer.lanes] has {', '.join(lanes)}, and it is of lane {lane}"
     if PACED in lanes:
         return f"it waits in the trainer's buffer for a step of lane {lane}"
-    least, every = settings.trainer.least(lane), settings.trainer.between_versions
+    least, every = settings.trainer.min_sequences(lane), settings.trainer.publish_interval
     of = f" of {least} answers or more" if least > 1 else ""
     apart = f", {every} after the last version at the earliest" if duration_s(every) > 0 else ""
     return f"it waits in the trainer's buffer for a step of lane {lane}{of}{apart}"

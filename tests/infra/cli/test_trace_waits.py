@@ -40,10 +40,10 @@ from = { file = "tickets.jsonl" }
 window = "24h"
 
 [trainer]
-version_every = "5m"
+min_publish_interval = "5m"
 
 [trainer.lanes]
-live = { loss = "topr", least = 64 }
+live = { loss = "topr", min_sequences = 64 }
 """
 
 Records = list[tuple[Topic, Block | Control]]

@@ -58,7 +58,7 @@ def test_the_models_that_vllm_may_serve_have_heads_that_its_attention_on_cpus_ta
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_no_demo_waits_between_versions_for_anything_but_answers(task: DemoTask, tmp_path: Path) -> None:
-    assert settings(tmp_path, task=task.name, engine=task.engines[0]).trainer.between_versions == "0s"
+    assert settings(tmp_path, task=task.name, engine=task.engines[0]).trainer.publish_interval == "0s"
 
 
 def test_a_control_a_task_has_no_use_for_is_refused(tmp_path: Path) -> None:
