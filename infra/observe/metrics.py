@@ -1,8 +1,8 @@
 """Metrics of one role: a Prometheus registry of its own, served over HTTP with a health check.
 
 Guarantees: names and labels are created on first use and never clash between roles in one process; `/healthz` answers
-200 only while every registered check passes, and names those that do not. What a metric is called in Prometheus is said in
-`infra.observe.exposed`, and what each means in `infra.observe.measures`. Every sample bears the label `app`, so that rules and
+200 only while every registered check passes, and names those that do not. Names in Prometheus and meanings are those of
+`infra.observe.measures`. Every sample bears the label `app`, so that rules and
 dashboards tell apart the apps that one Prometheus scrapes.
 """
 
@@ -16,8 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from infra.observe.exposed import PREFIX, Exposed, exposed
-from infra.observe.measures import HELP
+from infra.observe.measures import HELP, PREFIX, Exposed, exposed
 from infra.observe.release import release
 from schemas.errors import ConfigError
 
@@ -93,7 +92,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        text: bytes = generate_latest(_PrometheusNames(self.registry, self._app))
+        text: bytes = generate_latest(_Renamed(self.registry, self._app))  # type: ignore[arg-type]
         return text
 
     def serve(self, port: int = 0, host: str = "127.0.0.1") -> int:
@@ -148,20 +147,13 @@ class Metrics:
         return values
 
 
-class _PrometheusNames(CollectorRegistry):
+class _Renamed(Collector):
     """The families of a registry under the names that Prometheus reads; those of one name are one family."""
 
-    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
-        super().__init__(auto_describe=False)
-        self.register(_Renamed(registry, labels))
-
-
-class _Renamed(Collector):
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._registry, self._labels = registry, labels
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other."""
         found: dict[str, Metric] = {}
         for family in self._registry.collect():
             shown = _exposed(family.name)

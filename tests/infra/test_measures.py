@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infra.observe.exposed import exposed
-from infra.observe.measures import HELP, MEASURES, Measure
+from infra.observe.measures import HELP, MEASURES, Measure, exposed
 from infra.observe.metrics import Metrics
 from schemas.fields import CANARY_MISSING
 from tests.own_sources import ROOT

@@ -316,19 +316,13 @@ def methods(thing: Any) -> list[str]:
 
 def called(thing: Any) -> str:
     """What a function or a class is called with; nothing for a class that is a protocol or an error."""
-    is_class = inspect.isclass(thing)
-    if is_class and (issubclass(thing, Exception) or getattr(thing, "_is_protocol", False)):
+    if not inspect.isclass(thing):
+        return short(inspect.signature(thing)).replace("(self, ", "(").replace("(self)", "()")
+    if issubclass(thing, Exception) or getattr(thing, "_is_protocol", False):
         return ""
-    found, parts = inspect.signature(thing), list[str]()
-    for one in found.parameters.values():
-        if one.name != "self":
-            if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
-                parts.append("*")
-            stars = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-            kind = "" if is_class else f": {short(one.annotation)}"
-            plain_default = repr(one.default) if isinstance(one.default, str | int | float | tuple | None) else "…"
-            parts.append(f"{stars}{one.name}{kind}" + ("" if one.default is one.empty else f" = {plain_default}"))
-    return f"({', '.join(parts)})" + ("" if is_class else f" -> {short(found.return_annotation)}")
+    found = inspect.signature(thing)
+    bare = [one.replace(annotation=one.empty) for one in found.parameters.values() if one.name != "self"]
+    return short(found.replace(parameters=bare, return_annotation=found.empty))
 
 
 def short(thing: Any) -> str:
