@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from infra.chain.chain import Step
 from infra.log.bus import Partition
@@ -23,12 +23,10 @@ from infra.roles.deadline import ends_within
 from infra.roles.role import Role
 from schemas import FeedbackWait, Progress
 from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED
-from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.snapshots import SnapshotPolicy
 from streams.config import StreamsConfig
-from streams.log_time import LogTime
-from streams.sources.companion import companions
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
 from streams.stages.driver import WindowDriver
@@ -38,6 +36,7 @@ from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
 from streams.worker import (
     HeldTopic,
+    LogTime,
     quieten_clients,
     report,
     rules_of,
@@ -82,8 +81,8 @@ async def run_worker(
             for stage in stages:
                 chain = " ".join(step.stamp for step in steps[stage])
                 hosts.append(HostedStage(log, login, stage, folder.path, chain))
-                often = Often(config.collect.snapshot_s, config.collect.snapshot_records)
-                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"], often=often)
+                snapshots = SnapshotPolicy(config.collect.snapshot_s, config.collect.snapshot_records)
+                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"], snapshots=snapshots)
                 _feed(hosts[-1], role, tasks, steps, settings, log_time)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
             beside = [
@@ -195,3 +194,17 @@ def _committed(log: Log, group: str) -> Callable[[int], Any]:
         return (await log.bus.committed(group, topic)).get(Partition(topic, partition), 0)
 
     return committed
+
+
+@runtime_checkable
+class Companion(Protocol):
+    """A step's function that is more than its calls."""
+
+    async def accompany(self, log: Log, metrics: Metrics) -> None:
+        """Run until cancelled."""
+
+
+def companions(steps: Sequence[Step]) -> list[Companion]:
+    """The companions among the functions of a chain."""
+    functions: list[object] = [step.function for step in steps]
+    return [function for function in functions if isinstance(function, Companion)]

@@ -219,7 +219,7 @@ class AdvantageConfig(Section, frozen=True):
     """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
     leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
     running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
-    (`streams.processors.baseline` says what it assumes). epsilon: what keeps the division finite. turns: name of a score
+    (`streams.processors.advantage` says what it assumes). epsilon: what keeps the division finite. turns: name of a score
     given turn by turn (an environment's), by which each turn of a group has an advantage of its own, "" for one of the
     whole; not with leave_one_out.
 

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from infra.log.bus import Partition
+from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
+from infra.log.memory import wall_ms
 from infra.observe.metrics import Metrics
 from infra.roles.deadline import EXIT_STUCK
 from infra.settings.config import Floor, duration_s
@@ -19,7 +20,6 @@ from streams.collect.credit import FeedbackRules
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
 from streams.config import StreamsConfig
-from streams.log_time import LogTime
 from streams.stages.stage import EXIT_BROKER, end_process
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 REPORT_S = 2.0
 WATCH_S = 5.0
 REPEAT_S = 10.0
+SLACK_MS = 5_000  # a clock that is off by less changes nothing
 CLIENT_LOGGERS = (
     "faust",
     "mode",
@@ -37,6 +38,28 @@ CLIENT_LOGGERS = (
     "aiokafka.consumer.group_coordinator",
     "aiokafka.producer.sender",
 )
+
+
+class LogTime:
+    """wall_ms: the machine's clock."""
+
+    def __init__(self, wall_ms: Callable[[], int] = wall_ms) -> None:
+        self._wall_ms = wall_ms
+        self._off_ms = 0
+
+    def now_ms(self) -> int:
+        """Milliseconds since 1970 by the broker's clock."""
+        return self._wall_ms() - self._off_ms
+
+    async def hear(self, storing: Awaitable[RecordPosition]) -> None:
+        """Store a record and look when the broker says that it was: between the two moments, where this clock is right."""
+        before_ms = self._wall_ms()
+        stored_ms = (await storing).timestamp_ms
+        off_ms = max(0, before_ms - stored_ms) or min(0, self._wall_ms() - stored_ms)
+        off_ms = off_ms if abs(off_ms) > SLACK_MS else 0
+        if bool(off_ms) != bool(self._off_ms):
+            logger.warning("clock_off seconds=%d: stages go by the broker's clock", off_ms // 1000)
+        self._off_ms = off_ms
 
 
 class QuietRepeats(logging.Filter):

@@ -26,20 +26,15 @@ from infra.store.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, FeedbackWait, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
-from streams.collect.carrier import Carrier, Often
 from streams.collect.credit import usual_memories
-from streams.collect.decision import Decision, Folded
-from streams.collect.fold import chain_of, fold
-from streams.collect.held import held_memories
-from streams.collect.joined import is_followed
-from streams.collect.judge import Chain
+from streams.collect.decision import Chain, Decision, Folded
+from streams.collect.fold import chain_of, fold, wanted
 from streams.collect.limits import limit_memories
-from streams.collect.needs import wanted
 from streams.collect.pending import PendingFile
-from streams.collect.rules import Arrival, Rules, group_named
+from streams.collect.rules import Arrival, Rules, go_by, group_named
+from streams.collect.snapshots import SnapshotManager, SnapshotPolicy
 from streams.collect.state import State
-from streams.collect.turns import crediting, session_named
-from streams.collect.windows import go_by
+from streams.collect.turns import crediting, is_followed, session_named
 from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
@@ -54,7 +49,7 @@ class CollectSettings(msgspec.Struct, frozen=True):
     """What the collectors of all partitions share.
 
     folder: of the state files. rules: what collect waits for. steps: its chain. give_up_s: how long one decision is published
-    again before the process ends. mark_every: about how many records of `progress` a worker that begins reads again. often:
+    again before the process ends. mark_every: about how many records of `progress` a worker that begins reads again. snapshots:
     when the state goes to the store.
 
     Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
@@ -65,7 +60,7 @@ class CollectSettings(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     give_up_s: float = 120.0
     mark_every: int = 10_000
-    often: Often = Often()
+    snapshots: SnapshotPolicy = SnapshotPolicy()
 
 
 def frame_of(record: Record) -> bytes:
@@ -98,7 +93,9 @@ class Collector:
         self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
         self._chain: Chain = chain_of(settings.steps)
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
-        self._carrier = Carrier(log, metrics, partition, self._pending, settings.often, settings.rules.keep_ms)
+        self._snapshots = SnapshotManager(
+            log, metrics, partition, self._pending, settings.snapshots, settings.rules.keep_ms
+        )
         self._state = State()
         self._published: set[ClosureKey] = set()
         self._mark: LogEnds | None = None
@@ -127,7 +124,7 @@ class Collector:
 
     def close(self) -> None:
         """Close the state file."""
-        self._carrier.close()
+        self._snapshots.close()
         self._pending.close()
 
     async def recover(self, committed: int, taken_away: Callable[[], bool]) -> None:
@@ -148,7 +145,7 @@ class Collector:
         if self._state.next_offset < committed:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
-        self._carrier.begin(self.next_offset)
+        self._snapshots.begin(self.next_offset)
         logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
 
     async def take(self, records: Sequence[Record]) -> None:
@@ -195,7 +192,7 @@ class Collector:
         sessions = {one for pair in named if (one := session_named(*pair, names))}
         self._pending.look_up_sessions(self._state, sessions)
         groups = sorted({name for _, name in named if name})
-        await self._carrier.look_up(self._state, groups, sorted(sessions), self._settings.give_up_s)
+        await self._snapshots.look_up(self._state, groups, sorted(sessions), self._settings.give_up_s)
         return [await self._fold(arrival) for arrival in arrivals], letters
 
     async def save(self) -> None:
@@ -204,7 +201,7 @@ class Collector:
 
     async def snapshot(self) -> None:
         """Store the state now; it is done from time to time by itself."""
-        await self._carrier.write()
+        await self._snapshots.write()
 
     def _open_text(self, text: str, answer: str) -> str | None:
         """What was written about an answer. Raises StoreError."""
@@ -221,7 +218,7 @@ class Collector:
     def _memories(self) -> dict[str, Memory]:
         """Empty ones, of the steps, of what holds feedback back and of what credits it."""
         sources = self._settings.rules.sources
-        kept = held_memories(sources) | limit_memories() | usual_memories(sources)
+        kept = limit_memories(sources) | usual_memories(sources)
         return new_memories(self._settings.steps) | kept
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
@@ -233,7 +230,7 @@ class Collector:
             self._pending.progress_offset = max(self._pending.progress_offset, self._mark.progress)
             self._published, self._mark = set(), None
         await self.save()
-        self._carrier.saved(self.next_offset)
+        self._snapshots.saved(self.next_offset)
         if counted:
             self._count(folded, decisions)
 
@@ -290,22 +287,22 @@ class Collector:
 
     async def _take_up(self, begin: int, end: int) -> None:
         """The newest snapshot instead of a file that is missing, is older or needs what is gone."""
-        if not await self._carrier.opened():
+        if not await self._snapshots.opened():
             self._clear()
-        for snapshot in await self._carrier.candidates():
+        for snapshot in await self._snapshots.candidates():
             if snapshot.position <= self._state.next_offset:
                 return
             if misfit := await self._misfit(snapshot.position, snapshot.about["last_ms"], begin, end):
-                self._carrier.refuse(misfit, f"snapshot {snapshot.key}: the log holds {begin} to {end}")
+                self._snapshots.refuse(misfit, f"snapshot {snapshot.key}: the log holds {begin} to {end}")
                 if misfit == FOREIGN:
-                    await self._carrier.remove(snapshot)
-            elif await self._carrier.adopt(snapshot):
+                    await self._snapshots.remove(snapshot)
+            elif await self._snapshots.adopt(snapshot):
                 self._load()
                 oldest = min(self._state.frames.absent, default=begin)
                 if oldest >= begin:
                     logger.info("collect_snapshot_taken partition=%d offset=%d", self.partition, self.next_offset)
                     return
-                self._carrier.refuse(
+                self._snapshots.refuse(
                     OLDER, f"snapshot {snapshot.key}: wants offset {oldest}, the log begins at {begin}"
                 )
                 self._clear()

@@ -31,7 +31,7 @@ class FeedbackRules(msgspec.Struct, frozen=True):
     not drawn yet; retrain sends it to be trained again, in the human lane; both only where the verdict changed. discount: γ of
     what earlier turns of a session are credited with, 0 for nothing. per_rater: how many feedbacks of one rater count, 0 for
     no limit. alike: how many that say nearly the same, 0 for no limit. within_ms: the time in which both are counted; see
-    `streams.collect.held`.
+    `streams.collect.limits`.
 
     Example: FeedbackRules(window_ms=86_400_000, default=None, late="amend")
     """

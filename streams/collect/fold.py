@@ -4,7 +4,7 @@
 
 A group waits until every episode is there (its last part, or its drop marker) or its deadline has passed; then, in lanes that
 wait for feedback, until every source has spoken or its window has passed; a turn of a session then waits for the others
-(`streams.collect.joined`); then the chain judges it and it is closed.
+(`streams.collect.turns`); then the chain judges it and it is closed.
 Guarantees: one closure per (group, attempt, revision), whatever is delivered twice; deadlines fire on consumption,
 before the record whose time reached them and behind all earlier ones, so backlog, restart and replay decide alike;
 the first attempt that completes wins; feedback is credited to the answer it names, or counted.
@@ -20,17 +20,26 @@ from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick
 from schemas.ids import group_of
 from schemas.names import tenant_in
 from streams.collect.credit import is_labelled, learn_usual, usual_of
-from streams.collect.decision import Decision, Folded, dead_letter
+from streams.collect.decision import Chain, Decision, Folded, counted_of, dead_letter, judged, learned
 from streams.collect.feedback import OpenText, answer_of, is_repeat, ratings, take_feedback, values_of
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
-from streams.collect.held import held_back
-from streams.collect.joined import came_ms, ended_by, joined, joined_again, over, runs_of
-from streams.collect.judge import Chain, counted_of, judged, learned
-from streams.collect.limits import beyond, charge
-from streams.collect.rules import Arrival, Rules, group_named
+from streams.collect.limits import beyond, charge, held_back
+from streams.collect.rules import Arrival, Rules, due_ms, group_named, late_is_dropped
 from streams.collect.state import State
-from streams.collect.turns import NO_TURN, crediting, depth_of, late_credit, new_credits
-from streams.collect.windows import due_ms, late_is_dropped
+from streams.collect.turns import (
+    NO_TURN,
+    came_ms,
+    credited_turns,
+    crediting,
+    depth_of,
+    ended_by,
+    joined,
+    joined_again,
+    late_credit,
+    new_credits,
+    over,
+    runs_of,
+)
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
@@ -404,3 +413,34 @@ class _Fold:
         places = attempt.places(done_only=True)
         await self.state.frames.bring(places)
         return members_at(places, self.state.frames.get)
+
+
+def wanted(state: State, arrival: Arrival, rules: Rules) -> set[int]:
+    """Offsets of `verified` whose blocks `fold` needs: those of the groups that late feedback reopens.
+
+    They are closed by now, or the record's own time closes them first.
+    """
+    value = arrival.value
+    name = group_named(value)
+    if name is None or not isinstance(value, Feedback | Block):
+        return set()
+    group, names = state.groups.get(name), crediting(rules.sources)
+    turns = state.turns(name)
+    now_ms = max(state.now_ms, arrival.timestamp_ms)
+    credited = credited_turns(group, value, turns, names) if names else []
+    # A turn whose time has come may close all that wait with it.
+    is_due = any(0 < turn.due_ms <= now_ms for turn in (*turns, *([] if group is None else [group])))
+    if isinstance(value, Block) or value.type != "retraction":
+        credited = [turn for turn in credited if turn.num_credited < rules.revisions]
+        rated = [group] if group is not None and group.revision - group.num_credited < rules.revisions else []
+    else:
+        rated = [group] if group is not None else []
+    reopened = credited
+    if isinstance(value, Feedback):
+        source = rules.sources.get(value.source)
+        if source is None:
+            return set()
+        reopened = [
+            turn for turn in (*credited, *rated) if turn.winner >= 0 and not late_is_dropped(turn, source, now_ms)
+        ]
+    return {offset for turn in reopened if turn.is_closed or is_due for offset in turn.offsets()}

@@ -159,7 +159,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     how often late feedback had it trained again. join: the name under which it was closed with others, "" for alone.
     num_credited: revisions that credit of later turns made; the other revisions are of feedback on its own answers.
 
-    is_ready: of a turn, see `streams.collect.joined`: nothing more is waited for that is about itself. is_over: of a turn: no
+    is_ready: of a turn, see `streams.collect.turns`: nothing more is waited for that is about itself. is_over: of a turn: no
     other of its session follows.
 
     Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)

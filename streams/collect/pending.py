@@ -19,15 +19,13 @@ from infra.observe.failpoint import reach
 from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, read
 from infra.store.store import Store
 from schemas.bulk.sections import FindSeal
-from streams.collect.carried import facts_of, memories_in, memories_of, open_parts, open_rows, snapshot_in
 from streams.collect.group import Group
 from streams.collect.state import Frames, State
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 4
-LEANING = 5  # the same without the groups that were closed before the snapshot it was made from: these are in the store
-BEFORE = {2: LAYOUT, 3: LEANING}  # of older releases, which kept each memory whole in one row
+LAYOUT = 6
+LEANING = 7  # the same without the groups that were closed before the snapshot it was made from: these are in the store
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);
@@ -42,7 +40,11 @@ TABLES = ("meta", "groups", "frames", "entries", "snapshot")
 # A known key keeps its age.
 REMEMBER = "INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (memory, key) DO UPDATE SET value = excluded.value"
 
+FACTS = ("last_ms", "now_ms", "progress_offset", "row")  # of the table `meta`, beside next_offset: where the fold is
+
 _encoder = msgspec.msgpack.Encoder()
+_open_rows = msgspec.msgpack.Decoder(list[tuple[int, str, bytes]])
+_memories = msgspec.msgpack.Decoder(dict[str, bytes])
 _group_decoder = msgspec.msgpack.Decoder(Group)
 Rows = list[tuple[Any, ...]]
 
@@ -94,7 +96,7 @@ class PendingFile:
     def load(self, memories: dict[str, Memory]) -> State:
         """The state as last saved; memories: empty ones, filled with what was remembered."""
         meta = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
-        for name, data in memories_of(self._connection).items():
+        for name, data in saved_memories(self._connection).items():
             if name in memories:
                 memories[name] = Memory.from_bytes(data, memories[name].limit)
         for memory in memories.values():
@@ -106,7 +108,7 @@ class PendingFile:
         state.last_ms = meta.get("last_ms", 0)
         state.now_ms = meta.get("now_ms", 0)
         self.progress_offset = meta.get("progress_offset", 0)
-        self._number_rows(meta)
+        self._row = meta.get("row", 0)
         rows = self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0")
         for group in sorted((_group_decoder.decode(data) for (data,) in rows), key=lambda group: group.came_ms):
             state.restore(group)
@@ -128,7 +130,7 @@ class PendingFile:
 
     def adopt(self, store: Store, snapshot: SnapshotManifest) -> None:
         """Become the snapshot, in one transaction; blocking. Raises SnapshotDamaged, StoreError, and is as before then."""
-        memories = memories_in(store, snapshot)
+        memories = _memories.decode(read(store, snapshot.parts["memories"]))
         with self._writing:
             connection = self._connection
             connection.execute(f"PRAGMA cache_size = -{ADOPT_CACHE_KB}")
@@ -136,12 +138,11 @@ class PendingFile:
             try:
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table}")
-                for part in open_parts(snapshot):
-                    rows = open_rows(read(store, part))
+                for part in [part for name, part in snapshot.parts.items() if name.startswith("open/")]:
+                    rows = _open_rows.decode(read(store, part))
                     connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, 0, ?)", rows)
                 connection.executemany(REMEMBER, _rows_of(memories))
-                facts = facts_of(snapshot)
-                meta = [*facts.items(), ("rows_at", snapshot.position)]
+                meta = [("next_offset", snapshot.position), *((key, snapshot.about[key]) for key in FACTS)]
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
                 connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
                 connection.execute(f"PRAGMA user_version = {LEANING}")
@@ -208,7 +209,6 @@ class PendingFile:
                 ("now_ms", state.now_ms),
                 ("progress_offset", self.progress_offset),
                 ("row", self._row),
-                ("rows_at", state.next_offset),
             ],
         )
         await asyncio.to_thread(self._write, rows, state.now_ms - keep_ms)
@@ -245,11 +245,9 @@ class PendingFile:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             (layout,) = connection.execute("PRAGMA user_version").fetchone()
-            if layout not in (0, *BEFORE, LAYOUT, LEANING):
+            if layout not in (0, LAYOUT, LEANING):
                 raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT} or {LEANING}")
             connection.executescript(SCHEMA)
-            if layout in BEFORE:
-                layout = _brought_up(connection, BEFORE[layout])
             self.leans = layout == LEANING
             connection.execute(f"PRAGMA user_version = {layout or LAYOUT}")
             connection.execute("SELECT count(*) FROM meta").fetchone()
@@ -257,13 +255,6 @@ class PendingFile:
             connection.close()
             raise
         return connection
-
-    def _number_rows(self, meta: dict[str, int]) -> None:
-        """Go on numbering rows; where an older release wrote meanwhile, which does not, all of them are new."""
-        (last,) = self._connection.execute("SELECT max(rowid) FROM groups").fetchone()
-        self._row = max(meta.get("row", 0), last or 0)
-        if not self.leans and meta.get("rows_at") != meta.get("next_offset"):
-            self._execute("DELETE FROM snapshot", ())
 
     def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
         with self._writing:
@@ -313,15 +304,15 @@ def _rows_of(memories: Mapping[str, bytes]) -> Rows:
     return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
 
 
-def _brought_up(connection: sqlite3.Connection, layout: int) -> int:
-    """The file of an older release in this layout, which is returned. Raises sqlite3.DatabaseError."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        rows = _rows_of(dict(connection.execute("SELECT name, data FROM memories").fetchall()))
-    except msgspec.DecodeError as error:
-        raise sqlite3.DatabaseError(f"memories: {error}") from error
-    connection.executemany(REMEMBER, rows)
-    connection.execute("DROP TABLE memories")
-    connection.execute(f"PRAGMA user_version = {layout}")
-    connection.execute("COMMIT")
-    return layout
+def snapshot_in(connection: sqlite3.Connection) -> SnapshotManifest | None:
+    """Return the snapshot that the file was last stored as, or made from."""
+    row = connection.execute("SELECT data FROM snapshot").fetchone()
+    return None if row is None else msgspec.json.decode(row[0], type=SnapshotManifest)
+
+
+def saved_memories(connection: sqlite3.Connection) -> dict[str, bytes]:
+    """Return each memory in the file by its name, as `Memory.to_bytes` gives it."""
+    found: dict[str, list[tuple[str, msgspec.Raw]]] = {}
+    for name, key, value in connection.execute("SELECT memory, key, value FROM entries ORDER BY memory, age"):
+        found.setdefault(name, []).append((key, msgspec.Raw(value)))
+    return {name: _encoder.encode(entries) for name, entries in found.items()}

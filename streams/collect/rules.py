@@ -1,12 +1,19 @@
-"""What collect goes by, and the records it folds."""
+"""What collect goes by, and the records it folds.
+
+Guarantee: changed settings hold for waiting groups, too: a group that was saved under other rules follows the new rules
+from the start on, as if the log were folded again. Groups that would have closed by now close in portions, so that no
+record closes all.
+"""
 
 import msgspec
 
 from schemas import Block, Control, DropMarker, Feedback, Lane
 from schemas.ids import group_of
-from streams.collect.credit import FeedbackRules
+from streams.collect.credit import FeedbackRules, is_labelled
 from streams.collect.feedback import OpenText, as_it_is
+from streams.collect.group import Group
 from streams.collect.limits import DayLimits
+from streams.collect.state import State
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,3 +73,43 @@ def group_named(value: Block | Control | None) -> str | None:
         except ValueError:
             return None
     return None
+
+
+PORTION = 1000  # groups that new rules close at one moment
+APART_MS = 1000
+
+
+def due_ms(group: Group, rules: Rules) -> int:
+    """When time alone decides about an open group that has an attempt."""
+    if group.winner >= 0:
+        return group.attempts[group.winner].first_ms + rules.window_ms
+    return min(attempt.first_ms for attempt in group.attempts.values()) + rules.deadline_ms
+
+
+def late_is_dropped(group: Group, source: FeedbackRules, now_ms: int) -> bool:
+    """True if feedback of `source` about a closed group no longer counts: late = "drop" and its window has passed."""
+    return source.late == "drop" and now_ms >= group.attempts[group.winner].first_ms + source.window_ms
+
+
+def go_by(state: State, rules: Rules) -> int:
+    """Let what waits go by these rules. Returns the groups about which time decides at another moment now."""
+    moved = passed = 0
+    for group in state.groups.values():
+        if group.is_closed or group.is_ready or not group.attempts:
+            continue
+        at_ms = group.came_ms if may_be_labelled(group, rules) else due_ms(group, rules)
+        if at_ms == group.due_ms:
+            continue
+        if at_ms < state.now_ms:
+            at_ms = state.now_ms + passed // PORTION * APART_MS
+            passed += 1
+        moved += 1
+        state.schedule(group, at_ms)
+    return moved
+
+
+def may_be_labelled(group: Group, rules: Rules) -> bool:
+    """Whether a group that waits may have all feedback of the sources there are now, and is to be looked at again."""
+    if group.winner < 0 or len(group.feedback) < len(group.attempts[group.winner].places(done_only=True)):
+        return False
+    return all(is_labelled(on_answer, rules.sources) for on_answer in group.feedback.values())

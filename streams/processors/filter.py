@@ -1,12 +1,15 @@
 """filter: length, repetition and truncation of what was sampled."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from infra.chain.processor import Drop, processor
-from schemas import Experience
+from infra.chain.processor import Drop, Memory, processor
+from infra.chain.redact import Kind, Redactor
+from schemas import BadFrame, Experience
 
 WINDOW = 16
 MIN_LOOP_TOKENS = 64
@@ -56,3 +59,72 @@ def repetition(tokens: npt.NDArray[np.uint32]) -> float:
         width *= 2
     hashes.sort()  # counting them so takes a fraction of np.unique's time
     return 1.0 - (1 + int(np.count_nonzero(hashes[1:] != hashes[:-1]))) / len(hashes)
+
+
+@processor(version=1, inline=True)
+def validate(experience: Experience) -> Experience | Drop:
+    """Decode and check tokens, logprobs and messages; answers to evals may be empty or failed, since they are counted.
+
+    A response of nothing but the end token is an answer like any other; "empty response" means nothing was sampled.
+    """
+    try:
+        experience.check_bulk()
+    except BadFrame as error:
+        return Drop(experience.lost or "bad frame", str(error))
+    if experience.suite:
+        return experience
+    if experience.end == "failed":
+        return Drop("episode failed", experience.failure)
+    if experience.num_sampled == 0:
+        return Drop("empty response", "no sampled tokens")
+    return experience
+
+
+DUPLICATE = "duplicate"
+
+
+def dedupe_key(experience: Experience) -> str:
+    """What is remembered of an experience; set it to -1 for those found behind this stage when memory is rebuilt."""
+    return f"{experience.id}/{experience.revision}" if experience.revision else experience.id
+
+
+@processor(version=1, memory=65_536, inline=True)
+def dedupe(experience: Experience, *, memory: Memory, record_offset: int) -> Experience | Drop:
+    """Drop what came before in another record; the same record again (a retry) is not a duplicate of itself.
+
+    A duplicate needs no drop marker: its first delivery has completed its place in the group.
+    """
+    key = dedupe_key(experience)
+    if key not in memory:
+        memory.set(key, record_offset)
+        return experience
+    if record_offset >= 0 and memory.get(key) == record_offset:
+        return experience
+    return Drop(DUPLICATE, f"{experience.id} came before")
+
+
+@processor(version=3)
+def redact(
+    experience: Experience,
+    *,
+    kinds: Sequence[Kind],
+    patterns: Mapping[str, str],
+    action: Literal["drop", "mask"],
+) -> Experience | Drop:
+    """Drop an experience whose text holds such data, or mask the text as `[email]`.
+
+    mask hides the text that people and scores read; the token ids stay as sampled, so what is learned does not change.
+    A match cannot be interrupted: bound your own patterns' repetitions. It is at most `infra.chain.redact.REACH` long.
+    """
+    redactor = Redactor(kinds, patterns)
+    messages = []
+    found: set[str] = set()
+    for message in experience.messages:
+        text, kinds_found = redactor.mask(message.content)
+        found |= kinds_found
+        messages.append(msgspec.structs.replace(message, content=text) if kinds_found else message)
+    if not found:
+        return experience
+    if action == "drop":
+        return Drop("personal data", ", ".join(sorted(found)))
+    return experience.with_bulk(messages=tuple(messages))

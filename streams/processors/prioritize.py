@@ -1,11 +1,14 @@
 """prioritize: how eagerly the trainer should draw a group, where it draws by priority."""
 
+import hashlib
 import math
+from typing import Literal
 
 import msgspec
 
-from infra.chain.processor import processor
+from infra.chain.processor import Memory, processor
 from schemas import Experience
+from schemas.ids import task_of
 from streams.processors.episodes import is_judged, rewards_of
 
 MIN_PRIORITY = 0.1
@@ -26,3 +29,104 @@ def prioritize(group: tuple[Experience, ...], *, min_priority: float = MIN_PRIOR
         spread = max((abs(member.advantage or 0.0) for member in group), default=0.0)
     priority = min(1.0, max(min_priority, spread))
     return tuple(msgspec.structs.replace(m, priority=priority) if is_judged(m) else m for m in group)
+
+
+NEWEST = "newest version"
+
+
+@processor(version=1, of="group", memory=1)
+def recency(
+    group: tuple[Experience, ...], *, memory: Memory, half_life: float = 4.0, min_factor: float = MIN_PRIORITY
+) -> tuple[Experience, ...]:
+    """Priority times 2^(−age / half_life), at least `min_factor`. age: versions from the group's oldest sampled token to
+    the newest that this partition has seen. half_life: versions after which the factor is half. min_factor: the smallest
+    factor.
+    """
+    versions = [span.version for member in group if is_judged(member) for span in member.spans]
+    if not versions:
+        return group
+    before = memory.get(NEWEST, -1)
+    assert isinstance(before, int)
+    newest = max(before, *versions)
+    memory.set(NEWEST, newest)
+    factor = max(min_factor, 2.0 ** (-(newest - min(versions)) / half_life))
+    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
+
+
+REMEMBERED = 262_144
+
+
+@processor(version=1, of="group", memory=REMEMBERED)
+def progress(
+    group: tuple[Experience, ...],
+    *,
+    memory: Memory,
+    fast: float = 0.5,
+    slow: float = 0.1,
+    full: float = 0.25,
+    min_factor: float = MIN_PRIORITY,
+) -> tuple[Experience, ...]:
+    """Priority times expected learning progress: how far the task's reward has lately moved, up or down.
+
+    |fast − slow| moving average of the mean reward of the task's groups, the slope that Matiisen et al. (arXiv
+    1707.00183, section 3) choose tasks by; `full` of it and more is 1, nothing is `min_factor`. A task's first group is 1:
+    nothing is known of it. What was forgotten counts too. Followed on this partition; a later revision moves nothing.
+
+    fast, slow: weight of a new group's mean in that average, 0 to 1. full: difference of the two averages
+    from which the factor is 1. min_factor: the smallest factor.
+    """
+    rewards = rewards_of(group).values()
+    if not rewards:
+        return group
+    mean = math.fsum(rewards) / len(rewards)
+    task = task_of(group[0].group)
+    known = memory.get(task)
+    if isinstance(known, list):
+        quick, slack = float(known[0]), float(known[1])
+        if group[0].revision == 0:
+            quick, slack = quick + fast * (mean - quick), slack + slow * (mean - slack)
+        factor = min(1.0, max(min_factor, abs(quick - slack) / full))
+    else:
+        quick, slack, factor = mean, mean, 1.0
+    memory.set(task, [quick, slack])
+    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
+
+
+REMEMBERED = 262_144
+
+
+@processor(version=1, of="group", memory=REMEMBERED)
+def novelty(
+    group: tuple[Experience, ...],
+    *,
+    memory: Memory,
+    of: Literal["task", "answer"] = "task",
+    min_factor: float = MIN_PRIORITY,
+) -> tuple[Experience, ...]:
+    """Priority times the mean of 1/√n over what was seen the nth time (Bellemare et al., arXiv 1606.01868, section 4).
+
+    of: the task of the group, or each answer to it by its text (whose bulk is then decoded). Counted on this partition;
+    a later revision of a group is not seen again. min_factor: the smallest factor.
+    """
+    judged = [member for member in group if is_judged(member)]
+    if not judged:
+        return group
+    is_new = judged[0].revision == 0
+    keys = [task_of(judged[0].group)] if of == "task" else [_answer_key(member) for member in judged]
+    bonus = math.fsum(1.0 / math.sqrt(_seen(key, memory, is_new)) for key in keys) / len(keys)
+    factor = max(min_factor, bonus)
+    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
+
+
+def _seen(key: str, memory: Memory, is_new: bool) -> int:
+    """How often, this time included."""
+    before = memory.get(key, 0)
+    assert isinstance(before, int)
+    count = before + is_new
+    memory.set(key, count)
+    return max(1, count)
+
+
+def _answer_key(member: Experience) -> str:
+    text = f"{task_of(member.group)}\x00{member.response}"
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=12).hexdigest()

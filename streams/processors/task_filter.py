@@ -1,6 +1,9 @@
 """filter: a task without what its workflow needs goes no further; verifiable: nor does one that no score can judge."""
 
+import re
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from infra.chain.chain import Context, Step, run_chain
 from infra.chain.processor import Drop, processor
@@ -72,3 +75,35 @@ class Verifiable:
         if rejected:
             return Drop(UNVERIFIABLE, f"task {task.id}: its own answer gets {', '.join(rejected)}")
         return task
+
+
+_SPACES = re.compile(r"(?<![ \t])[ \t]++$", re.MULTILINE)
+
+
+@processor(version=1, of="task", inline=True)
+def clean(task: Task) -> Task:
+    """The same task, tidied; a system message and code keep their inner blanks."""
+    messages = tuple(
+        msgspec.structs.replace(message, content=_SPACES.sub("", message.content).strip()) for message in task.messages
+    )
+    answer = None if task.answer is None else task.answer.strip()
+    return msgspec.structs.replace(task, messages=messages, answer=answer)
+
+
+SOLVED = "too easy"
+UNSOLVED = "too hard"
+
+
+@processor(version=1, of="task", inline=True)
+def difficulty(task: Task, *, field: str, easiest: float, hardest: float) -> Task | Drop:
+    """Set `difficulty` from `meta[field]`, a rate from 0 to 1; drop train tasks outside `easiest` to `hardest`."""
+    rate = task.meta.get(field)
+    if task.difficulty is None and isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1:
+        task = msgspec.structs.replace(task, difficulty=1.0 - rate)
+    if task.difficulty is None or task.split != "train":
+        return task
+    if task.difficulty < easiest:
+        return Drop(SOLVED, f"difficulty {task.difficulty:g}, expected {easiest:g} or more")
+    if task.difficulty > hardest:
+        return Drop(UNSOLVED, f"difficulty {task.difficulty:g}, expected at most {hardest:g}")
+    return task

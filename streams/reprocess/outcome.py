@@ -9,7 +9,7 @@ import hashlib
 import msgspec
 
 from schemas import BadFrame, Closure, DropMarker, Experience, Score, Task
-from streams.processors.dedupe import dedupe_key
+from streams.processors.filter import dedupe_key
 
 ENDING = "closure "
 _encoder = msgspec.msgpack.Encoder()

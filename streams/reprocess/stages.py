@@ -29,7 +29,7 @@ from schemas import Block, Closure, DeadLetter, DropMarker, Task
 from schemas.topics import BUFFER, DEAD_LETTERS, EVALS, PROGRESS, TASKSET, VERIFIED, Topic
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Decision
-from streams.processors.dedupe import DUPLICATE
+from streams.processors.filter import DUPLICATE
 from streams.reprocess.outcome import Difference, Outcome, dropped_outcome, ending, kept_outcome, left_out, task_content
 from streams.reprocess.ranges import Range, first_time_ms, messages_in
 from streams.reprocess.report import OutcomeTable, ReprocessReport

@@ -38,10 +38,8 @@ def built_in(stage: Stage, name: str, section: Section, *, use: str = "", **opti
     """
     fields = {**msgspec.to_builtins(msgspec.structs.asdict(section)), **options}
     on, memory = fields.pop("on", True), fields.pop("memory", 0)
-    prefix = "task_" if stage == "tasks" else ""
-    table = ProcessorConfig(
-        use=use or f"streams.processors.{prefix}{name}:{name}", stage=stage, name=name, options=fields
-    )
+    module = {"tasks": "task_dedupe" if name == "dedupe" else "task_filter", "verify": "filter"}.get(stage, name)
+    table = ProcessorConfig(use=use or f"streams.processors.{module}:{name}", stage=stage, name=name, options=fields)
     return BuiltIn(table, memory, on)
 
 

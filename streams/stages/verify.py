@@ -17,7 +17,7 @@ from infra.log.log import LogMessage
 from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
 from schemas.wire.block import blocks_of
-from streams.processors.dedupe import DUPLICATE, dedupe_key
+from streams.processors.filter import DUPLICATE, dedupe_key
 from streams.stages.stage import Handled, Output, faults_of, letter
 
 STAGE = "verify"

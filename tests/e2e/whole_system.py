@@ -179,7 +179,7 @@ blend = {{ exact = 1, math = 1, k12 = 1, vision = 1, code = 1, environment = 1, 
 deadline_s = 3600
 synthesize = {{ on = true, min_reward = 0.5 }}
 [[processor]]
-use = "streams.processors.prioritize_novelty:novelty"
+use = "streams.processors.prioritize:novelty"
 stage = "collect"
 after = "prioritize"
 [[processor]]

@@ -13,9 +13,9 @@ from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, EXPERTS, TASKSET_RAW, VERIFIED, Topic
-from streams.collect.carrier import Often
 from streams.collect.collector import CollectSettings
 from streams.collect.inbox import CollectDriver
+from streams.collect.snapshots import SnapshotPolicy
 from streams.sources.source import build_sources, run_sources
 from streams.stages.chain_builder import build_tasks
 from streams.stages.driver import WindowDriver
@@ -120,7 +120,10 @@ async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Pa
 
     async with asyncio.TaskGroup() as tasks:
         settings = CollectSettings(
-            folder, rules_of(scenario.floor, scenario.streams), collect_steps, often=Often(SNAPSHOT_S, SNAPSHOT_RECORDS)
+            folder,
+            rules_of(scenario.floor, scenario.streams),
+            collect_steps,
+            snapshots=SnapshotPolicy(SNAPSHOT_S, SNAPSHOT_RECORDS),
         )
         drivers: list[tuple[Topic, WindowDriver | CollectDriver]] = [
             (TASKSET_RAW, WindowDriver("tasks", TaskStage(build_tasks(scenario.streams), log), log, metrics, tasks)),

@@ -15,8 +15,7 @@ from infra.observe.metrics import Metrics
 from schemas import Closure, Progress
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.inbox import CollectDriver
-from streams.log_time import LogTime
-from streams.worker import report
+from streams.worker import LogTime, report
 from tests.simulator.virtual_loop import VirtualLoop
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_collector import settings

@@ -18,7 +18,7 @@ from infra.observe.metrics import Metrics
 from schemas import Block, DropMarker, Experience, Score
 from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
-from streams.processors.dedupe import dedupe
+from streams.processors.filter import dedupe
 from streams.stages.driver import WindowDriver
 from streams.stages.recall import CHUNK_RECORDS, FETCH_BYTES, recall
 from streams.stages.verify import Verifier

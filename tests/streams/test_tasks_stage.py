@@ -260,7 +260,7 @@ def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:
 
 @pytest.mark.parametrize(("stage", "expected"), [("verify", '"tasks"'), ("tasks", '"verify", "collect" or "batch"')])
 def test_a_processor_in_a_stage_that_gives_it_something_else_is_refused(stage: str, expected: str) -> None:
-    use = f"{HERE}:upper" if stage == "verify" else "streams.processors.validate:validate"
+    use = f"{HERE}:upper" if stage == "verify" else "streams.processors.filter:validate"
     build = build_verify if stage == "verify" else build_tasks
     with pytest.raises(ConfigError, match=f"expected stage = {expected}"):
         build(config(processor=[{"use": use, "name": "mine", "stage": stage}]))

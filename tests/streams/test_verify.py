@@ -10,7 +10,7 @@ from infra.log.bus import Record
 from infra.log.log import LogMessage
 from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Tick, encode
 from schemas.topics import DEAD_LETTERS, EVALS, VERIFIED
-from streams.processors.dedupe import dedupe
+from streams.processors.filter import dedupe
 from streams.stages.stage import Handled
 from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block

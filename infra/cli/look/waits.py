@@ -9,9 +9,8 @@ from schemas.ids import group_of
 from streams.collect.credit import is_labelled
 from streams.collect.feedback import answer_of, take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
-from streams.collect.rules import Rules
+from streams.collect.rules import Rules, due_ms
 from streams.collect.turns import NO_TURN, depth_of
-from streams.collect.windows import due_ms
 from streams.worker import rules_of
 from trainer.batch.age import PACED
 

@@ -22,8 +22,7 @@ from schemas import (
 )
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
-from streams.collect.fold import fold
-from streams.collect.needs import wanted
+from streams.collect.fold import fold, wanted
 from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 

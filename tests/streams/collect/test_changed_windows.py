@@ -11,9 +11,8 @@ from schemas import FeedbackWait
 from schemas.topics import VERIFIED
 from streams.collect.collector import Collector
 from streams.collect.credit import FeedbackRules
-from streams.collect.rules import Rules
+from streams.collect.rules import APART_MS, PORTION, Rules, go_by
 from streams.collect.state import State
-from streams.collect.windows import APART_MS, PORTION, go_by
 from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_collector import closed_groups, fold_everything, opened
 

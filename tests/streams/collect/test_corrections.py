@@ -11,8 +11,7 @@ from schemas.pairs import pair_fault, pair_side
 from schemas.withdrawal import is_withdrawal
 from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Decision
-from streams.collect.fold import chain_of, fold
-from streams.collect.needs import wanted
+from streams.collect.fold import chain_of, fold, wanted
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start

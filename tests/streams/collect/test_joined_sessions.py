@@ -16,9 +16,9 @@ from schemas.parts import HISTORY_REWRITTEN
 from schemas.topics import BUFFER, PROGRESS, VERIFIED
 from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Folded
-from streams.collect.joined import MAX_JOINED
 from streams.collect.rules import Rules
 from streams.collect.state import State
+from streams.collect.turns import MAX_JOINED
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, decisions, drops, folded, said, tick
 from tests.streams.collect.test_collector import opened
 from tests.streams.collect.test_fold_turns import credit, group_of_turn, ref, turn, usually

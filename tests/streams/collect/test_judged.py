@@ -12,15 +12,17 @@ from schemas.experience import MAX_MEMBERS
 from schemas.wire.block import blocks_of
 from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
+    Chain,
     Decision,
     Folded,
+    counted_of,
     dead_letter,
+    judged,
     mean_reward,
     trial_of,
 )
 from streams.collect.feedback import take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
-from streams.collect.judge import Chain, counted_of, judged
 from tests.streams.collect.collecting import answer, said, stub
 
 

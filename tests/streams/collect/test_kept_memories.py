@@ -1,9 +1,7 @@
 """What steps remember, kept in a partition's file by what changed of it."""
 
 import asyncio
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -13,8 +11,9 @@ from hypothesis import strategies as st
 
 from infra.chain.processor import Memory, Value
 from infra.store.directory import DirectoryStore
-from streams.collect.carried import memories_in, write
-from streams.collect.pending import BEFORE, LAYOUT, PendingFile
+from infra.store.snapshots import read
+from streams.collect.pending import PendingFile
+from streams.collect.snapshots import write
 
 KEEP_MS = 1_000
 LIMIT = 4
@@ -130,42 +129,6 @@ def test_a_smaller_limit_forgets_the_oldest_and_goes_on(tmp_path: Path) -> None:
     assert list(loaded(path, 2)) == ["d", "e"]
 
 
-@pytest.mark.parametrize(("before", "leans"), [(2, False), (3, True)])
-def test_the_file_of_a_release_that_kept_memories_whole_is_read_with_all_that_was_remembered(
-    before: int, leans: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "collect-0.sqlite"
-    remembered = Memory(LIMIT)
-    do(remembered, [("b", 1), ("a", 2), ("b", 3)])
-    KeptFile(path).close()
-    as_before(path, before, {"said": remembered.to_bytes()})
-    pending = PendingFile(path)
-    state = pending.load({"said": Memory(LIMIT)})
-    assert state.memories["said"].to_bytes() == remembered.to_bytes() and pending.leans is leans
-    pending.close()
-    with closing(sqlite3.connect(path)) as file:
-        assert file.execute("PRAGMA user_version").fetchone() == (BEFORE[before],)
-
-
-def test_such_a_file_whose_memory_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
-    path = tmp_path / "collect-0.sqlite"
-    KeptFile(path).close()
-    as_before(path, 2, {"said": b"\xc1 no msgpack"})
-    assert list(loaded(path)) == [] and path.with_suffix(".damaged").exists()
-    with closing(sqlite3.connect(path)) as file:
-        assert file.execute("PRAGMA user_version").fetchone() == (LAYOUT,)
-
-
-def as_before(path: Path, layout: int, memories: dict[str, bytes]) -> None:
-    """Make a file what a release before entries had rows of their own left."""
-    with closing(sqlite3.connect(path)) as file:
-        file.execute("DROP TABLE entries")
-        file.execute("CREATE TABLE memories (name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID")
-        file.executemany("INSERT INTO memories VALUES (?, ?)", memories.items())
-        file.execute(f"PRAGMA user_version = {layout}")
-        file.commit()
-
-
 def test_a_snapshot_carries_each_memory_as_its_bytes(tmp_path: Path) -> None:
     path, store = tmp_path / "collect-0.sqlite", DirectoryStore(tmp_path / "store")
     kept = KeptFile(path)
@@ -176,7 +139,8 @@ def test_a_snapshot_carries_each_memory_as_its_bytes(tmp_path: Path) -> None:
     kept.save()
     snapshot = write(store, "a/collect-0", path, KEEP_MS, lambda: False)
     assert snapshot is not None
-    assert memories_in(store, snapshot) == {"said": kept.memory.to_bytes()}
+    stored = read(store, snapshot.parts["memories"])
+    assert msgspec.msgpack.decode(stored, type=dict[str, bytes]) == {"said": kept.memory.to_bytes()}
     taken = PendingFile(tmp_path / "other" / "collect-0.sqlite")
     taken.adopt(store, snapshot)
     assert taken.load({"said": Memory(LIMIT)}).memories["said"].to_bytes() == kept.memory.to_bytes()

@@ -9,12 +9,11 @@ from schemas.ids import request_group, session_name
 from streams.collect.credit import FeedbackRules
 from streams.collect.limits import (
     DAY_MS,
-    MAX_RATERS,
-    MAX_TENANTS,
+    MOVED_BY_RATERS,
+    MOVED_BY_TENANTS,
     RATER_LIMIT,
-    RATERS,
+    SIZES,
     TENANT_LIMIT,
-    TENANTS,
     DayLimits,
     beyond,
     charge,
@@ -80,9 +79,9 @@ def test_a_day_is_one_of_log_time() -> None:
 
 def test_what_is_remembered_of_raters_and_tenants_is_bounded() -> None:
     memories: dict[str, Memory] = {}
-    for number in range(MAX_RATERS + 10):
-        charge(memories, f"t{number % (MAX_TENANTS + 10)}", f"r{number}", NOON_MS, 1)
-    assert (len(memories[RATERS]), len(memories[TENANTS])) == (MAX_RATERS, MAX_TENANTS)
+    for number in range(SIZES[MOVED_BY_RATERS] + 10):
+        charge(memories, f"t{number % (SIZES[MOVED_BY_TENANTS] + 10)}", f"r{number}", NOON_MS, 1)
+    assert all(len(memories[name]) == SIZES[name] for name in (MOVED_BY_RATERS, MOVED_BY_TENANTS))
 
 
 def test_honest_traffic_is_not_touched_by_the_limits_that_are_set() -> None:

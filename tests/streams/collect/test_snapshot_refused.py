@@ -58,7 +58,7 @@ def newer_manifest(store: MemoryStore) -> None:
 
 def newer_layout(store: MemoryStore) -> None:
     (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key).replace(b'"layout":1', b'"layout":2'))
+    store.put(key, store.get(key).replace(b'"layout":2', b'"layout":3'))
 
 
 def other_bytes(store: MemoryStore) -> None:
@@ -151,7 +151,7 @@ def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> 
         log = await filled(some(8), StoreThatIsAway())
         metrics = Metrics("process")
         collector = collector_of(log, tmp_path, metrics)
-        collector._carrier.store_away_s = 0.0
+        collector._snapshots.store_away_s = 0.0
         await collector.recover(0, lambda: False)
         await collector.take(await everything(log))
         await collector.snapshot()

@@ -14,8 +14,8 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas.errors import StoreError
 from schemas.topics import VERIFIED
-from streams.collect.carried import MAX_ROWS, closed_parts
 from streams.collect.collector import Collector
+from streams.collect.snapshots import MAX_ROWS, closed_parts
 from tests.stored import newest
 from tests.streams.collect.carrying import (
     RULES,

@@ -3,19 +3,22 @@
 from infra.chain.processor import Memory
 from schemas import Feedback, Tick
 from streams.collect.credit import FeedbackRules
+from streams.collect.fold import wanted
 from streams.collect.group import Attempt, BlockPlace, Group
-from streams.collect.held import BURST, MAX_RATERS, MAX_TEXTS, RATER_CAP, RATERS, TEXTS, held_back, held_memories
 from streams.collect.limits import (
+    BURST,
     DAY_MS,
+    RATER_CAP,
     RATER_LIMIT,
+    RATERS,
     TENANT_LIMIT,
     DayLimits,
     beyond,
     charge,
-    is_somebody,
+    held_back,
+    is_named,
     limit_memories,
 )
-from streams.collect.needs import wanted
 from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import answer, block, said, stub
@@ -68,22 +71,12 @@ def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -
     assert wanted(closed(revision=1), arrival(said("a.0.0-0-0", 1.0)), rules()) == {0, 1}
 
 
-def test_limits_without_a_word() -> None:
-    assert DayLimits() == DayLimits(rater_answers=500, rater_share=0.1, tenant_answers=10_000, tenant_share=0.5)
-    assert {name: memory.limit for name, memory in limit_memories().items()} == {
-        "moved by raters": 4096, "moved by tenants": 1024
-    }  # fmt: skip
-    assert DAY_MS == 24 * 60 * 60 * 1000
-    assert RATER_LIMIT == "more from one rater than trains in a day"
-    assert TENANT_LIMIT == "more from one tenant than trains in a day"
-
-
 def test_a_rater_is_who_is_named_and_no_key() -> None:
-    assert [is_somebody(name) for name in ("ann", "", "key 7", "key", "a key 7")] == [True, False, False, True, True]
+    assert [is_named(name) for name in ("ann", "", "key 7", "key", "a key 7")] == [True, False, False, True, True]
 
 
 def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
-    limits, memories = DayLimits(rater_answers=1, rater_share=0.5), limit_memories()
+    limits, memories = DayLimits(rater_answers=1, rater_share=0.5), limit_memories({})
     charge(memories, "acme", "bob", 0, 4)
     charge(memories, "acme", "ann", 0, 4)
     assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 9"
@@ -94,7 +87,7 @@ def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
 
 
 def test_of_a_tenant_that_is_not_alone_the_share_is_bounded_with_this_word() -> None:
-    limits, memories = DayLimits(tenant_answers=1, tenant_share=0.5), limit_memories()
+    limits, memories = DayLimits(tenant_answers=1, tenant_share=0.5), limit_memories({})
     charge(memories, "acme", "", 0, 5)
     assert beyond(memories, limits, "acme", "", 0) == "", "alone"
     charge(memories, "other", "", 0, 4)
@@ -109,14 +102,6 @@ def test_who_is_in_use_is_not_the_first_to_be_forgotten() -> None:
     for day, rater in enumerate(("ann", "bob", "ann", "cid")):
         charge(memories, "acme", rater, day * DAY_MS, 1)
     assert list(memories["moved by raters"]) == ["acme\x00ann", "acme\x00cid"]
-
-
-def test_what_is_remembered_of_words_is_what_a_source_asks_for() -> None:
-    assert held_memories({"a": FeedbackRules(1)}) == {} == held_memories({})
-    both = held_memories({"a": FeedbackRules(1, per_rater=1), "b": FeedbackRules(1, alike=1)})
-    assert {name: memory.limit for name, memory in both.items()} == {RATERS: MAX_RATERS, TEXTS: MAX_TEXTS}
-    assert (MAX_RATERS, MAX_TEXTS) == (4096, 16_384)
-    assert (RATERS, TEXTS) == ("feedback raters", "feedback words"), "a state that was saved is found under its names"
 
 
 def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:
@@ -137,10 +122,7 @@ def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
     source = FeedbackRules(1, per_rater=1, within_ms=10)
     assert held_back(memories, said("x", 1.0), None, 0) == "" and not memories
     assert [held_back(memories, said("x", 1.0, source=name), source, 0) for name in "ab"] == ["", ""]
-    assert memories[RATERS].limit == MAX_RATERS
-    assert (
-        held_back(memories, said("x", 1.0, source="a"), source, 0, "") == RATER_CAP == "more from one rater than counts"
-    )
+    assert held_back(memories, said("x", 1.0, source="a"), source, 0, "") == RATER_CAP
 
 
 def test_texts_that_share_words_but_say_something_else_are_no_burst() -> None:

@@ -7,7 +7,6 @@ import msgspec
 from streams import config
 from streams.processors import advantage as advantages
 from streams.processors import filter as filters
-from streams.processors import redact as redaction
 from streams.processors import reward as rewards
 from streams.processors import synthesize as synthesis
 
@@ -19,6 +18,6 @@ def options(section: config.Section) -> dict[str, object]:
 
 advantage = partial(advantages.advantage, **options(config.AdvantageConfig()))
 filter_answers = partial(filters.filter, **options(config.FilterConfig()))
-redact = partial(redaction.redact, **options(config.RedactConfig()))
+redact = partial(filters.redact, **options(config.RedactConfig()))
 synthesize = partial(synthesis.synthesize, **options(config.SynthesizeConfig()))
 reward = partial(rewards.reward, blend=None, require=(), discount=1.0)

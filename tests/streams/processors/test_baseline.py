@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infra.chain.processor import Memory
 from streams.collect.credit import FeedbackRules, learn_usual, returns, usual_of
 from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
-from streams.processors.baseline import MAX_ADVANTAGE, MEMORY, WINDOW, compared
+from streams.processors.advantage import MAX_ADVANTAGE, MEMORY, WINDOW, compared
 from tests.streams.collect.collecting import said
 from tests.streams.processors.by_default import advantage
 from tests.streams.processors.test_collect_processors import answer

@@ -12,9 +12,7 @@ from infra.chain.processor import Memory
 from infra.settings.config import decode
 from schemas import Experience, Message, Score, Span, ids, make_experience
 from streams.config import StreamsConfig
-from streams.processors.prioritize_novelty import novelty
-from streams.processors.prioritize_progress import progress
-from streams.processors.prioritize_recency import recency
+from streams.processors.prioritize import novelty, progress, recency
 from streams.stages.chain_builder import build_collect
 
 
@@ -99,7 +97,7 @@ def test_demonstrations_keep_their_priority(one: Any) -> None:
 
 def test_they_stand_behind_prioritize_by_the_settings_alone() -> None:
     tables = [
-        {"use": f"streams.processors.prioritize_{name}:{name}", "stage": "collect", "after": "prioritize"}
+        {"use": f"streams.processors.prioritize:{name}", "stage": "collect", "after": "prioritize"}
         for name in ("novelty", "progress", "recency")
     ]
     steps = build_collect(decode({"processor": tables}, StreamsConfig, "bot.toml"))

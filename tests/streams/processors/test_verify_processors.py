@@ -7,9 +7,7 @@ import pytest
 
 from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Span, decode, encode, ids, make_experience
-from streams.processors.dedupe import dedupe, dedupe_key
-from streams.processors.filter import repetition
-from streams.processors.validate import validate
+from streams.processors.filter import dedupe, dedupe_key, repetition, validate
 from tests.streams.processors.by_default import filter_answers, redact
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from infra.log.log import Log
 from schemas import Block, DeadLetter, encode
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, VERIFIED
-from streams.processors.dedupe import dedupe_key
+from streams.processors.filter import dedupe_key
 from streams.reprocess.letters import MARK, redeliver
 from streams.reprocess.ranges import LogPlace, ranges_of
 from tests.simulator.virtual_loop import run_virtual

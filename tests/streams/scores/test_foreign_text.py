@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import Message
-from streams.processors.task_clean import _SPACES
+from streams.processors.task_filter import _SPACES
 from streams.scores import math, multiple_choice
 from streams.scores.code import answer_code, same
 from streams.scores.exact import exact
@@ -126,8 +126,8 @@ def test_a_chain_of_equations_asks_for_no_more_comparisons_than_it_may() -> None
 # Each grew with the square of its length, or faster: the shortest took 4 s for 10,000 characters, so hours for these.
 HOLD = """
 import unicodedata
-from streams.processors.task_clean import clean
-from streams.scores import code, exact, final_answer, math, multiple_choice, quantity, units, words
+from streams.processors.task_filter import clean
+from streams.scores import code, exact, final_answer, math, multiple_choice, quantity, words
 from schemas import Message, Task
 N = 400_000
 options = {"A": "1", "B": "2"}

@@ -16,9 +16,8 @@ from infra.chain.chain import ChainResult, Context, make_step, run_chain
 from infra.chain.processor import Verdict
 from schemas import Experience
 from schemas.errors import ConfigError
-from streams.scores.endpoint import Endpoint, EndpointConfig
+from streams.scores.endpoint import Endpoint, EndpointConfig, JudgeLedger
 from streams.scores.judge import Judge, only_object
-from streams.scores.ledger import JudgeLedger
 from streams.scores.rubric import Rubric
 
 

@@ -24,8 +24,8 @@ from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
+from streams.app import companions
 from streams.scores.model import Model, probability
-from streams.sources.companion import companions
 from tests.starts import CountingBus, summarize
 
 ANSWER = answered("280", prompt="37+45=")
