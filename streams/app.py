@@ -103,7 +103,6 @@ async def run_worker(
 def _feed(
     host: HostedStage, role: Role, tasks: asyncio.TaskGroup, steps: Steps, settings: CollectSettings, log_time: LogTime
 ) -> None:
-    """Give a stage its topics, each with the driver that takes its records."""
     log, metrics = role.log, role.metrics
     if host.stage == "tasks":
         host.add(TASKSET_RAW, WindowDriver("tasks", TaskStage(steps["tasks"], log), log, metrics, tasks))
@@ -116,7 +115,6 @@ def _feed(
 
 
 async def _host(hosts: Sequence[HostedStage], role: Role, log_time: LogTime) -> None:
-    """Start, watch, stop."""
     log, metrics, instance, stop = role.log, role.metrics, role.instance, role.stop
     state = ["starting"]
     metrics.check("worker", lambda: "" if state[0] == RUNNING else state[0])
@@ -148,7 +146,6 @@ async def _host(hosts: Sequence[HostedStage], role: Role, log_time: LogTime) -> 
 def _progress(
     hosts: Sequence[HostedStage], metrics: Metrics, instance: str, now_ms: Callable[[], int], state: str
 ) -> Progress:
-    """How this worker is doing; sets the gauges that are read, not counted."""
     waits = FeedbackWait()
     for host in hosts:
         if host.stage == "collect":
@@ -177,7 +174,6 @@ def _progress(
 
 
 def _held(hosts: Sequence[HostedStage]) -> list[HeldTopic]:
-    """For the watchdog: what this worker holds of each topic."""
     return [
         HeldTopic(topic=name, group=host.group, partitions=partitions, marks=host.drivers[name].marks())
         for host in hosts
@@ -187,7 +183,6 @@ def _held(hosts: Sequence[HostedStage]) -> list[HeldTopic]:
 
 
 def _committed(log: Log, group: str) -> Callable[[int], Any]:
-    """Next offset of a partition of `verified`, as the group has it."""
     topic = log.name(VERIFIED)
 
     async def committed(partition: int) -> int:

@@ -216,7 +216,6 @@ class Collector:
             return None
 
     def _memories(self) -> dict[str, Memory]:
-        """Empty ones, of the steps, of what holds feedback back and of what credits it."""
         sources = self._settings.rules.sources
         kept = limit_memories(sources) | usual_memories(sources)
         return new_memories(self._settings.steps) | kept
@@ -241,7 +240,6 @@ class Collector:
         return await fold(self._state, arrival, rules, self._chain, fetched)
 
     async def _emit(self, decisions: Sequence[Decision], letters: Sequence[Output]) -> None:
-        """Publish everything; the closure of a decision after its blocks."""
         blocks = [block for decision in decisions for block in decision.blocks]
         followed = [Output(BUFFER, block) for block in blocks if is_followed(block)]
         await self._publish([*followed, *letters])  # first: the last of a join says that it is whole
@@ -264,7 +262,6 @@ class Collector:
         return (closure.group, closure.attempt, closure.revision) not in self._published
 
     async def _replay(self, until: int, taken_away: Callable[[], bool]) -> None:
-        """Fold the log from next_offset up to `until`."""
         here = self.partition
         scanned = self._log.chunks(VERIFIED, {here: self.next_offset}, {here: until}, max_records=REBUILD_RECORDS)
         async with aclosing(scanned) as chunks:
@@ -274,19 +271,16 @@ class Collector:
                 await self._fold_all(records, counted=False)
 
     def _load(self) -> None:
-        """The state of the file, whose blocks may lie in the log alone, under the rules of now."""
         self._state = self._pending.load(self._memories())
         self._state.frames.fetch = self._fetch
         if moved := go_by(self._state, self._rules):
             logger.info("collect_windows_changed partition=%d groups=%d", self.partition, moved)
 
     def _clear(self) -> None:
-        """Forget everything, to be rebuilt."""
         self._pending.clear()
         self._load()
 
     async def _take_up(self, begin: int, end: int) -> None:
-        """The newest snapshot instead of a file that is missing, is older or needs what is gone."""
         if not await self._snapshots.opened():
             self._clear()
         for snapshot in await self._snapshots.candidates():
@@ -339,12 +333,10 @@ class Collector:
         return found
 
     async def _end(self) -> int:
-        """Where `verified` ends now."""
         topic = self._log.name(VERIFIED)
         return (await self._log.bus.end_offsets(topic))[Partition(topic, self.partition)]
 
     async def _closures_since(self, offset: int) -> tuple[set[ClosureKey], int]:
-        """Closures in `progress` from `offset` to its end now, and that end: they were published, by this worker or another."""
         topic = self._log.name(PROGRESS)
         at = Partition(topic, 0)
         end = (await self._log.bus.end_offsets(topic))[at]

@@ -134,7 +134,6 @@ async def judged(
 
 
 def _taken_back(group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:
-    """What an older revision sent on, where this one sends nothing to its place."""
     if group.lane is None:
         return ()
     return (withdrawal_of(members[0], lane=group.lane, revision=group.revision),)

@@ -172,7 +172,6 @@ class _Fold:
         return group
 
     async def _take_feedback(self, group: Group, logged: LoggedFeedback) -> bool:
-        """Take feedback on an answer of this group; False if it was dropped."""
         answer = answer_of(logged.feedback.ref)
         if group.is_closed:
             return await self._late(group, answer, logged)
@@ -195,7 +194,6 @@ class _Fold:
             learn_usual(self.state.memories, tenant, before, values_of(on_answer))
 
     async def _credit_earlier(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
-        """Credit earlier turns of the session with later ones; how many got some. came: `group`'s answer has just come."""
         names, credited = crediting(self.rules.sources), set()
         if group.depth < 0 or not names:
             return 0
@@ -219,7 +217,6 @@ class _Fold:
         return len(credited)
 
     def _arrive(self, group: Group, record: Experience | DropMarker, arrived: BlockPlace | str) -> bool:
-        """Note an experience or drop marker; True if its attempt is open and did not have it."""
         number = record.attempt
         if number in group.superseded:
             return False
@@ -247,7 +244,6 @@ class _Fold:
             await self._settle(group, group.attempts[complete[0]])
 
     async def _settle(self, group: Group, attempt: Attempt) -> None:
-        """`attempt` wins; all others are over."""
         group.winner = attempt.number
         for other in [other for other in group.attempts.values() if other is not attempt]:
             del group.attempts[other.number]
@@ -275,7 +271,6 @@ class _Fold:
         await self._end(group)
 
     async def _end(self, group: Group) -> None:
-        """Nothing more is waited for that is about this group: close it, or let a turn wait for its session."""
         if group.depth == NO_TURN:
             await self._close(group)
             return
@@ -284,7 +279,6 @@ class _Fold:
         await self._close_over(group)
 
     async def _close_over(self, group: Group) -> None:
-        """Close what is over of the session of a turn."""
         turns = self.state.turns(group.id)
         found = over(turns, self.state.now_ms, self.rules.session_ms)
         for run in found.runs:
@@ -295,7 +289,6 @@ class _Fold:
             self.state.touched.add(held[-1].id)
 
     async def _close_run(self, turns: Sequence[Group]) -> None:
-        """Close turns of a session, in a join where they are several."""
         begin, name = len(self.folded.decisions), turns[0].id
         for turn in turns:
             turn.join = name if len(turns) > 1 else ""
@@ -328,7 +321,6 @@ class _Fold:
         self.state.close(group)
 
     async def _late(self, group: Group, answer: str, logged: LoggedFeedback) -> bool:
-        """Feedback for a closed group, as its source's policy says; False if it was dropped."""
         source, open_text = self.rules.sources.get(logged.feedback.source), self._open_text
         if source is None or late_is_dropped(group, source, self.state.now_ms):
             self.folded.drop("late feedback")
@@ -372,7 +364,6 @@ class _Fold:
             return None
 
     async def _revise(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
-        """Close a closed group anew. sends: what is learned has changed, not only who gave it."""
         group.revision += 1
         revised = [msgspec.structs.replace(member, revision=group.revision) for member in members]
         if group.retrained:
@@ -380,7 +371,6 @@ class _Fold:
         await self._judge(group, revised, reason, sends=sends)
 
     async def _judge(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
-        """Credit, chain, closure."""
         attempt, rules = group.attempts[group.winner], self.rules
         waits = attempt.lane in rules.waiting
         usual = functools.partial(usual_of, self.state.memories, tenant_in(group.id))
@@ -405,11 +395,9 @@ class _Fold:
 
     @property
     def _open_text(self) -> OpenText | None:
-        """For edits, where they teach anything."""
         return self.rules.open_text if self.rules.corrects else None
 
     async def _brought(self, attempt: Attempt) -> list[Experience]:
-        """Experiences of the episodes that are done, from blocks that are kept."""
         places = attempt.places(done_only=True)
         await self.state.frames.bring(places)
         return members_at(places, self.state.frames.get)

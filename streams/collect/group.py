@@ -202,7 +202,6 @@ def members_at(places: Iterable[BlockPlace], block_at: Callable[[int], Block]) -
 
 
 def _in_order(numbered: dict[int, Numbered]) -> Iterable[Numbered]:
-    """Values by their number; of production there is one."""
     return numbered.values() if len(numbered) == 1 else [numbered[number] for number in sorted(numbered)]
 
 

@@ -114,7 +114,6 @@ class Inbox:
                 await self._tick(collector)
 
     async def _batch(self) -> list[Delivery]:
-        """The next records; empty when none came for a while."""
         if not self._queue and not await self._wait(IDLE_S):
             return []
         clock = asyncio.get_running_loop().time
@@ -128,7 +127,6 @@ class Inbox:
         return batch
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Whether something came within timeout_s."""
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout_s):

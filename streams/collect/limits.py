@@ -108,7 +108,6 @@ def _memory(memories: dict[str, Memory], name: str) -> Memory:
 
 
 def _counted(memory: Memory, key: str, window: int) -> tuple[int, int]:
-    """The counts of a window and of the window before."""
     known = memory.get(key)
     if not isinstance(known, list):
         return 0, 0
@@ -127,7 +126,6 @@ def _add(memory: Memory, key: str, window: int, more: int = 1) -> int:
 
 
 def _first_alike(memory: Memory, feedback: Feedback) -> str:
-    """Name of the first near duplicate under this source and type, which may be this text."""
     signature = minhash(shingles(feedback.text or ""))
     keys = bands(signature, f"{feedback.source}\x00{feedback.type}")
     mine = signature.tolist()

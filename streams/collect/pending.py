@@ -294,7 +294,6 @@ class PendingFile:
 
 
 def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) -> Rows:
-    """Of each memory, by its name. age: the last one that was given."""
     named = ((name, key, value) for name, own in entries.items() for key, value in own)
     return [(name, key, at, _encoder.encode(value)) for at, (name, key, value) in enumerate(named, age + 1)]
 

@@ -184,13 +184,11 @@ def _closed_parts(
 
 
 def _index(rows: list[ClosedRow]) -> bytes:
-    """Hashes of the groups and of their sessions, sorted, 8 bytes each."""
     names = {row.id for row in rows} | {f"{session}/" for row in rows if (session := session_of(row.id))}
     return np.array(sorted(map(_hash, names)), dtype="<u8").tobytes()
 
 
 def _hash(name: str) -> int:
-    """The hash of a group, or of a session with a slash behind it, which no group has."""
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 

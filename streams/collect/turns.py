@@ -180,7 +180,6 @@ def joined_again(decision: Decision, name: str) -> Decision:
 
 
 def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
-    """A decision whose answers have each the next join."""
     blocks = tuple(
         Block(
             tuple(

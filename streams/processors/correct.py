@@ -94,7 +94,6 @@ def _side(
     edits: int,
     kind: Side | Literal["demonstration"],
 ) -> Experience:
-    """Tokens that were not sampled, as one side of a pair or alone; named: whose header it takes."""
     start = answer_start(named)
     made = named.with_bulk(
         tokens=tokens,
@@ -106,7 +105,6 @@ def _side(
 
 
 def _named(answer: Experience, index: int, lane: Lane, episode: int = 0) -> Experience:
-    """The answer under the id that its demonstration or its pair has at every edit."""
     group = ids.synthetic_group((answer.id,), PROCESSOR, index)
     return msgspec.structs.replace(
         answer,

@@ -119,7 +119,6 @@ def novelty(
 
 
 def _seen(key: str, memory: Memory, is_new: bool) -> int:
-    """How often, this time included."""
     before = memory.get(key, 0)
     assert isinstance(before, int)
     count = before + is_new

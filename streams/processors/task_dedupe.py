@@ -109,7 +109,6 @@ def _text(task: Task) -> str:
 
 
 def _context(task: Task, by: str) -> str:
-    """What must be equal for two questions to be near each other."""
     hidden = sorted(task.meta.items()) if by == "task" else []
     shown = [image.sha256 for message in task.messages for image in message.images]
     numbers = _NUMBERS.findall(_text(task))

@@ -75,7 +75,6 @@ class Vary(msgspec.Struct, frozen=True, kw_only=True):
         return [task, *(variation(task, text, index) for index, text in enumerate(fresh))]
 
     async def _written(self, id: str, question: str) -> list[str]:
-        """What the model makes of the question; nothing where it is away."""
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         body = {
             "model": self.model,

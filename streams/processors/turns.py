@@ -40,7 +40,6 @@ def with_turns(group: Sequence[Experience], name: str, epsilon: float, *, scaled
 
 
 def _rewards(parts: Sequence[Experience], name: str) -> list[list[tuple[int, float]]]:
-    """(token, value) of each part's own turns, in their order; empty where there are none in the episode."""
     given = [
         sorted(
             (part.num_tokens - 1 if score.at is None else score.at, score.value)
@@ -55,7 +54,6 @@ def _rewards(parts: Sequence[Experience], name: str) -> list[list[tuple[int, flo
 def _stretches(
     part: Experience, given: Sequence[tuple[int, float]], behind: float
 ) -> tuple[tuple[Stretch, ...], float]:
-    """Advantages of the tokens of a part, and what is behind the part before it. behind: what comes in later parts."""
     ends: dict[int, float] = {}
     for at, value in given:
         ends[at + 1] = ends.get(at + 1, 0.0) + value
@@ -68,7 +66,6 @@ def _stretches(
 
 
 def _mean(part: Experience, stretches: Sequence[Stretch]) -> float:
-    """Over the sampled tokens of a part."""
     total, start = 0.0, 0
     for stretch in stretches:
         within = sum(max(0, min(stretch.stop, span.stop) - max(start, span.start)) for span in part.spans)

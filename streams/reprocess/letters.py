@@ -114,7 +114,6 @@ async def _redeliver(log: Log, report: LettersReport, message: LogMessage, lette
 
 
 def _partition(letter: DeadLetter, topic: str, log: Log) -> int | None:
-    """Its old partition: what has no key of its own would move, and neighbours of its group lie there."""
     return letter.partition if topic.startswith(f"{log.app}.") else None
 
 
@@ -151,7 +150,6 @@ def _check_frame(log: Log, value: bytes) -> None:
 
 
 async def _original(log: Log, topic: str, letter: DeadLetter) -> Record | None:
-    """The record a letter was written about, if the log still has it. topic: full name, which may be another app's."""
     at = Partition(topic, letter.partition)
     return (await records_at(log.bus, at, [letter.offset])).get(letter.offset)
 

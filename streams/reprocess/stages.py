@@ -193,7 +193,6 @@ def _outcomes(record: Block | DropMarker) -> list[Outcome]:
 
 
 def _recorded_scores(table: OutcomeTable, report: ReprocessReport) -> Recorded:
-    """Look up verdicts and failures of scores by name, version and input."""
 
     def recorded(question: Question) -> Verdict | Failure | None:
         known = table.get(question.id)
@@ -256,7 +255,6 @@ async def collect_steps(run: ReprocessRun) -> AsyncGenerator[RunStep, None]:
 async def _folded(
     run: ReprocessRun, part: Range, collector: Collector
 ) -> AsyncGenerator[tuple[dict[str, int], list[Decision]], None]:
-    """Fold a partition from its beginning to the end of the range; yield the drops and decisions within the range."""
     name = run.log.name(part.topic)
     begin = (await run.log.bus.beginning_offsets(name))[Partition(name, part.partition)]
     collector.begin_at(begin)
@@ -282,7 +280,6 @@ async def _folded(
 def _compared(
     table: OutcomeTable, decision: Decision, is_trimmed: bool
 ) -> tuple[list[tuple[Outcome, Outcome | None]], int]:
-    """The outcomes of a decision, and how many outcomes have no record."""
     closure = decision.closure
     if table.get(ending(closure).key) is None:
         return [], 1 + sum(len(block.experiences) for block in decision.blocks) + len(decision.dropped)

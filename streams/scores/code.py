@@ -134,7 +134,6 @@ class Code:
         return hidden
 
     def _passed_calls(self, code: str, hidden: HiddenTests) -> int:
-        """How many calls return what they should; without `partial` only as far as the first that does not."""
         files = {"child.py": self._child, "answer.py": code.encode("utf-8", "replace")}
         passed = 0
         with self.sandbox.open(self.sandbox.python_command(f"{PROGRAM}/child.py"), files) as child:
@@ -222,5 +221,4 @@ def answer_code(response: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without spaces at their ends, without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -33,7 +33,6 @@ def main() -> None:
 
 
 def _loaded(name: str) -> Callable[..., Any] | str:
-    """The function, or why it could not be loaded."""
     sys.path.insert(0, FOLDER)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module("answer"), name)

@@ -151,12 +151,10 @@ class Endpoint:
         return body
 
     def _cost(self, input_tokens: int, output_tokens: int) -> float:
-        """Of so many tokens; a byte of the request counts as a token where the true number is not known."""
         prices = self.config.usd_per_million_input, self.config.usd_per_million_output
         return (input_tokens * prices[0] + output_tokens * prices[1]) / 1e6
 
     async def _tries(self, body: dict[str, Any], reserved: float) -> tuple[str | None, float, str]:
-        """Reply, cost and reason."""
 
         async def once() -> tuple[str | None, float, str]:
             session = self._session()

@@ -40,5 +40,4 @@ def final_text(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Without what decorates an answer: emphasis, dollar signs, quotes, the full stop."""
     return text.strip().strip("*_$`\"'“”‘’ ").rstrip(".!").strip("*_$`\"'“”‘’ ")

@@ -105,7 +105,6 @@ def final_answer(response: str, *, boxed: bool = False) -> str | None:
 
 
 def _sides(gold: str, candidate: str) -> list[str]:
-    """What must equal the reference: of 281 = 280 both sides (math-verify looks at the last), of x = 280 the value."""
     if "=" in gold or "=" not in candidate:
         return [candidate]
     sides = [side.strip() for side in candidate.split("=")]

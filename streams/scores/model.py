@@ -123,7 +123,6 @@ class Model:
     async def _load_newest(
         self, feed: PolicyFeed, refused: set[int], changed: asyncio.Event, store: Store, metrics: Metrics
     ) -> None:
-        """Load the newest version of the feed again and again; return where that may lie before the summary it began with."""
         fetcher = PolicyFetcher(store, self.policy)
         while not feed.lacks(self.version, pinned=(), refused=refused):
             changed.clear()
@@ -136,7 +135,6 @@ class Model:
                 fetcher = PolicyFetcher(store, self.policy)
 
     async def _move_to(self, event: PolicyEvent, fetcher: PolicyFetcher, store: Store, metrics: Metrics) -> bool:
-        """Load a version; False where it is refused. A store that fails is asked again later."""
         try:
             self._loaded = await asyncio.to_thread(self._load, event, fetcher, store)
         except (PolicyRefused, ValueError) as error:
@@ -154,7 +152,6 @@ class Model:
         return True
 
     def _load(self, event: PolicyEvent, fetcher: PolicyFetcher, store: Store) -> LoadedClassifier:
-        """A new classifier beside the old one, which judges until this one is whole; refused twice is refused."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         try:

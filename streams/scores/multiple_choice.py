@@ -88,7 +88,6 @@ def _known(letter: str, options: Mapping[str, str]) -> str | None:
 
 
 def _is_letter(letter: str, options: Mapping[str, str]) -> bool:
-    """An option's letter; "a" is usually the article."""
     return letter in options or (letter != "a" and letter.upper() in options)
 
 

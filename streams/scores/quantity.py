@@ -77,7 +77,6 @@ def read_unit(text: str) -> Unit | None:
 
 
 def _named(name: str) -> Unit | None:
-    """One unit by its symbol (whose case matters) or its name (whose case and plural do not)."""
     lower = name.casefold()
     word = _PLURALS.get(lower, lower.removesuffix("s") if len(lower) > 3 else lower)
     for table, has_prefix in ((_ALONE, False), (_WITH_PREFIX, True)):
@@ -159,7 +158,6 @@ def same_quantity(expected: Quantity, got: Quantity, tolerance: float) -> bool:
 
 
 def _spoken(text: str) -> Quantity | None:
-    """Number words, then perhaps a unit: the longest run of words that is a number."""
     words = text.casefold().replace("-", " ").split()
     for length in range(len(words), 0, -1):
         number = number_of(" ".join(words[:length]))
@@ -169,7 +167,6 @@ def _spoken(text: str) -> Quantity | None:
 
 
 def _value(match: re.Match[str]) -> tuple[float, bool]:
-    """The number, and whether it is a plain whole one."""
     sign = -1 if match["sign"] in ("-", "−") else 1
     if match["under"] or match["bottom"]:
         over, under = int(match["over"] or match["top"]), int(match["under"] or match["bottom"])

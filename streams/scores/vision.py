@@ -76,7 +76,6 @@ vision = Vision  # the name that settings use
 
 
 def _count(response: str, wanted: str) -> bool:
-    """The one number of the final answer is the wanted one."""
     try:
         expected = int(wanted)
     except ValueError as error:
@@ -98,7 +97,6 @@ def _count(response: str, wanted: str) -> bool:
 
 
 def _read(response: str, wanted: str, case: bool) -> float:
-    """1 − edits per character of the reference, 0 or more."""
     expected = _plain(wanted, case)
     final = final_text(response)
     if not expected:
@@ -129,7 +127,6 @@ def edits(one: str, other: str) -> int:
 
 
 def _boxes(response: str, wanted: str, format: Format, reference_format: Format, threshold: float) -> float:
-    """F1 of the boxes."""
     reference = read_boxes(wanted, reference_format)
     if reference is None:
         raise ValueError(f"the reference {wanted[:60]!r} holds no boxes, expected JSON such as [[0, 0, 10, 10]]")

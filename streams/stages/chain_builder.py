@@ -129,7 +129,6 @@ def build_collect(config: StreamsConfig, model: str = "") -> tuple[Step, ...]:
 
 
 def _verifiable(config: StreamsConfig) -> Step:
-    """The step that asks the scores of [tasks.filter]."""
     known = {score.name: (index, score) for index, score in enumerate(config.score)}
     for name in config.tasks.filter.scores:
         if name not in known:
@@ -154,5 +153,4 @@ def _steps(chain: Sequence[BuiltIn]) -> list[Step]:
 
 
 def _off(chain: Sequence[BuiltIn]) -> set[str]:
-    """Names of the built-ins that are switched off."""
     return {one.table.name for one in chain if not one.on}

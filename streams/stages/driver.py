@@ -142,7 +142,6 @@ class WindowDriver:
             await asyncio.wait(running)
 
     async def _recall(self, record: Record) -> None:
-        """Rebuild what the stage remembers of a partition, up to the first record that was delivered."""
         try:
             await recall(self._log, self._stage, record.topic, record.partition, record.offset)
         except asyncio.CancelledError:
@@ -177,7 +176,6 @@ class WindowDriver:
         self._room.set()
 
     async def _published(self, message: LogMessage, handled: Handled) -> None:
-        """Publish what was made; what the log refuses for good goes to the dead letters instead."""
         try:
             await publish_all(self._log, handled.first, self._give_up_s)
             await publish_all(self._log, handled.then, self._give_up_s)

@@ -224,7 +224,6 @@ class HostedStage:
         return tuple(sorted(set().union(*self.assignment().values()))) if self.app.started else ()
 
     def _is_revoking(self) -> bool:
-        """Whether what we hold is being taken away: a rebalance has begun and has not assigned anything yet."""
         return bool(self.app.rebalancing) and self.app.rebalancing_count != self._assigned_in
 
     async def _let_go(self) -> None:
@@ -251,12 +250,10 @@ class HostedStage:
 
 
 def _made(folder: Path) -> Path:
-    """The folder, there: Faust makes only the last part of a path."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _events(stream: Any) -> AsyncIterable[Any]:
-    """Events that only the driver acknowledges."""
     events: AsyncIterable[Any] = stream.noack().events()
     return events

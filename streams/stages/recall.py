@@ -50,7 +50,6 @@ async def recall(log: Log, stage: Remembers, topic: str, partition: int, before:
 
 
 async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, before: int) -> int:
-    """Where the last `reach` inputs below `before` begin."""
     start, found = before, 0
     while start > begin and found < reach:
         stop, start = start, max(begin, start - CHUNK_RECORDS)
@@ -68,7 +67,6 @@ async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, b
 
 
 async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
-    """Records from `start` to `stop`, or from where retention left off meanwhile."""
     known = by_name(topic.removeprefix(f"{log.app}."))
     try:
         async with aclosing(

@@ -184,7 +184,6 @@ def end_crashed(stage: str, error: BaseException | None) -> NoReturn:
 
 
 def _named(error: BaseException) -> str:
-    """Each cause once, the first ones of many."""
     named = list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes(error)))
     further = [f"and {len(named) - MAX_NAMED} other errors"] if len(named) > MAX_NAMED else []
     return "; ".join([*named[:MAX_NAMED], *further])

@@ -81,7 +81,6 @@ class TaskStage:
         return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1}, num_in=1)
 
     async def _remembered(self) -> dict[str, Memory]:
-        """The memories, filled from what came out of this stage before."""
         async with self._remembering:
             if self._memories is None:
                 memories = new_memories(self._steps)

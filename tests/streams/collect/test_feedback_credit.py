@@ -1,32 +1,23 @@
 """What stands of what was said about an answer, and what it is credited with, at their edges."""
 
-import math
-
 import msgspec
 import pytest
 
 from infra.chain.processor import Memory
-from schemas import Edit, Feedback, Rating, Score
+from schemas import Feedback, Rating
 from streams.collect.credit import (
-    MAX_USUAL,
     NEUTRAL,
-    USUAL,
     USUAL_PRIOR,
     USUAL_WINDOW,
     FeedbackRules,
     credited,
-    is_labelled,
     learn_usual,
     returns,
-    usual_memories,
     usual_of,
-    with_edit,
 )  # fmt: skip
 from streams.collect.feedback import (
-    MAX_COUNTED,
     MAX_KNOWN,
     MAX_RATINGS,
-    TOO_MANY,
     answer_of,
     edit_of,
     is_repeat,
@@ -59,34 +50,6 @@ def test_the_last_words_are_known_and_older_ones_are_forgotten() -> None:
     assert is_repeat(on_answer, Feedback(ref=REF, id="1", source="other")) is False
     assert is_repeat(None, Feedback(ref=REF, id="1")) is False
     assert len(on_answer.counted) == 1 and values_of(on_answer) == {"csat": 0.256}
-
-
-def test_the_digest_of_what_was_heard_is_the_same_in_every_release() -> None:
-    on_answer = AnswerFeedback()
-    heard(on_answer, 7)
-    assert list(on_answer.known) == [7167537754575021207]
-
-
-def test_at_most_so_many_words_of_a_source_stand_the_first_ones_and_each_may_be_revised() -> None:
-    on_answer = AnswerFeedback()
-    for number in range(MAX_COUNTED):
-        assert heard(on_answer, number, 0.0, rater=f"r{number}") == ""
-    assert heard(on_answer, 900, 1.0, rater="more") == TOO_MANY and len(on_answer.counted) == MAX_COUNTED == 64
-    assert TOO_MANY == "more words about one answer than stand"
-    assert heard(on_answer, 901, 1.0, rater="more", source="other") == ""
-    assert heard(on_answer, 902, 1.0, rater="r0") == ""
-    assert values_of(on_answer) == {"csat": 1 / 64, "other": 1.0}
-    assert on_answer.counted[-1].offset == 902, "in log order"
-
-
-def test_the_same_value_again_changes_nothing_and_another_takes_its_place() -> None:
-    on_answer = AnswerFeedback()
-    heard(on_answer, 1, 0.5)
-    assert heard(on_answer, 2, 0.5) == "" and [said.offset for said in on_answer.counted] == [1]
-    heard(on_answer, 3, 0.6)
-    assert [said.offset for said in on_answer.counted] == [3]
-    heard(on_answer, 4, 0.7, type="label", text="x")
-    assert [said.offset for said in on_answer.counted] == [3, 4], "another type is another word"
 
 
 def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses() -> None:
@@ -161,12 +124,6 @@ SOURCES = {
 }
 
 
-def test_a_source_without_a_word_drops_late_feedback_and_credits_no_turn() -> None:
-    assert FeedbackRules(window_ms=5) == FeedbackRules(
-        window_ms=5, default=None, late="drop", discount=0.0, per_rater=0, alike=0, within_ms=0
-    )
-
-
 def test_an_answer_is_credited_with_what_later_ones_differ_from_the_usual_by() -> None:
     on_answer = AnswerFeedback()
     heard(on_answer, 1, 0.5)
@@ -177,38 +134,6 @@ def test_an_answer_is_credited_with_what_later_ones_differ_from_the_usual_by() -
     assert returns(None, credits[:1], SOURCES, usual) == {"csat": pytest.approx(0.75 + 0.25 * 0.25)}
     assert returns(None, [], SOURCES) == {}
     assert credited(answer("a.0", 0), None, SOURCES, False, credits[:1]).score("csat") == pytest.approx(0.625)
-
-
-def test_silence_takes_the_default_where_the_lane_waits_and_scores_of_other_names_stay() -> None:
-    on_answer, member = AnswerFeedback(), answer("a.0", 0)
-    heard(on_answer, 1, 1.0, source="thumb")
-    assert credited(member, None, SOURCES, False) is member
-    own = member.scores
-    assert credited(member, on_answer, SOURCES, False).scores == (*own, Score(name="thumb", value=1.0))
-    assert credited(member, on_answer, SOURCES, True).scores == (
-        *own, Score(name="thumb", value=1.0), Score(name="csat", value=0.25, version="default"),
-    )  # fmt: skip
-    again = credited(credited(member, on_answer, SOURCES, True), on_answer, SOURCES, True)
-    assert len(again.scores) == 3, "a score takes the place of an older one of its name"
-
-
-def test_an_edit_is_told_with_how_often_there_was_one_also_when_it_is_taken_back() -> None:
-    on_answer, member = AnswerFeedback(), answer("a.0", 0)
-    assert with_edit(member, None) is member and with_edit(member, on_answer) is member
-    edit(on_answer, 1, "better")
-    assert with_edit(member, on_answer).edit == Edit(text="better", count=1)
-    assert with_edit(member, on_answer, lambda text, of: f"{text} {of}").edit == Edit(text=f"better {REF}", count=1)
-    heard(on_answer, 2, type="retraction")
-    assert with_edit(member, on_answer).edit == Edit(text=None, count=2)
-
-
-def test_an_answer_waits_until_every_source_has_spoken_of_it() -> None:
-    on_answer = AnswerFeedback()
-    assert is_labelled(None, SOURCES) is False and is_labelled(None, {}) is True
-    for number, name in enumerate(SOURCES):
-        assert is_labelled(on_answer, SOURCES) is False
-        heard(on_answer, number, 1.0, source=name)
-    assert is_labelled(on_answer, SOURCES) is True
 
 
 def test_the_usual_verdict_begins_neutral_and_is_then_the_mean_of_the_last_ones() -> None:
@@ -245,20 +170,3 @@ def test_the_usual_verdict_follows_the_last_ones_with_a_fixed_share() -> None:
         learn_usual(memories, "acme", {}, {"csat": value, "judge": 0.5})
     assert usual_of(memories, "acme", "csat") == pytest.approx((1 - 1 / USUAL_WINDOW) ** 3)
     assert usual_of(memories, "acme", "judge") == 0.5
-
-
-def test_the_usual_verdicts_that_are_in_use_are_not_the_first_to_be_forgotten() -> None:
-    memories: dict[str, Memory] = {}
-    learn_usual(memories, "used", {}, {"csat": 1.0})
-    for number in range(MAX_USUAL):
-        learn_usual(memories, f"t{number}", {}, {"csat": 1.0})
-        learn_usual(memories, "used", {}, {"csat": 1.0})
-    assert len(memories[USUAL]) == MAX_USUAL == 1024
-    assert usual_of(memories, "used", "csat") == 1.0 and usual_of(memories, "t0", "csat") == 0.5
-
-
-def test_the_usual_is_remembered_only_where_earlier_turns_are_credited() -> None:
-    assert usual_memories({"judge": SOURCES["judge"]}) == {} == usual_memories({})
-    (memory,) = usual_memories(SOURCES).values()
-    assert memory.limit == MAX_USUAL and list(usual_memories(SOURCES)) == [USUAL] == ["usual verdicts"]
-    assert math.isclose(usual_of(usual_memories(SOURCES), "acme", "csat"), 0.5)

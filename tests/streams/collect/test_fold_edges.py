@@ -12,10 +12,9 @@ from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, Experience, decode, encode
 from schemas.ids import request_group, session_name, subject_of
 from streams.collect.credit import FeedbackRules
-from streams.collect.feedback import as_it_is
 from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.limits import DayLimits
-from streams.collect.rules import Arrival, Rules, group_named
+from streams.collect.rules import Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
@@ -28,7 +27,6 @@ from tests.streams.collect.collecting import (
     folded,
     said,
     scored,
-    stub,
     tick,
 )
 from tests.streams.collect.test_fold_turns import ref, turn
@@ -39,21 +37,6 @@ def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
     return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, **more)  # type: ignore[arg-type]
 
 
-def test_rules_without_a_word() -> None:
-    assert Rules(deadline_ms=1, keep_ms=2) == Rules(
-        deadline_ms=1, keep_ms=2, sources={}, waiting=frozenset({"live"}), corrects=False, open_text=as_it_is, revisions=16,
-        retrainings=2, limits=DayLimits(),
-    )  # fmt: skip
-    assert Rules(deadline_ms=1, keep_ms=2).window_ms == 0
-    assert Rules(deadline_ms=1, keep_ms=2, sources={"a": FeedbackRules(3), "b": FeedbackRules(9)}).window_ms == 9
-
-
-def test_a_record_names_the_group_it_is_about() -> None:
-    assert group_named(block(answer("a.0", 0))) == group_named(stub("a.0", 1)) == "a.0"
-    assert group_named(said("hr-a.0.0-0-0", 1.0)) == "a.0"
-    assert group_named(said("nothing", 1.0)) is group_named(tick()) is group_named(None) is None
-
-
 def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:
     inbox = FakePartition().extend([Closure(group="a.0", outcome="dropped"), None])
     state = State()
@@ -61,28 +44,6 @@ def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:
     (letter,) = first.letters
     assert (letter.reason, letter.error, letter.offset) == ("unexpected record", "Closure", 0)
     assert not second.letters and (state.next_offset, state.last_ms) == (2, inbox.time_ms)
-
-
-def test_feedback_with_a_bad_ref_is_put_aside_and_counted() -> None:
-    (found,) = folded(FakePartition().extend([said("nothing", 1.0)]))
-    (letter,) = found.letters
-    assert letter.reason == "bad ref" and letter.error == "ref: got 'nothing', expected the id of an answer"
-    assert found.dropped == {"feedback with a bad ref": 1}
-
-
-def test_feedback_that_never_found_an_answer_is_put_aside_word_by_word() -> None:
-    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0, rater="ann"), said("a.0.0-0-0", 0.0, rater="bob", id="b")])
-    inbox.append(tick(), after_ms=4_979)
-    assert folded(inbox, rules())[-1].letters == [], "a window after its first word"
-    inbox.append(tick(), after_ms=11)
-    last = folded(inbox, rules())[-1]
-    assert [(letter.reason, letter.error, letter.offset) for letter in last.letters] == [
-        ("no answer", "ref: 'a.0.0-0-0' never came", 0), ("no answer", "ref: 'a.0.0-0-0' never came", 1)
-    ]  # fmt: skip
-    assert last.dropped == {"feedback without an answer": 2}
-    state = State()
-    folded(inbox, rules(), state)
-    assert not state.groups, "nothing is kept of it"
 
 
 def test_words_wait_for_an_answer_as_long_as_a_deadline_where_that_is_longer() -> None:
@@ -110,25 +71,6 @@ def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
     assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
 
 
-def test_an_episode_beyond_its_group_and_one_that_comes_late_are_counted() -> None:
-    inbox = FakePartition().extend([block(answer("a.0", 0)), block(answer("a.0", 2)), block(answer("a.0", 0))])
-    inbox.append(tick(), after_ms=2_000)
-    inbox.extend([block(answer("a.0", 1)), block(answer("a.0", 1)), stub("a.0", 1)])
-    results = folded(inbox)
-    counted = drops(results)
-    assert counted["episode beyond its group"] == 1 and counted["late"] == 1
-    (decision,) = decisions(results)
-    assert decision.closure.reason in ("deadline", "missing at deadline", "unlabelled")
-
-
-def test_a_deadline_fires_before_the_record_whose_time_has_reached_it() -> None:
-    for after_ms, complete in ((DEADLINE_MS - 1, True), (DEADLINE_MS, False)):
-        inbox = FakePartition().extend([block(answer("a.0", 0))])
-        inbox.append(block(answer("a.0", 1)), after_ms=after_ms)
-        (decision,) = decisions(folded(inbox))
-        assert ("missing at deadline" not in decision.closure.drops) is complete
-
-
 def test_an_answer_of_production_waits_for_its_window_and_not_a_moment_longer() -> None:
     group = request_group(session_name("acme", "chat"), 7, 1)
     inbox = FakePartition().extend([block(answer(group, 0, size=1, lane="live"))])
@@ -149,58 +91,12 @@ def test_another_attempt_of_a_group_that_is_over_is_superseded_once() -> None:
     assert [(one.closure.attempt, one.closure.outcome) for one in decisions(results)][1:] == [(1, "superseded")]
 
 
-def test_of_attempts_the_first_that_is_complete_wins_and_the_other_is_over() -> None:
-    inbox = FakePartition().extend([block(answer("a.0", 0)), *(block(answer("a.0", n, attempt=1)) for n in range(2))])
-    inbox.append(block(answer("a.0", 1)))
-    state = State()
-    results = folded(inbox, RULES, state)
-    assert [(one.closure.attempt, one.closure.outcome) for one in decisions(results)] == [
-        (0, "superseded"), (1, "buffered")
-    ]  # fmt: skip
-    group = state.groups["a.0"]
-    assert group.superseded == [0] and group.winner == 1 and not state.frames.unsaved
-    assert list(group.attempts) == [1], "nothing is kept of the other"
-
-
-def test_feedback_for_an_answer_that_is_not_there_is_counted_when_the_group_is_closed() -> None:
-    inbox = FakePartition().extend([said("a.0.0-7-0", 1.0), *(block(answer("a.0", number)) for number in range(2))])
-    assert drops(folded(inbox, rules()))["feedback for an unknown answer"] == 1
-    inbox.append(said("a.0.0-9-0", 1.0))
-    assert drops(folded(inbox, rules()))["feedback for an unknown answer"] == 2
-
-
-def test_late_words_are_heard_as_their_source_says() -> None:
-    closed = [block(answer("a.0", number)) for number in range(2)]
-    late = said("a.0.0-1-0", 0.5)
-    for policy, revisions, reason in (("drop", 1, ""), ("amend", 2, "late amend"), ("retrain", 2, "late retrain")):
-        inbox = FakePartition().extend(closed)
-        inbox.append(late, after_ms=5_000)
-        results = folded(inbox, rules(policy))
-        made = decisions(results)
-        assert len(made) == revisions and made[-1].closure.reason == reason
-        assert drops(results).get("late feedback", 0) == (policy == "drop")
-    (_, again) = decisions(folded(FakePartition().extend([*closed, late]), rules("retrain")))
-    sent = [one for part in again.blocks for one in part.experiences if one.kind != "withdrawal"]
-    assert {(one.lane, one.retrained, one.revision) for one in sent} == {("human", 1, 1)}
-
-
 def test_a_group_is_trained_again_and_revised_only_so_often() -> None:
     closed = [block(answer("a.0", number)) for number in range(2)]
     words = [said("a.0.0-1-0", value / 10, id=str(value)) for value in range(6)]
     results = folded(FakePartition().extend([*closed, *words]), rules("retrain", retrainings=2, revisions=4))
     assert drops(results)["retrained often enough"] == 2 and drops(results)["revised often enough"] == 2
     assert [one.closure.revision for one in decisions(results)] == [0, 1, 2, 3, 4]
-
-
-def test_a_closed_turn_hears_nothing_late_where_late_words_are_dropped() -> None:
-    source = FeedbackRules(window_ms=5_000, late="drop", discount=0.5)
-    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
-    inbox = FakePartition().extend([turn(0)])
-    inbox.append(tick(), after_ms=5_000)
-    inbox.extend([turn(1), said(ref(1), 1.0)])
-    results = folded(inbox, given)
-    assert [one.closure.revision for one in decisions(results)] == [0, 0]
-    assert drops(results)["late feedback"] == 1
 
 
 def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_it() -> None:
@@ -225,21 +121,6 @@ def test_what_is_superseded_is_told_with_its_lane_and_its_place_in_the_order_of_
     assert (closure.outcome, closure.attempt, closure.lane, closure.sequence) == ("superseded", 0, "live", 412)
 
 
-def test_the_deadline_of_a_group_is_that_of_its_first_attempt() -> None:
-    inbox = FakePartition().extend([block(answer("a.0", 0))])
-    inbox.append(block(answer("a.0", 0, attempt=1)), after_ms=DEADLINE_MS // 2)
-    inbox.append(tick(), after_ms=DEADLINE_MS // 2)
-    assert [len(one.decisions) for one in folded(inbox)] == [0, 0, 2]
-
-
-def test_words_about_an_unknown_answer_are_not_kept_with_a_closed_group() -> None:
-    state = State()
-    known = "a.0.0-1-0"
-    words = [said("a.0.0-7-0", 1.0), said(known, 1.0)]
-    folded(FakePartition().extend([*words, *(block(answer("a.0", number)) for number in range(2))]), rules(), state)
-    assert list(state.groups["a.0"].feedback) == [known] and not state.frames.unsaved
-
-
 @pytest.mark.parametrize(
     ("late", "episode", "revisions", "reason"),
     [
@@ -258,17 +139,6 @@ def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, 
     results = folded(inbox.extend([*words, *still_open]), limited)
     assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
     assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
-
-
-def test_a_rater_who_agrees_is_told_of_and_nothing_is_trained_for_it() -> None:
-    closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 0.5, rater="ann")]
-    results = folded(FakePartition().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"))
-    closure = decisions(results)[-1].closure
-    assert (closure.reason, closure.experiences, closure.revision) == ("rated again", 0, 2)
-    assert decisions(results)[-1].blocks == () and "retrained often enough" not in drops(results)
-    state = State()
-    folded(FakePartition().extend([*closed, said("a.0.0-1-0", 0.5, id="b", rater="bob")]), rules("retrain"), state)
-    assert state.groups["a.0"].retrained == 1, "once, for the verdict that changed"
 
 
 def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
@@ -292,10 +162,6 @@ def test_what_came_late_is_told_where_the_group_is_closed_anew() -> None:
     assert decisions(folded(inbox, rules()))[-1].closure.drops["late"] == 1
 
 
-def test_a_record_without_its_own_bytes_is_encoded() -> None:
-    assert Arrival(partition=0, offset=0, timestamp_ms=1, value=None).frame == b""
-
-
 def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
     opened = {
         "x1": "It is too slow to be of any use to me at all today",
@@ -315,27 +181,6 @@ def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
     assert drops(folded(FakePartition().extend(words), given)) == {"burst of near duplicates": 1}
     sealed = [replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=f"x1 {name * 40}") for name in "abc"]
     assert drops(folded(FakePartition().extend(sealed), given)) == {"burst of near duplicates": 2}
-
-
-def test_a_group_that_time_decides_about_is_saved_again() -> None:
-    inbox, state = FakePartition().extend([block(answer("a.0", 0))]), State()
-    folded(inbox, RULES, state)
-    state.touched.clear()
-    inbox.append(tick(), after_ms=DEADLINE_MS)
-    folded(inbox, RULES, state)
-    assert state.touched == {"a.0"}
-
-
-def test_a_turn_that_comes_between_closes_earlier_ones_anew_only_as_often_as_words_may() -> None:
-    source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
-    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source}, revisions=1)
-    inbox = FakePartition().extend([turn(0)])
-    inbox.append(tick(), after_ms=5_000)
-    inbox.extend([turn(2), said(ref(2), 1.0), turn(1)])
-    results = folded(inbox, given)
-    first = [one.closure for one in decisions(results) if one.closure.group == turn(0).group]
-    assert [(one.revision, one.reason) for one in first] == [(0, "unlabelled"), (1, "late credit")]
-    assert drops(results) == {"unlabelled": 1, "revised often enough": 1}
 
 
 def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not() -> None:
@@ -369,13 +214,6 @@ def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_comp
     inbox.append(tick(), after_ms=5_000)
     found = [rating for one in decisions(folded(inbox, given)) for rating in one.closure.ratings or ()]
     assert [(one.source, one.value) for one in found] == [("letters", 1.0), ("csat", 0.0), ("forum", 0.5)]
-
-
-def test_a_block_that_comes_twice_or_lies_outside_its_group_is_not_kept() -> None:
-    inbox = FakePartition().extend([block(answer("a.0", 0)), block(answer("a.0", 0)), block(answer("a.0", 2))])
-    state = State()
-    folded(inbox, RULES, state)
-    assert list(state.frames.unsaved) == [0]
 
 
 def test_an_answer_of_several_choices_waits_for_a_word_about_each() -> None:

@@ -1,6 +1,5 @@
 """collect, group by group: what completes one, what closes one, and that it happens once."""
 
-from streams.collect.group import fullest
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from tests.streams.collect.collecting import (
@@ -131,12 +130,6 @@ def test_a_deadline_closes_the_attempt_that_came_furthest() -> None:
     )
     inbox.append(tick(), after_ms=DEADLINE_MS)
     assert closures(inbox) == [("t.0", 0, "superseded", ""), ("t.0", 1, "buffered", "deadline")]
-
-
-def test_of_attempts_equally_far_the_earliest_is_the_fullest() -> None:
-    state = State()
-    folded(FakePartition().extend([block(answer("t.0", 0, attempt=1)), block(answer("t.0", 0))]), state=state)
-    assert fullest(state.groups["t.0"].attempts).number == 0
 
 
 def test_demonstrations_go_on_untouched_when_they_are_all_there() -> None:

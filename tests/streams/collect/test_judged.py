@@ -7,31 +7,19 @@ import msgspec
 import pytest
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from schemas import Closure, Experience, Feedback
+from schemas import Closure, Experience
 from schemas.experience import MAX_MEMBERS
 from schemas.wire.block import blocks_of
 from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
     Chain,
     Decision,
-    Folded,
-    counted_of,
     dead_letter,
     judged,
-    mean_reward,
-    trial_of,
 )
 from streams.collect.feedback import take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
 from tests.streams.collect.collecting import answer, said, stub
-
-
-def test_a_reason_is_counted_once_for_each_and_nothing_for_none() -> None:
-    folded = Folded()
-    for reason, count in (("late", 1), ("", 3), ("late", 2), ("never", 0)):
-        folded.drop(reason, count)
-    folded.drop("late")
-    assert folded == Folded(decisions=[], letters=[], dropped={"late": 4})
 
 
 def test_a_dead_letter_says_where_it_lay_and_holds_no_more_than_64_kib() -> None:
@@ -45,15 +33,6 @@ def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
     blocks = blocks_of([many[0], answer("b.0", 0), *many[1:]])
     assert [(one.group, len(one.experiences)) for one in blocks] == [("a.0", 64), ("a.0", 1), ("b.0", 1)]
     assert [one.episode for one in blocks[0].experiences] == list(range(64)) and blocks_of([]) == ()
-
-
-def test_the_mean_reward_is_that_of_episodes_that_have_one() -> None:
-    def rewarded(episode: int, reward: float | None, last: bool = True) -> Experience:
-        return msgspec.structs.replace(answer("a.0", episode, last=last), reward=reward)
-
-    assert mean_reward([rewarded(0, 0.5), rewarded(1, None), rewarded(2, 1.0), rewarded(3, 9.0, last=False)]) == 0.75
-    assert mean_reward([rewarded(0, None)]) is None and mean_reward([]) is None
-    assert trial_of([]) == -1 and trial_of([msgspec.structs.replace(answer("a.0", 0), trial=7), answer("a.0", 1)]) == 7
 
 
 async def halve(experiences: Sequence[Experience], context: Context) -> ChainResult:
@@ -108,11 +87,6 @@ def test_a_group_of_which_nothing_goes_on_is_dropped_for_what_most_of_it_was_dro
     assert empty.ratings == () and empty.mean_reward is None
 
 
-def test_when_an_answer_of_production_was_given_is_told_and_of_no_other() -> None:
-    assert end(Group("a.0"), attempt_of(1, 1, "live"), [at_version(1, 1)]).closure.answered_ms == 1_000
-    assert end(Group("a.0"), attempt_of(1, 1, "expert"), [at_version(1, 1)]).closure.answered_ms == -1
-
-
 def test_what_an_older_revision_sent_on_is_taken_back_where_this_one_sends_nothing() -> None:
     def sent(group: Group, episode: int) -> list[Experience]:
         return [
@@ -130,15 +104,6 @@ def test_what_an_older_revision_sent_on_is_taken_back_where_this_one_sends_nothi
     assert [(one.lane, is_withdrawal(one)) for one in moved] == [("human", True), ("usual", False)], "it goes first"
 
 
-def test_demonstrations_go_on_as_they_are() -> None:
-    given = [msgspec.structs.replace(at_version(number, 1), lane="expert") for number in (0, 2)]
-    assert all(one.is_given for one in given)
-    closure = end(Group("a.0"), attempt_of(2, 2, "expert"), given).closure
-    assert (closure.outcome, closure.experiences, closure.lane, closure.drops) == ("buffered", 2, "expert", {})
-    beside = end(Group("a.0"), attempt_of(2, 2), [at_version(2, 1), given[0]]).closure
-    assert beside.drops == {"even": 2}, "beside an answer they are judged with it"
-
-
 def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_group_does_not() -> None:
     async def remade(experiences: Sequence[Experience], context: Context) -> ChainResult:
         return ChainResult(kept=(answer("syn.0", 0), *(one for one in experiences if one.episode)), dropped=())
@@ -148,14 +113,3 @@ def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_grou
     alone = end(Group("a.0", lane="live"), attempt_of(1, 1), [at_version(0, 1)], chain=remade)
     assert [one.group for one in alone.blocks] == ["a.0", "syn.0"] and alone.closure.outcome == "dropped"
     assert is_withdrawal(alone.blocks[0].experiences[0])
-
-
-def test_what_counts_of_an_answer_is_its_verdicts_and_the_edit_where_edits_teach() -> None:
-    group = Group("a.0", feedback={"x": AnswerFeedback()})
-    take_feedback(
-        group.feedback["x"],
-        LoggedFeedback(Feedback(ref="x", id="1", source="csat", type="correction", text="t", value=0.5), 1, 1),
-    )
-    assert counted_of(group, "x", None) == ({"csat": 0.5}, None)
-    assert counted_of(group, "x", lambda text, of: text * 2) == ({"csat": 0.5}, "tt")
-    assert counted_of(group, "y", lambda text, of: text) == ({}, None)

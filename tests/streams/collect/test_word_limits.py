@@ -8,15 +8,12 @@ from streams.collect.group import Attempt, BlockPlace, Group
 from streams.collect.limits import (
     BURST,
     DAY_MS,
-    RATER_CAP,
     RATER_LIMIT,
-    RATERS,
     TENANT_LIMIT,
     DayLimits,
     beyond,
     charge,
     held_back,
-    is_named,
     limit_memories,
 )
 from streams.collect.rules import Arrival, Rules
@@ -71,10 +68,6 @@ def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -
     assert wanted(closed(revision=1), arrival(said("a.0.0-0-0", 1.0)), rules()) == {0, 1}
 
 
-def test_a_rater_is_who_is_named_and_no_key() -> None:
-    assert [is_named(name) for name in ("ann", "", "key 7", "key", "a key 7")] == [True, False, False, True, True]
-
-
 def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
     limits, memories = DayLimits(rater_answers=1, rater_share=0.5), limit_memories({})
     charge(memories, "acme", "bob", 0, 4)
@@ -95,34 +88,6 @@ def test_of_a_tenant_that_is_not_alone_the_share_is_bounded_with_this_word() -> 
     charge(memories, "other", "", 0, 1)
     assert beyond(memories, limits, "acme", "", 0) == "", "5 of 11"
     assert beyond(memories, limits, "acme", "", DAY_MS) == "", "a new day"
-
-
-def test_who_is_in_use_is_not_the_first_to_be_forgotten() -> None:
-    memories = {"moved by raters": Memory(2), "moved by tenants": Memory(9)}
-    for day, rater in enumerate(("ann", "bob", "ann", "cid")):
-        charge(memories, "acme", rater, day * DAY_MS, 1)
-    assert list(memories["moved by raters"]) == ["acme\x00ann", "acme\x00cid"]
-
-
-def test_a_cap_that_was_lifted_counts_from_then_on_and_keeps_its_place() -> None:
-    memories = {RATERS: Memory(2)}
-    source = FeedbackRules(1, per_rater=1, within_ms=10)
-
-    def word(rater: str, time_ms: int) -> str:
-        return held_back(memories, said("x", 1.0, rater=rater), source, time_ms)
-
-    assert word("ann", 0) == "" and word("bob", 0) == "" and word("ann", 9) != ""
-    assert word("ann", 10) == "" and word("ann", 19) != "" and word("cid", 19) == ""
-    assert word("ann", 19) != "", "bob was the one to be forgotten"
-    assert word("bob", 19) == ""
-
-
-def test_a_word_of_no_source_is_not_held_and_a_cap_is_one_sources() -> None:
-    memories: dict[str, Memory] = {}
-    source = FeedbackRules(1, per_rater=1, within_ms=10)
-    assert held_back(memories, said("x", 1.0), None, 0) == "" and not memories
-    assert [held_back(memories, said("x", 1.0, source=name), source, 0) for name in "ab"] == ["", ""]
-    assert held_back(memories, said("x", 1.0, source="a"), source, 0, "") == RATER_CAP
 
 
 def test_texts_that_share_words_but_say_something_else_are_no_burst() -> None:
