@@ -133,7 +133,8 @@ class LogIndex:
     def _open(self) -> None:
         self.database = sqlite3.connect(self.path, timeout=60.0, check_same_thread=False)
         self.database.execute("PRAGMA journal_mode = WAL")
-        self.database.execute("PRAGMA synchronous = OFF")  # what the machine loses of a cache of the log is read again
+        # NORMAL may lose the last reads with the machine, never the file: the log has them.
+        self.database.execute("PRAGMA synchronous = NORMAL")
         self.database.execute("PRAGMA cache_size = -32000")
         self.database.execute(ENDED)
         self._inode = inode(self.path)

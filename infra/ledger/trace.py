@@ -42,13 +42,11 @@ class TrainedUse(msgspec.Struct, frozen=True):
 class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the log says about one answer.
 
-    published: as its explorer or gateway wrote it. judged: as it left verify. buffered: as collect sent it on, by
-    revision. arrived: all of its group as it lies in `verified`, in the order of the log. given_up: why the trainer will never
-    train the newest copy, "" where it may. first_version: the first published policy that learned from it, None for none.
-    newest_version: of all.
-
-    id: of the experience. published_ms: when. dropped: why, "" where it was not. feedback, closures: each with its time in
-    ms. uses: steps that trained on it.
+    id: of the experience. published, published_ms: as its explorer or gateway wrote it, and when. judged: as it left verify.
+    dropped: why, "" where it was not. feedback, closures: each with its time in ms. buffered: as collect sent it on, by
+    revision. arrived: all of its group as it lies in `verified`, in the order of the log. uses: steps that trained on it.
+    given_up: why the trainer will never train the newest copy, "" where it may. first_version: the first published version that
+    learned from it, None for none. newest_version: of all.
     """
 
     id: str
@@ -102,10 +100,11 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
     if not (published or judged or buffered):
         raise NotInLog(f"{ref}: the kept log has no such answer")
     uses = await uses_of(log, index.steps(group), name)
+    verified, progress = by_topic.get("verified", ()), by_topic.get("progress", ())
     said = [
-        (place.time_ms, one)
-        for place, one in by_topic.get("verified", ())
-        if isinstance(one, Feedback) and one.ref.removeprefix(ANSWER_PREFIX) == name
+        (place.time_ms, record)
+        for place, record in verified
+        if isinstance(record, Feedback) and record.ref.removeprefix(ANSWER_PREFIX) == name
     ]
     lasting = [use.step for use in uses if not use.undone]
     return AnswerTrace(
@@ -113,27 +112,27 @@ async def trace_answer(log: Log, index: LogIndex, ref: str) -> AnswerTrace:
         published=published[0][1] if published else None,
         published_ms=published[0][0] if published else 0,
         judged=judged[0][1] if judged else None,
-        dropped=next(
-            (
-                f"{one.reason} (by {one.processor})" if one.processor else one.reason
-                for _, one in by_topic.get("verified", ())
-                if isinstance(one, DropMarker) and one.id == name
-            ),
-            "",
-        ),
-        feedback=await asyncio.to_thread(lambda: tuple((time_ms, legible(one, log.keys)) for time_ms, one in said)),
+        dropped=next((drop for _, record in verified if (drop := dropped(record, name))), ""),
+        feedback=await asyncio.to_thread(lambda: tuple((time_ms, legible(words, log.keys)) for time_ms, words in said)),
         closures=tuple(
-            (place.time_ms, one)
-            for place, one in by_topic.get("progress", ())
-            if isinstance(one, Closure) and one.group == group
+            (place.time_ms, record)
+            for place, record in progress
+            if isinstance(record, Closure) and record.group == group
         ),
         buffered=tuple(buffered),
-        arrived=tuple(arrivals(by_topic.get("verified", ()), group)),
+        arrived=tuple(arrivals(verified, group)),
         uses=tuple(uses),
-        given_up=given_up(by_topic.get("progress", ()), group, buffered[-1][0] if buffered else 0),
+        given_up=given_up(progress, group, buffered[-1][0] if buffered else 0),
         first_version=index.first_version_after(lasting[0]) if lasting else None,
         newest_version=index.newest_version(),
     )
+
+
+def dropped(record: object, name: str) -> str:
+    """Why a record of `verified` drops an experience, and which processor did; "" where it does not."""
+    if not isinstance(record, DropMarker) or record.id != name:
+        return ""
+    return f"{record.reason} (by {record.processor})" if record.processor else record.reason
 
 
 async def trace_policy(log: Log, index: LogIndex, version: int) -> PolicyTrace:
@@ -229,9 +228,9 @@ def is_about(feedback: Feedback, group: str) -> bool:
 def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms: int) -> str:
     """Why the trainer said, at since_ms or later, that it will never train a group; "" where it did not."""
     found = [
-        one.dropped[group]
-        for place, one in records
-        if isinstance(one, Drawn) and group in one.dropped and place.time_ms >= since_ms
+        record.dropped[group]
+        for place, record in records
+        if isinstance(record, Drawn) and group in record.dropped and place.time_ms >= since_ms
     ]
     return found[-1] if found else ""
 
@@ -239,9 +238,9 @@ def given_up(records: Iterable[tuple[IndexPlace, object]], group: str, since_ms:
 async def read_at(log: Log, places: Iterable[IndexPlace]) -> list[tuple[IndexPlace, LogMessage]]:
     """The records at these places, in their order; those that retention has taken since are left out."""
     ordered = sorted(places)
-    found = await log.messages_of((by_name(one.topic), one.partition, one.offset) for one in ordered)
-    keys = [(one, (one.topic, one.partition, one.offset)) for one in ordered]
-    return [(one, found[key]) for one, key in keys if key in found]
+    found = await log.messages_of((by_name(place.topic), place.partition, place.offset) for place in ordered)
+    keys = [(place, (place.topic, place.partition, place.offset)) for place in ordered]
+    return [(place, found[key]) for place, key in keys if key in found]
 
 
 def legible(feedback: Feedback, keys: Keys | None) -> Feedback:

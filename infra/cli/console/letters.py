@@ -7,6 +7,7 @@ stays sealed says why.
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -25,33 +26,24 @@ OF_NOBODY = "(sealed; nothing here names the answer it is about)"
 TOO_MANY = f"(sealed; of one letter {MAX_OPENED} texts are opened)"
 
 
-class ShownLetter(msgspec.Struct, frozen=True):
-    """What is shown of a dead letter. text: the JSON of the record, "" where none can be shown. why: nothing can be shown.
-    cut: number of characters that are not shown. num_sealed: texts that a key may open; a whole sealed event counts as one.
+def shown_letter(letter: DeadLetter) -> dict[str, Any]:
+    """The record that a letter holds, for viewers who may look: `text` (its JSON, "" where none can be shown), `why` not, `cut`
+    (characters that are not shown) and `num_sealed` (texts that a key may open; a whole sealed event counts as one).
     """
-
-    text: str = ""
-    why: str = ""
-    cut: int = 0
-    num_sealed: int = 0
-
-
-def shown_letter(letter: DeadLetter) -> ShownLetter:
-    """The record that a letter holds, for viewers who may look."""
-    value = letter.value
+    value, shown = letter.value, {"text": "", "why": "", "cut": 0, "num_sealed": 0}
     if not value:
-        return ShownLetter(why="It holds nothing.")
+        return shown | {"why": "It holds nothing."}
     if _is_shut(letter):
-        return ShownLetter(why="Sealed: it is about an answer of a named user.", num_sealed=1)
+        return shown | {"why": "Sealed: it is about an answer of a named user.", "num_sealed": 1}
     try:
         held = msgspec.json.decode(value)
         num_sealed = sum(map(is_sealed, _texts(held)))
-        text = json.dumps(_changed(held, lambda one: SHUT if is_sealed(one) else one), indent=2, ensure_ascii=False)
+        text = json.dumps(_changed(held, lambda text: SHUT if is_sealed(text) else text), indent=2, ensure_ascii=False)
     except (msgspec.DecodeError, RecursionError):
         is_whole = len(value) < MAX_LETTER_BYTES
         size = f"{len(value):,} bytes" if is_whole else f"the first {len(value):,} bytes of it were kept"
-        return ShownLetter(why=f"Not JSON: {size}.")
-    return ShownLetter(text[:MAX_SHOWN], cut=max(0, len(text) - MAX_SHOWN), num_sealed=num_sealed)
+        return shown | {"why": f"Not JSON: {size}."}
+    return shown | {"text": text[:MAX_SHOWN], "cut": max(0, len(text) - MAX_SHOWN), "num_sealed": num_sealed}
 
 
 def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
@@ -75,7 +67,7 @@ def opened_letter(letter: DeadLetter, keys: Keys | None) -> DeadLetter:
             Sealed("all of it is forgotten") if GONE in found else BadFrame("nothing here names the answer it is about")
         )
     try:
-        value = _changed(held, lambda one: opened.get(one, TOO_MANY) if is_sealed(one) else one)
+        value = _changed(held, lambda text: opened.get(text, TOO_MANY) if is_sealed(text) else text)
         return msgspec.structs.replace(letter, value=msgspec.json.encode(value))
     except RecursionError as error:
         raise BadFrame("it is nested too deep to be opened") from error
@@ -113,15 +105,15 @@ def _is_shut(letter: DeadLetter) -> bool:
 def _texts(value: object) -> Iterator[str]:
     """Every text in a JSON value except names of fields."""
     if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
     elif isinstance(value, str):
         yield value
 
 
 def _changed(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, dict):
-        return {name: _changed(one, change) for name, one in value.items()}
+        return {name: _changed(part, change) for name, part in value.items()}
     if isinstance(value, list):
-        return [_changed(one, change) for one in value]
+        return [_changed(part, change) for part in value]
     return change(value) if isinstance(value, str) else value

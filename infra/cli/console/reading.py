@@ -88,10 +88,10 @@ class History(msgspec.Struct, frozen=True):
     decisions: list[ChannelDecision]
     is_whole: bool
 
-    @classmethod
-    def read_from(cls, words: PolicyWords) -> "History":
-        """The history in what was read of `policies`."""
-        return cls([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
+
+def history_in(words: PolicyWords) -> History:
+    """The history in what was read of `policies`."""
+    return History([*words.events], words.stable, decisions(words.events, words.orders), words.is_whole)
 
 
 class Reading:
@@ -176,7 +176,7 @@ class Reading:
                 policy = self.settings.policy.name
                 self._words = await recent_words(self.log, policy, at_least=RECENT, at_most=RECENT)
             await self._words.read_on(self.log, self._words_follower)
-            return History.read_from(self._words)
+            return history_in(self._words)
 
         return await self.held("history", read, wait_s=wait_s)
 
@@ -185,7 +185,7 @@ class Reading:
         known = await self.history(wait_s)
         if known.is_whole or any(event.event == "published" and event.version == version for _, event in known.events):
             return known
-        return History.read_from(await words_about(self.log, self.settings.policy.name, version))
+        return history_in(await words_about(self.log, self.settings.policy.name, version))
 
     async def answer(self, ref: str) -> AnswerTrace:
         """Everything the log says about an answer, as far as the index is. Raises NotInLog, and NotReadYet where it may be in
