@@ -39,8 +39,8 @@ MOST_RANKS = 1024
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What there is, in bytes. gpu: memory of one GPU, 0 for none. host: of one host. shm: free in /dev/shm. step_s:
-    seconds from one optimizer step to the next.
+    """Memory in bytes. gpu: Of one GPU, 0 for none. host: Of one host. shm: Free in /dev/shm. step_s: Seconds from one
+    optimizer step to the next.
     """
 
     gpu: float
@@ -50,11 +50,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class SizeEstimate(msgspec.Struct, frozen=True):
-    """What the settings need.
+    """Needs of the settings.
 
-    size: of the model. plan: of the learner. learner: memory of one rank. engines: those that this file names, by role.
-    shm: bytes in /dev/shm, of the served version and the next one of each role. version: what each one costs. stored:
-    bytes that the store holds in the long run. problems: what does not fit.
+    size: Of the model. plan: Of the learner. learner: Memory of one rank. engines: Memory by the role that runs one. shm: Bytes
+    in /dev/shm, of the served version and the next of each role. version: Cost of each version. stored: Bytes that the store
+    holds in the long run. problems: Everything that does not fit, with the setting that mends it.
     """
 
     size: ModelSize
@@ -68,19 +68,23 @@ class SizeEstimate(msgspec.Struct, frozen=True):
 
 
 def this_machine(gpu_gb: float | None, host_gb: float | None, shm_gb: float | None, step_s: float) -> Machine:
-    """What was said, and where nothing was, what this machine has; a GPU of 80 GB where it has none."""
+    """The options, and for those left out this machine; a GPU of 80 GB where it has none."""
     gpu = gpu_bytes() or 80e9
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     shm = shared.f_bavail * shared.f_frsize if shared else 0
-    said = [default if one is None else one * 1e9 for one, default in ((gpu_gb, gpu), (host_gb, host), (shm_gb, shm))]
-    return Machine(said[0], said[1], said[2], step_s)
+    return Machine(
+        gpu=gpu if gpu_gb is None else gpu_gb * 1e9,
+        host=host if host_gb is None else host_gb * 1e9,
+        shm=shm if shm_gb is None else shm_gb * 1e9,
+        step_s=step_s,
+    )
 
 
 def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
-    """What the settings need on such machines. Raises ConfigError."""
+    """Compute the needs of the settings on such machines. Raises ConfigError."""
     if not settings.policy.model:
-        raise ConfigError("policy.model: missing, expected the folder or name of a model, to look at its size")
+        raise ConfigError("policy.model: missing, expected the folder or name of a model")
     size, plan = model_size(settings.model_path, adapter_of(settings)), learner_plan(settings)
     learner = learner_needs(size, plan)
     uses = uses_of(settings)
@@ -108,7 +112,7 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
 
 
 def adapter_of(settings: Settings) -> Adapter | None:
-    """What [trainer.lora] describes, None without. Raises ConfigError."""
+    """The adapter of [trainer.lora], None without. Raises ConfigError."""
     lora = settings.trainer.lora
     if lora is None:
         return None
@@ -122,7 +126,7 @@ def uses_of(settings: Settings) -> dict[str, Use]:
 
 
 def learner_plan(settings: Settings) -> LearnerPlan:
-    """What the settings say of the learner's memory. Raises ConfigError for a learner whose needs are not known."""
+    """The learner's part of the settings. Raises ConfigError for a learner whose needs are unknown."""
     from trainer.learners.lanes import reference_dtype
     from trainer.losses.loss import open_objectives
 
@@ -130,9 +134,9 @@ def learner_plan(settings: Settings) -> LearnerPlan:
     kind = config.learner.use.rpartition(":")[2]
     if kind not in ("TorchLearner", "DeepSpeedLearner"):
         raise ConfigError(
-            f"trainer.learner: got {config.learner.use}, expected TorchLearner or DeepSpeedLearner for --size"
+            f"trainer.learner: got {config.learner.use}, expected TorchLearner or DeepSpeedLearner to compute its memory"
         )
-    compares = any(one.reference for one in open_objectives(config.lanes).values())
+    compares = any(loss.reference for loss in open_objectives(config.lanes).values())
     return LearnerPlan(
         ranks=config.ranks,
         stage=int(config.learner.options.get("stage", 2)) if kind == "DeepSpeedLearner" else -1,
@@ -146,16 +150,16 @@ def learner_plan(settings: Settings) -> LearnerPlan:
 
 
 def engine_dtype(options: dict[str, Any], plan: LearnerPlan) -> str:
-    """Of vLLM's weights."""
-    said = str(options.get("dtype", "auto"))
-    return said if said in WIDTH else plan.dtype
+    """Dtype of vLLM's weights."""
+    option = str(options.get("dtype", "auto"))
+    return option if option in WIDTH else plan.dtype
 
 
 def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[str]:
-    """What will not fit, each with the setting that would mend it."""
-    yield from _of_the_learner(machine, found)
+    """Everything that will not fit, each with the setting that mends it."""
+    yield from _learner_problems(machine, found)
     for role, needs in found.engines.items():
-        yield from _of_an_engine(machine, role, needs, uses_of(settings)[role].options)
+        yield from _engine_problems(machine, role, needs, uses_of(settings)[role].options)
     version = found.version
     if found.shm > machine.shm:
         yield (
@@ -172,7 +176,7 @@ def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Itera
         )
 
 
-def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
+def _learner_problems(machine: Machine, found: SizeEstimate) -> Iterator[str]:
     plan, needs = found.plan, found.learner
     if machine.gpu and needs.gpu_bytes > machine.gpu:
         yield (
@@ -187,7 +191,7 @@ def _of_the_learner(machine: Machine, found: SizeEstimate) -> Iterator[str]:
         )
 
 
-def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Mapping[str, Any]) -> Iterator[str]:
+def _engine_problems(machine: Machine, role: str, needs: ProcessMemory, options: Mapping[str, Any]) -> Iterator[str]:
     if needs.host_bytes > machine.host:
         yield (
             f"an engine of {role} needs {gb(needs.host_bytes)} of host memory, there are {gb(machine.host)}: a host with more"
@@ -204,7 +208,7 @@ def _of_an_engine(machine: Machine, role: str, needs: ProcessMemory, options: Ma
 
 
 def mended(size: ModelSize, plan: LearnerPlan, machine: Machine) -> str:
-    """The settings with which a rank fits: the least that is enough, tried in this order."""
+    """Settings with which a rank fits: the fewest that suffice, in this order."""
     tried: list[str] = []
     for name, change in (
         ('trainer.dtype = "bfloat16"', {"dtype": "bfloat16"}),
@@ -237,7 +241,7 @@ def _doubled(fits: Callable[[int], bool]) -> int:
 
 
 def model_tables(settings: Settings, machine: Machine, found: SizeEstimate) -> Iterator[Table]:
-    """What is printed."""
+    """Tables for a person."""
     size, version = found.size, found.version
     table = Table(
         title=f"{settings.policy.model}: {size.frozen or size.trained:,} parameters, {size.layers} layers"

@@ -1,4 +1,4 @@
-"""What a model and settings need: bytes of a learner's rank and of an engine, seconds and bytes of a version.
+"""Needs of a model and its settings: bytes of a learner's rank and of an engine, seconds and bytes of a version.
 
 P: parameters, N: ranks. A trained parameter has a weight, a float32 gradient, two float32 moments, and in bfloat16 a float32
 master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
@@ -29,7 +29,7 @@ DELTA_SHARE = 1 / 120  # of all weights, measured as above
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One need of memory. what: it is for. num_bytes: at most. is_rough: an estimate that kernels and allocators move
+    """One need of memory. what: Its purpose. num_bytes: Bytes at most. is_rough: An estimate that kernels and allocators move
     by tens of percent.
     """
 
@@ -39,29 +39,27 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
-    """What one process needs. gpu: on its GPU. host: in its host's memory."""
+    """Memory of one process. gpu: On its GPU. host: In its host's memory."""
 
     gpu: tuple[Row, ...] = ()
     host: tuple[Row, ...] = ()
 
     @property
     def gpu_bytes(self) -> float:
-        """All of it at once."""
         return sum(row.num_bytes for row in self.gpu)
 
     @property
     def host_bytes(self) -> float:
-        """All of it at once."""
         return sum(row.num_bytes for row in self.host)
 
 
 def together(needs: ProcessMemory, ranks: int, *, with_gpu: bool) -> float:
-    """Host bytes of several ranks on one host. with_gpu: what would lie on GPUs lies there too."""
+    """Host bytes of several ranks on one host. with_gpu: Bytes of GPUs lie there too."""
     return ranks * (needs.host_bytes + (needs.gpu_bytes if with_gpu else 0.0))
 
 
 class LearnerPlan(msgspec.Struct, frozen=True):
-    """What decides a learner's memory.
+    """The settings that decide a learner's memory.
 
     ranks: processes. stage: of ZeRO, -1 for the learner of one process. dtype: of the weights. tokens: of a microbatch,
     on one rank. recomputes: activations in the backward. offload: masters and moments lie in the host's memory.
@@ -95,7 +93,7 @@ class VersionCost(msgspec.Struct, frozen=True):
 
 
 def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
-    """Of one rank."""
+    """Memory of one rank."""
     state = learner_state(size, plan)
     host = [Row("Python and libraries", PROCESS_BYTES)]
     if plan.offload:
@@ -108,7 +106,7 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
 
 
 def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """What a rank holds through a step: weights, gradients, masters, moments, and models beside them."""
+    """Rows that a rank holds through a step: weights, gradients, masters, moments, and models beside them."""
     parameters, width, ranks = size.trained, WIDTH[plan.dtype], plan.ranks
     zero = plan.stage > 0
     rows = [Row("weights", size.computed * width / (ranks if plan.stage == 3 else 1))]
@@ -127,8 +125,8 @@ def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
 
 
 def most_at_once(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """What comes and goes in a step, at the moment that needs most of it: the end of a forward, the first exchange of gradients
-    in the backward, or the update.
+    """Rows that come and go in a step, at the moment that needs most of it: the end of a forward, the first exchange of
+    gradients in the backward, or the update.
     """
     moments = [_after_forward(size, plan), _at_exchange(size, plan)]
     if not plan.offload:
@@ -137,7 +135,7 @@ def most_at_once(size: ModelSize, plan: LearnerPlan) -> list[Row]:
 
 
 def _after_forward(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """Of one microbatch, without what attention itself needs."""
+    """Rows of one microbatch, without attention's own."""
     width = WIDTH[plan.dtype]
     kept = size.layers * size.hidden + size.kept if plan.recomputes else size.layers * size.kept
     logits = min(plan.tokens * size.vocabulary, MAX_LOGITS)
@@ -183,7 +181,7 @@ def _at_update(size: ModelSize, plan: LearnerPlan) -> list[Row]:
 
 
 def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> ProcessMemory:
-    """Of an engine that runs on the CPU."""
+    """Memory of an engine that runs on the CPU."""
     held = (
         max(2 * size.published, size.frozen) * WIDTH[published]
     )  # before its first adapter it holds a copy of the base
@@ -197,7 +195,7 @@ def torch_engine_needs(size: ModelSize, dtype: str, published: str) -> ProcessMe
 
 
 def vllm_engine_needs(size: ModelSize, dtype: str, published: str, options: Mapping[str, Any]) -> ProcessMemory:
-    """Of one engine: GPU bytes on each of its cards, without keys and values; host bytes of the process that feeds it."""
+    """Memory of one engine: GPU bytes on each of its cards, without keys and values; host bytes of its process."""
     split = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
     version = size.published * WIDTH[published]
     return ProcessMemory(
