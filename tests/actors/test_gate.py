@@ -266,7 +266,7 @@ def test_a_version_that_passes_its_evals_is_tried_and_then_served_with_the_numbe
         "not worse: rated down 40 of 800, failed 0 of 800, refused 0 of 800; version 3 80 of 800"
     )
     assert passed.stats["rated down/not worse"] >= 1.0 > passed.stats["rated down/worse"]
-    assert (passed.stats["rated down"], passed.stats["before/rated down"]) == (0.05, 0.1)
+    assert (passed.stats["rated down"], passed.stats["stable/rated down"]) == (0.05, 0.1)
     (watch,) = decisions(gate)
     assert (watch.owner, watch.version, gate.stable.version, gate.stable.trial) == ("watch", STABLE, TRIAL, STABLE)
 

@@ -10,7 +10,7 @@ from itertools import product
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from actors.config import CanaryConfig, GateSuite
 from actors.master.gate.suites import drop, total_drop
@@ -76,23 +76,31 @@ def run(paths: int = 300) -> Iterator[Row]:
         found = people(world, worse, paths, np.random.default_rng(0))
         turned, passed = decided(found)
         bound = 0.01 if kind == "equal" and not world.within else None
-        yield Row(f"{name}, {kind}: turned away", 100 * turned.mean(), "%", high=bound and 100 * bound)
+        yield Row(f"{name}, {kind}: turned away", _percent(turned), "%", high=bound and 100 * bound)
         yield Row(
-            f"{name}, {kind}: passed", 100 * passed.mean(), "%", high=None if kind == "equal" else _beta(world, kind)
+            f"{name}, {kind}: passed",
+            _percent(passed),
+            "%",
+            high=None if kind == "equal" else _beta(world, kind, paths),
         )
         if world.within and kind == "equal":
-            yield Row(f"{name}: alarm", 100 * np.mean([clumping(path) >= CLUMPED for path in each(found)]), "%")
+            yield Row(f"{name}: alarm", _percent([clumping(path) >= CLUMPED for path in each(found)]), "%")
     turned, _ = decided(people(WORLDS["watch, weekly ± 40 %"], (1.0, 1.0), 12 * paths, np.random.default_rng(1)))
-    yield Row("12 promotions, weekly ± 40 %: any taken back", 100 * turned.reshape(-1, 12).any(1).mean(), "%", high=2.0)
+    yield Row("12 promotions, weekly ± 40 %: any taken back", _percent(turned.reshape(-1, 12).any(1)), "%", high=2.0)
     yield from evals(paths)
 
 
-def _beta(world: World, kind: str) -> float | None:
-    """The most that may pass, where the version is beyond the margin."""
+def _percent(values: ArrayLike) -> float:
+    return 100.0 * float(np.mean(values))
+
+
+def _beta(world: World, kind: str, paths: int) -> float | None:
+    """The most that may pass, up to two standard errors, where the version is beyond the margin."""
     ratio, odds = KINDS[kind]
     new = ratio * odds * world.base / (1.0 + (odds - 1.0) * world.base)
     is_beyond = new >= max(world.base + CONFIG.margin, world.base * (1.0 + CONFIG.relative_margin)) - 1e-9
-    return 100 * CONFIG.beta if is_beyond and not world.copies and world.base else None
+    chance = 2.0 * (CONFIG.beta * (1.0 - CONFIG.beta) / paths) ** 0.5
+    return 100 * (CONFIG.beta + chance) if is_beyond and not world.copies and world.base else None
 
 
 def decided(found: Strata) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -180,14 +188,14 @@ def evals(paths: int) -> Iterator[Row]:
     for tasks, suites in ((500, 1), (500, 3), (2000, 1)):
         held = [any(candidates(12, 0.0, tasks, suites, seed)) for seed in range(paths)]
         name = f"12 equal candidates, {suites} suite{'s' * (suites > 1)} of {tasks} tasks: any held"
-        yield Row(name, 100 * np.mean(held), "%", high=5.0)
+        yield Row(name, _percent(held), "%", high=5.0)
     for tasks in (500, 2000):
         found = [candidates(1, 0.02, tasks, 1, seed)[0] for seed in range(paths)]
-        yield Row(f"worse by max_drop, {tasks} tasks: held", 100 * np.mean(found), "%", high=1.0)
+        yield Row(f"worse by max_drop, {tasks} tasks: held", _percent(found), "%", high=1.0)
     found = [candidates(1, 0.1, 500, 1, seed)[0] for seed in range(paths)]
-    yield Row("10 points worse, 500 tasks: held", 100 * np.mean(found), "%", low=70.0)
+    yield Row("10 points worse, 500 tasks: held", _percent(found), "%", low=70.0)
     behind = [sum(candidates(7, 0.0, 500, 1, seed, first_bad=True)) for seed in range(paths // 10)]
-    yield Row("good candidates held behind a bad one, of 7", max(behind, default=0), "", high=0.0)
+    yield Row("good candidates held behind a bad one, of 7", float(max(behind, default=0)), "", high=0.0)
     for tasks in (500, 2000):
         lost = [0.003 * (60 - sum(candidates(60, 0.003, tasks, 1, seed))) for seed in range(max(1, paths // 30))]
         yield Row(f"60 candidates of 0.3 points less each, {tasks} tasks: points lost", 100 * max(lost), "", high=7.0)

@@ -268,8 +268,8 @@ def _numbers(measures: Mapping[str, Evidence]) -> Numbers:
     found: Numbers = {}
     for name, known in measures.items():
         found |= {
-            f"{name}": known.new_bad / max(1, known.new), f"before/{name}": known.old_bad / max(1, known.old),
-            f"{name}/people": float(known.new), f"before/{name}/people": float(known.old),
+            f"{name}": known.new_bad / max(1, known.new), f"stable/{name}": known.old_bad / max(1, known.old),
+            f"{name}/people": float(known.new), f"stable/{name}/people": float(known.old),
             f"{name}/worse": known.worse, f"{name}/not worse": known.not_worse,
         }  # fmt: skip
     return found

@@ -63,7 +63,7 @@ def held_back(history: History) -> int:
 def word(decision: ChannelDecision) -> str:
     """A decision in a word or two."""
     if decision.channel == "canary" and decision.event == "promoted":
-        return "on trial"
+        return "watch" if decision.by == "watch" else "on trial"
     if decision.event == "pinned" and decision.version < 0:
         return "unpinned"
     return WORDS.get(decision.event, decision.event)
@@ -73,8 +73,8 @@ def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, fl
     """The numbers of a decision: what was measured, its value for the version, and for the one that was stable then (None:
     the record has no such number).
 
-    >>> numbers_of({"dev": 0.5, "stable/dev": 0.667, "trial/rated_down": 31.0})
-    [('dev', 0.5, 0.667), ('trial: rated down', 31.0, None)]
+    >>> numbers_of({"dev": 0.5, "stable/dev": 0.667, "rated down/people": 31.0})
+    [('dev', 0.5, 0.667), ('rated down: people', 31.0, None)]
     """
     names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))
     return [

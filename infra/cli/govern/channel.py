@@ -101,7 +101,7 @@ def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     rows = Table("when", "what", "version", "by", "why")
     for one in made:
         what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
-        what = "on trial" if one.channel == "canary" else what
+        what = ("watch" if one.by == "watch" else "on trial") if one.channel == "canary" else what
         style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
         rows.add_row(
             clock(one.time_ms), what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style
@@ -145,5 +145,6 @@ def stable_text(stable: Stable) -> str:
     """The channel in words."""
     if stable.version < 0:
         return "nothing was promoted yet"
-    trial = f", version {stable.trial} on trial" if stable.trial >= 0 else ""
+    kept = "keeps a share" if stable.watched else "on trial"
+    trial = f", version {stable.trial} {kept}" if stable.trial >= 0 else ""
     return f"version {stable.version}{' (pinned)' if stable.pinned else ''}{trial}"
