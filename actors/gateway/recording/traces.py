@@ -1,85 +1,24 @@
-"""One span for each answer, by the semantic conventions of OpenTelemetry for generative AI, sent over OTLP/HTTP.
-
-    answer ─> Spans.tell ─> queue, bounded ─> [thread] ─> OTLP exporter ─> collector
+"""One span for each answer, by OpenTelemetry's semantic conventions for generative AI, sent over OTLP/HTTP.
 
 Guarantees: an answer waits for nothing here; a span that cannot be queued or delivered is counted (`spans_dropped`); no span
 says what was asked or answered. Without `[gateway.traces]` nothing of OpenTelemetry is imported.
 """
 
-import contextlib
 import hashlib
-import logging
-import queue
-import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from actors.gateway.answering.in_flight import InFlight
+from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.config import TracesConfig
 from infra.observe.metrics import Metrics
 from schemas.errors import ConfigError
 
 BATCH = 256
 LINGER_S = 1.0
-TIMEOUT_S = 10.0  # of one delivery, its repetitions included
-END_S = 5.0
-_log = logging.getLogger(__name__)
-
-
-class AnswerSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer as a trace shows it.
-
-    answer: its id. trace: of the request. began_ns, ended_ns: since the epoch. model: that was asked for. finish: ""
-    for one that was broken off. failed: by the engine. chat: whether it was a conversation. input_tokens,
-    output_tokens: of the prompt and the answer. versions: that sampled it. session: "" for none. max_tokens: as asked
-    for, 0 for none. temperature, top_p: of the sampling.
-
-    Example: AnswerSpan(answer="hr-a1b2.0-3-0", trace="a1b2.0-3", began_ns=1, ended_ns=2, model="main", finish="stop",
-                        failed=False, chat=True, input_tokens=9, output_tokens=3, versions=(7, 8))
-    """
-
-    answer: str
-    trace: str
-    began_ns: int
-    ended_ns: int
-    model: str
-    finish: str
-    failed: bool
-    chat: bool
-    input_tokens: int
-    output_tokens: int
-    versions: tuple[int, ...]
-    session: str = ""
-    max_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-
-def spans_of(in_flight: InFlight) -> list[AnswerSpan]:
-    """One for each answer of a request that has ended."""
-    request, now_ns = in_flight.request, time.time_ns()
-    return [
-        AnswerSpan(
-            answer=named,
-            trace=in_flight.group,
-            began_ns=in_flight.began_ns,
-            ended_ns=now_ns,
-            model=request.model,
-            finish=answer.finish,
-            failed=in_flight.failed,
-            chat=request.prompt.chat is not None,
-            input_tokens=len(in_flight.tokens),
-            output_tokens=len(answer.tokens),
-            versions=tuple(dict.fromkeys(start.version for start in answer.starts)),
-            session=in_flight.session,
-            max_tokens=in_flight.sampling.max_tokens,
-            temperature=in_flight.sampling.temperature,
-            top_p=in_flight.sampling.top_p,
-        )
-        for named, answer in zip(in_flight.answer_ids, in_flight.answers, strict=False)
-    ]
+TIMEOUT_S = 5.0  # for one delivery, its repetitions included
+END_S = 5.0  # at a stop, for what is queued
 
 
 def open_spans(config: TracesConfig | None, metrics: Metrics) -> "Spans | None":
@@ -93,108 +32,97 @@ def open_spans(config: TracesConfig | None, metrics: Metrics) -> "Spans | None":
 
 
 class Spans:
-    """Sends spans from a thread of its own."""
+    """Sends spans from the SDK's thread. It is the SDK's exporter, too, so that what is delivered is counted."""
 
     def __init__(self, config: TracesConfig, metrics: Metrics) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
+        self._failure = SpanExportResult.FAILURE
         self._exporter: Any = OTLPSpanExporter(endpoint=config.endpoint, timeout=TIMEOUT_S)
         self._resource = Resource.create({"service.name": config.service})
         self._metrics = metrics
-        self._queue: queue.Queue[AnswerSpan | None] = queue.Queue(config.queue)
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._send, name="traces", daemon=True)
-        self._thread.start()
+        self._limit = config.queue
+        self._told = self._ended = 0  # each is written by one thread
+        self._until_s = float("inf")
+        batch = min(BATCH, config.queue)
+        processor: Any = BatchSpanProcessor(self, config.queue, 1000 * LINGER_S, batch)  # type: ignore[arg-type]
+        self._processor = processor
 
     @property
     def num_waiting(self) -> int:
-        """Spans that are not on their way yet."""
-        return self._queue.qsize()
+        """Spans that are not delivered yet."""
+        return self._told - self._ended
 
     def tell(self, in_flight: InFlight) -> None:
         """Queue the spans of a request that has ended."""
-        for span in spans_of(in_flight):
-            try:
-                self._queue.put_nowait(span)
-            except queue.Full:
+        for name, answer in zip(in_flight.answer_ids, in_flight.answers, strict=False):
+            if self.num_waiting >= self._limit:
                 self._metrics.counter("spans_dropped", reason="queue is full").inc()
+                continue
+            self._told += 1
+            self._processor.on_end(span_of(in_flight, name, answer, self._resource))
 
     def close(self) -> None:
-        """Send what is queued, for END_S at most; the rest is dropped."""
-        self._ending.set()
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)  # wakes it
-        self._thread.join(END_S)
-        self._exporter.shutdown()  # what it still tries to deliver, or has not tried, it gives up and counts
-        self._thread.join(END_S)
+        """Send what is queued, for END_S; the rest is dropped."""
+        self._until_s = time.monotonic() + END_S
+        self._processor.shutdown()
 
-    def _send(self) -> None:
-        while not (self._ending.is_set() and self._queue.empty()):
-            batch = self._batch()
-            if not batch:
-                continue
-            try:
-                delivered = self._exporter.export([as_otel(one, self._resource) for one in batch]).name == "SUCCESS"
-            except Exception:  # its thread must outlive whatever an answer or a collector brings
-                _log.exception("spans_not_sent")
-                delivered = False
-            if delivered:
-                self._metrics.counter("spans").inc(len(batch))
-            else:
-                self._metrics.counter("spans_dropped", reason="not delivered").inc(len(batch))
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Called by the SDK, in its thread."""
+        result = self._exporter.export(spans) if time.monotonic() < self._until_s else self._failure
+        if result is self._failure:
+            self._metrics.counter("spans_dropped", reason="not delivered").inc(len(spans))
+        else:
+            self._metrics.counter("spans").inc(len(spans))
+        self._ended += len(spans)
+        return result
 
-    def _batch(self) -> list[AnswerSpan]:
-        """What came within LINGER_S, BATCH at most."""
-        batch: list[AnswerSpan] = []
-        until_s = time.monotonic() + LINGER_S
-        while len(batch) < BATCH and (left_s := until_s - time.monotonic()) > 0:
-            try:
-                span = self._queue.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if span is None:
-                break
-            batch.append(span)
-        return batch
+    def shutdown(self) -> None:
+        """Called by the SDK once nothing more is to be sent."""
+        self._exporter.shutdown()
 
 
-def as_otel(span: AnswerSpan, resource: Any) -> Any:
-    """As OpenTelemetry's own span. Trace and span have ids that follow from those of the request and the answer."""
+def span_of(in_flight: InFlight, name: str, answer: SampledAnswer, resource: Any) -> Any:
+    """The span of one answer. Its ids follow from those of the request and the answer."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-    operation = "chat" if span.chat else "text_completion"
+    request, sampling = in_flight.request, in_flight.sampling
+    operation = "text_completion" if request.prompt.chat is None else "chat"
+    versions = tuple(dict.fromkeys(start.version for start in answer.starts))
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "headrace",
-        "gen_ai.request.model": span.model,
-        "gen_ai.request.max_tokens": span.max_tokens,
-        "gen_ai.request.temperature": span.temperature,
-        "gen_ai.request.top_p": span.top_p,
-        "gen_ai.response.model": span.model,
-        "gen_ai.response.id": span.answer,
-        "gen_ai.usage.input_tokens": span.input_tokens,
-        "gen_ai.usage.output_tokens": span.output_tokens,
-        "headrace.policy.versions": span.versions,
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.response.model": request.model,
+        "gen_ai.response.id": name,
+        "gen_ai.usage.input_tokens": len(in_flight.tokens),
+        "gen_ai.usage.output_tokens": len(answer.tokens),
+        "headrace.policy.versions": versions,
     }
-    if span.finish:
-        attributes["gen_ai.response.finish_reasons"] = (span.finish,)
+    if answer.finish:
+        attributes["gen_ai.response.finish_reasons"] = (answer.finish,)
     else:
-        attributes["error.type"] = "engine" if span.failed else "client_gone"
-    if span.versions:
-        attributes["headrace.policy.version"] = span.versions[0]
-    if span.session:
-        attributes["gen_ai.conversation.id"] = span.session
+        attributes["error.type"] = "engine" if in_flight.failed else "client_gone"
+    if versions:
+        attributes["headrace.policy.version"] = versions[0]
+    if in_flight.session:
+        attributes["gen_ai.conversation.id"] = in_flight.session
+    sampled = TraceFlags(TraceFlags.SAMPLED)
     return ReadableSpan(
-        name=f"{operation} {span.model}",
-        context=SpanContext(_id(span.trace, 16), _id(span.answer, 8), False, TraceFlags(TraceFlags.SAMPLED)),
+        name=f"{operation} {request.model}",
+        context=SpanContext(_id(in_flight.group, 16), _id(name, 8), is_remote=False, trace_flags=sampled),
         resource=resource,
         attributes=attributes,
         kind=SpanKind.INTERNAL,
-        status=Status(StatusCode.ERROR if span.failed else StatusCode.UNSET),
-        start_time=span.began_ns,
-        end_time=span.ended_ns,
+        status=Status(StatusCode.ERROR if in_flight.failed else StatusCode.UNSET),
+        start_time=in_flight.began_ns,
+        end_time=time.time_ns(),
     )
 
 

@@ -14,17 +14,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from actors.gateway.config import TracesConfig
-from actors.gateway.recording.traces import AnswerSpan, as_otel
 from infra.observe.alarms import STILL
 from infra.settings.config import decode
 from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import engine, says, serving
 from tests.http_endpoint import http_endpoint
-
-SPAN = AnswerSpan(
-    answer="hr-a1b2.0-3-0", trace="a1b2.0-3", began_ns=1_000, ended_ns=2_000, model="main", finish="stop", failed=False,
-    chat=True, input_tokens=9, output_tokens=3, versions=(7, 8),
-)  # fmt: skip
 
 
 class TraceReceiver:
@@ -142,20 +136,6 @@ def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
         "spans_dropped{reason=queue is full}", "spans_dropped{reason=not delivered}",
     }  # fmt: skip
     assert "spans_dropped" in STILL
-
-
-def test_ids_of_a_trace_follow_from_those_of_the_answer() -> None:
-    from opentelemetry.sdk.resources import Resource
-
-    one, again = as_otel(SPAN, Resource({})), as_otel(SPAN, Resource({}))
-    assert one.context == again.context and one.context.is_valid
-    assert (
-        as_otel(AnswerSpan(**{**to_dict(SPAN), "finish": ""}), Resource({})).attributes["error.type"] == "client_gone"
-    )
-
-
-def to_dict(span: AnswerSpan) -> dict[str, Any]:
-    return {name: getattr(span, name) for name in span.__struct_fields__}
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_loaded_and_no_thread_runs(tmp_path: Path) -> None:
