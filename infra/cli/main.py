@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from infra.cli.commands import again, capacity, data, govern, keys, look, mend, repeat, roles, see, start, weights
+from infra.cli.commands import capacity, data, govern, look, repeat, roles, start
 from infra.cli.options import umask_of
 from infra.local.process import SAFE_PATH
 from infra.observe.release import full_release
@@ -71,14 +71,14 @@ app.command(rich_help_panel="Roles")(roles.process)
 app.command(rich_help_panel="Roles")(roles.train)
 app.command(rich_help_panel="Roles")(roles.serve)
 app.command(rich_help_panel="Look")(look.status)
-app.command(rich_help_panel="Look")(see.console)
+app.command(rich_help_panel="Look")(look.console)
 app.command(rich_help_panel="Look")(look.peek)
 app.command(rich_help_panel="Look")(look.audit)
 app.command(rich_help_panel="Look")(look.trace)
 app.command("eval", rich_help_panel="Look")(look.evaluate)
 app.command(rich_help_panel="Data")(data.forget)
 app.command(rich_help_panel="Data")(data.skip)
-app.command("export-model", rich_help_panel="Serve")(weights.export_model)
+app.command("export-model", rich_help_panel="Serve")(govern.export_model)
 app.command(rich_help_panel="Serve")(govern.channel)
 app.command(rich_help_panel="Serve")(govern.promote)
 app.command(rich_help_panel="Serve")(govern.pin)
@@ -86,15 +86,15 @@ app.command(rich_help_panel="Serve")(govern.unpin)
 app.command(rich_help_panel="Serve")(govern.rollback)
 app.command(rich_help_panel="Serve")(govern.pause)
 app.command(rich_help_panel="Serve")(govern.resume)
-app.command(rich_help_panel="Repeat")(mend.backup)
-app.command(rich_help_panel="Repeat")(mend.restore)
-app.command(rich_help_panel="Repeat")(mend.recover)
+app.command(rich_help_panel="Repeat")(repeat.backup)
+app.command(rich_help_panel="Repeat")(repeat.restore)
+app.command(rich_help_panel="Repeat")(repeat.recover)
 app.command(rich_help_panel="Repeat")(repeat.replay)
 app.command(rich_help_panel="Repeat")(repeat.export)
-app.command(rich_help_panel="Repeat")(again.reprocess)
-keys_app.command("create")(keys.create)
-keys_app.command("list")(keys.list_keys)
-keys_app.command("revoke")(keys.revoke)
+app.command(rich_help_panel="Repeat")(repeat.reprocess)
+keys_app.command("create")(data.create_key)
+keys_app.command("list")(data.list_keys)
+keys_app.command("revoke")(data.revoke_key)
 topic_app.command("create")(data.create_topic)
 load_app.command("tasks")(data.load_tasks)
 load_app.command("experts")(data.load_experts)

@@ -15,7 +15,7 @@ import pytest
 
 from actors.gateway.access.keys import create_key
 from actors.gateway.config import Webhook
-from infra.cli.data.prompts import newest_prompts, recorded
+from infra.cli.data.load import newest_prompts, recorded
 from infra.ledger.forget import ForgetReport, complete, destroy, tell
 from infra.ledger.index import LogIndex
 from infra.log.bus import Partition

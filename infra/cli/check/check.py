@@ -4,6 +4,7 @@ Everything that a role would refuse when it starts is refused here, with the sam
 """
 
 import importlib.util
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from actors.config import CanaryConfig
 from actors.master.gate.trial import power
 from infra.chain.chain import Step
 from infra.chain.processor import mark_of
-from infra.cli.check.fit import check_fit
-from infra.cli.check.start import check_engine, check_model, check_secrets
-from infra.cli.check.state import check_state
+from infra.cli.check.state import check_fit, check_state
 from infra.cli.connect import connected, create_topics
-from infra.cli.run.private import open_to_others
+from infra.cli.run.roles import implied_options, open_to_others, webhooks_of
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
-from infra.settings.config import duration_s
-from infra.settings.plugin import add_plugin_folders, find, option_defaults
+from infra.settings.config import Use, duration_s
+from infra.settings.plugin import add_plugin_folders, check_names, find, option_defaults
 from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
+from streams.sources.event import EventSource
+from streams.sources.langfuse import keys_of
 
 NOT_SAID = (
     "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them",
@@ -246,3 +247,52 @@ def shown(options: dict[str, object] | dict[str, float]) -> str:
     'min_tokens=8'
     """
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def check_model(settings: Settings) -> tuple[str, list[str]]:
+    """How the policy's model writes calls and thoughts, "" where it was not opened; and what a person should know of it. Raises
+    ConfigError for a model that is not there, and for parsers that are not.
+    """
+    path = settings.model_path
+    if not path:
+        return "", ["policy.model: missing: explore, serve and train do not start without"]
+    if importlib.util.find_spec("transformers") is None:
+        return "", ["policy.model is not opened: that needs transformers, which is not installed here"]
+    from actors.gateway.answering.parsers import answer_parser
+    from infra.model.model import context_tokens, load_tokenizer
+
+    try:
+        context_tokens(path)
+        tokenizer = load_tokenizer(path, settings.policy.template, settings.policy.parsers)
+    except ConfigError as error:
+        raise ConfigError(f'policy.model: got "{settings.policy.model}": {error}') from error
+    parser = answer_parser(tokenizer)
+    if tokenizer.writing.chosen:
+        parser.prepare()
+    why = "by [policy]" if tokenizer.writing.chosen else "by the chat template"
+    return f"{tokenizer.writing.shown}, {why}", [f"policy: {parser.refusal}"] if parser.refusal else []
+
+
+def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
+    """What the gateway and the stream workers read as secrets for feedback. Raises ConfigError."""
+    if settings.gateway is not None:
+        webhooks_of(settings)
+    for source in sources:
+        if source.langfuse is not None:
+            keys_of(source)
+
+
+def check_engine(settings: Settings, use: Use, where: str) -> list[str]:
+    """Find an engine and compare its options with those it takes; what cannot be compared here. Raises ConfigError."""
+    found = find(use.use, where)
+    implied = implied_options(settings, use)
+    takes = inspect.signature(found).parameters if callable(found) else {}
+    options = {**implied, **use.options}
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()):
+        check_names(options, takes, where.removesuffix(".use"))
+        return []
+    check = getattr(found, "check_options", None)
+    rest = {name: value for name, value in use.options.items() if name not in takes}
+    if check is None or not rest or check(rest):
+        return []
+    return [f"{where.removesuffix('.use')}.options: {', '.join(sorted(rest))} not checked: vLLM is not installed here"]

@@ -1,4 +1,4 @@
-"""Doing a run again: replay, export.
+"""The commands that repeat or mend: replay, export, reprocess, backup, restore, recover.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -6,9 +6,10 @@ Bodies import what they need when they run: see `infra.cli.main`.
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from infra.cli.options import JsonOption, exit_with
+from infra.cli.options import DEFAULT, ConfigOption, JsonOption, SetOption, exit_with, with_flags
 
 FromOption = Annotated[
     int | None, typer.Option("--from", help="Begin at the newest checkpoint at or before this step.", metavar="STEP")
@@ -73,3 +74,110 @@ def export(
     from infra.cli.repeat.export import run_export
 
     exit_with(lambda: run_export(run, file, from_step=from_step, as_json=as_json, trusted=trust_plugins))
+
+
+class ReprocessFlags(msgspec.Struct, frozen=True):
+    """What is processed again, by what, and what becomes of the result."""
+
+    start: Annotated[
+        str,
+        typer.Option(
+            "--from", help='"beginning", an offset, partition:offset[,…], or a time such as 2026-11-21T12:00.'
+        ),
+    ] = "beginning"
+    stop: Annotated[str, typer.Option("--to", help='"end", or a place as in --from; not included itself.')] = "end"
+    topic: Annotated[str, typer.Option(help="Of verify: experiences or experts alone.")] = ""
+    other: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            help="Judge by this TOML: whole settings, or tables laid over those of -c.",
+            metavar="FILE",
+        ),
+    ] = None
+    diff: Annotated[bool, typer.Option("--diff", help="Compare with what the log records.")] = False
+    rescore: Annotated[bool, typer.Option("--rescore", help="Ask for outside verdicts again that are on record.")] = (
+        False
+    )
+
+
+@with_flags
+def reprocess(
+    stage: Annotated[str, typer.Argument(help="tasks, verify, collect, or dead-letters.")],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006
+    *,
+    flags: ReprocessFlags,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a stage over any part of the log again, exactly as the workers do, and see what it would have changed.
+
+    The app that is read is only read; with the settings and processors that made the record, nothing differs.
+    Offsets are those of the stage's input: taskset.raw, experiences (or --topic), verified.
+    dead-letters delivers each letter that decodes by now once more to where it came from.
+
+    Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
+    """
+    from infra.cli.repeat.reprocess import run_reprocess
+
+    options = msgspec.structs.asdict(flags)
+    other = options.pop("other")
+    exit_with(lambda: run_reprocess(stage, config, sets, other=other, options=options, as_json=as_json))
+
+
+def recover(
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Go on after the log's data or the store was lost, or say what can be done.
+
+    Where the log is lost and the store is there, a new journal begins from the newest checkpoint. It says what is lost and
+    asks first. Where log and store belong together it changes nothing.
+
+    Example: [cyan]headrace recover -c support/headrace.toml[/]
+    """
+    from infra.cli.repeat.recover import run_recover
+
+    exit_with(lambda: run_recover(config, sets, yes=yes))
+
+
+def backup(
+    to: Annotated[str, typer.Argument(help="A folder or s3://bucket/prefix, empty or with an unfinished backup.")],
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
+    keys: Annotated[
+        str,
+        typer.Option("--keys", help="Where keys go: another folder or s3://bucket/prefix. Without it they stay out."),
+    ] = "",
+) -> None:
+    """Copy an app, its topics and its store, while it runs.
+
+    Run again after a stop, it continues. Without --keys what was sealed of users stays shut after a restore, and API keys are
+    made anew.
+
+    Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    from infra.cli.repeat.backup import run_backup
+
+    exit_with(lambda: run_backup(to, config, sets, keys=keys))
+
+
+def restore(
+    source: Annotated[
+        str, typer.Argument(help="A whole backup: a folder or s3://bucket/prefix. Without it keys alone come back.")
+    ] = "",
+    config: ConfigOption = DEFAULT,
+    sets: SetOption = [],  # noqa: B006 (typer copies it)
+    keys: Annotated[str, typer.Option("--keys", help="Where the backup's keys are.")] = "",
+) -> None:
+    """Put a backup back, into a broker and a store that have nothing of the app.
+
+    Every record is at its offset with its time again, and every byte is compared with its hash. Stop all roles first. Run
+    again after a stop, it continues. A key that is there is not replaced.
+
+    Example: [cyan]headrace restore s3://backups/support-11-23 --keys /safe/support-11-23[/]
+    """
+    from infra.cli.repeat.backup import run_restore
+
+    exit_with(lambda: run_restore(source, config, sets, keys=keys))

@@ -32,8 +32,7 @@ from infra.cli.console.actions import ACTIONS, Refusal
 from infra.cli.console.flow import short
 from infra.cli.console.pages import PAGES, Console
 from infra.cli.console.reading import NotReadYet
-from infra.cli.terminal import printable
-from infra.cli.times import clock
+from infra.cli.terminal import clock, printable
 from schemas.errors import HeadraceError, NotInLog
 
 HERE = Path(__file__).parent

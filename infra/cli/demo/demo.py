@@ -28,7 +28,7 @@ from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.tasks import DemoTask
 from infra.cli.demo.traffic import gateway_settings, users_child
 from infra.cli.exit_codes import CONFIG_ERROR, INTERRUPTED, last_error
-from infra.cli.run.early import early
+from infra.cli.run.roles import early
 from infra.cli.run.up import Stopped, broker_child, child_environment, role_child, roles_of, wait_for_broker
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import LineFormatter

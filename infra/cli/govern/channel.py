@@ -10,15 +10,15 @@ from rich.table import Table
 
 from infra.cli.connect import connected, reading
 from infra.cli.govern.words import RECENT, recent_words, words_about
+from infra.cli.look.audit import operator
 from infra.cli.settings import load_settings
-from infra.cli.terminal import Screen
-from infra.cli.times import clock
+from infra.cli.terminal import Screen, clock
 from infra.log.log import Log
 from infra.policies.beginning import folded
 from infra.policies.channel import Stable, moved
 from schemas import Directive, PolicyEvent, topics
 from schemas.errors import ConfigError
-from schemas.fields import Channel, Numbers, PolicyEventKind
+from schemas.fields import Channel, DirectiveKind, Numbers, PolicyEventKind
 
 MOVES = ("promoted", "held", "pinned", "rolled_back")
 
@@ -148,3 +148,18 @@ def stable_text(stable: Stable) -> str:
     kept = "keeps a share" if stable.watched else "on trial"
     trial = f", version {stable.trial} {kept}" if stable.trial >= 0 else ""
     return f"version {stable.version}{' (pinned)' if stable.pinned else ''}{trial}"
+
+
+SAID: dict[DirectiveKind, str] = {
+    "pause": "learning is paused: no new groups, no new steps; `headrace resume` lets it go on",
+    "continue": "learning goes on",
+}
+
+
+async def run_learning(order: DirectiveKind, reason: str, config: Path, sets: list[str]) -> int:
+    """Say it in the log; the master and the trainer hear it within a second, or when they start."""
+    settings = load_settings(config, sets)
+    async with connected(settings) as log:
+        await log.publish(topics.POLICIES, Directive(order=order, owner=operator(), reason=reason))
+    Screen().print(SAID[order])
+    return 0

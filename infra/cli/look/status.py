@@ -17,8 +17,7 @@ from infra.cli.look.kept import kept_of
 from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
 from infra.cli.look.status_screen import State, show
 from infra.cli.settings import load_settings
-from infra.cli.terminal import Screen, printable_json
-from infra.cli.times import span
+from infra.cli.terminal import Screen, printable_json, span
 from infra.log.log import Log, LogMessage
 from infra.observe.alarms import NO_VERSION_S, STILL
 from schemas import Block, Directive, EvalResult, PolicyEvent, Progress, Rollback, topics

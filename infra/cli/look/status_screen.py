@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.cli.look.kept import kept_lines
-from infra.cli.times import clock, span
+from infra.cli.terminal import clock, span
 from infra.observe.alarms import alarm_of
 
 State = dict[str, Any]

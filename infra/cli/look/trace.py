@@ -12,8 +12,7 @@ from infra.cli.connect import connected, reading
 from infra.cli.look.peek import cut
 from infra.cli.look.waits import waits_for
 from infra.cli.settings import Settings, load_settings
-from infra.cli.terminal import Screen, printable_json
-from infra.cli.times import clock
+from infra.cli.terminal import Screen, clock, printable_json
 from infra.ledger.index import FILE, LogIndex, follow
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.local.idle_time import take_idle_time

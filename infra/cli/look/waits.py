@@ -1,7 +1,7 @@
 """What an answer waits for, and until when: by its records and the settings, with the rules of collect and the trainer."""
 
 from infra.cli.settings import Settings
-from infra.cli.times import clock
+from infra.cli.terminal import clock
 from infra.ledger.trace import AnswerTrace
 from infra.settings.config import duration_s
 from schemas import DropMarker, Experience, Feedback

@@ -5,19 +5,32 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
-from infra.cli.connect import bootstrap_of, cached_store_of, connected, log_to_stderr, measured_store_of, store_of
-from infra.cli.exit_codes import is_final, root_cause
-from infra.cli.run.early import until_begun
-from infra.cli.run.private import open_to_others
-from infra.cli.run.ranks import open_on_rank, several_ranks, train_on_ranks
+from infra.cli.connect import (
+    bootstrap_of,
+    cached_store_of,
+    connected,
+    kafka_folder,
+    log_to_stderr,
+    measured_store_of,
+    store_of,
+)
+from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
+from infra.cli.options import umask_of
 from infra.cli.settings import Settings, load_settings
-from infra.local.ranks import adopt_slurm, rank_of
+from infra.local.ranks import RankGroup, adopt_slurm, rank_of, run_ranks
+from infra.local.supervisor import Child
 from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
@@ -29,10 +42,14 @@ from infra.roles.role import Role, instance_of
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders, find
 from infra.settings.secret import secret_of
+from infra.store.store import PRIVATE
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
 from schemas.topics import REPORTS
 from streams.config import FEEDBACK_PATH
+
+if TYPE_CHECKING:
+    from trainer.learners.learner import Learner
 
 logger = logging.getLogger(__name__)
 
@@ -316,3 +333,100 @@ def model_folder(settings: Settings) -> str:
     if not settings.policy.model:
         raise ConfigError(f"{settings.folder}: policy.model: missing, expected a model folder or a Hugging Face name")
     return settings.model_path
+
+
+BEGIN_VARIABLE = "HEADRACE_BEGIN_FILE"
+LOOK_S = 0.05
+
+
+def early(child: Child, begin: Path) -> Child:
+    """The same role, which begins once the file `begin` is there. One that is started again finds it, and does not wait."""
+    return msgspec.structs.replace(child, env={**child.env, BEGIN_VARIABLE: str(begin)})
+
+
+async def until_begun(load: Callable[[], object], stop: asyncio.Event) -> None:
+    """Return once this role may begin, or is stopped; at once for one that is not started early. load: done meanwhile, in a
+    thread. What it raises is raised again where the role needs it.
+    """
+    if not (name := os.environ.get(BEGIN_VARIABLE)):
+        return
+    loading = asyncio.create_task(asyncio.to_thread(load))
+    while not stop.is_set() and not await asyncio.to_thread(os.path.exists, name):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await stop.wait()
+    if not stop.is_set():
+        with suppress(Exception):
+            await loading
+
+
+def open_to_others(settings: Settings) -> list[str]:
+    """A line for each folder of a run that others may look into, and for open secrets. Raises ConfigError."""
+    refused = umask_of(os.environ) & 0o077
+    places = [settings.folder / "state", settings.folder / "logs"]
+    if not settings.kafka.bootstrap_servers:
+        places.append(kafka_folder(settings))
+    if settings.gateway is not None:
+        places.append(settings.folder / settings.gateway.spool)
+    if settings.trainer.tensorboard:
+        places.append(settings.folder / settings.trainer.tensorboard)
+    if not settings.store.use and (store := folder_of(settings.store.url, settings.folder)) is not None:
+        places.append(store)
+    open_ = [path for path in places if _mode(path) & refused]
+    if (secrets := folder_of(settings.store.keys or settings.store.url, settings.folder)) is not None:
+        inner = [secrets / name for name in (*PRIVATE, "gateway/secret")]
+        open_ += [path for path in inner if _mode(path) & 0o077]
+    return [f"{path}: others may look into it (mode {_mode(path):03o}); chmod -R go-rwx {path}" for path in open_]
+
+
+def folder_of(url: str, base: Path) -> Path | None:
+    """The folder a store lies in; None for a store elsewhere."""
+    if "://" not in url:
+        return base / Path(url).expanduser()
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _mode(path: Path) -> int:
+    """Rights of a file, 0 where there is none."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return 0
+
+
+async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop: asyncio.Event) -> int:
+    """Start the ranks and wait: this process is not one of them."""
+    found = find(settings.trainer.learner.use, "trainer.learner.use")
+    if not hasattr(found, "follow"):
+        raise ConfigError(several_ranks(settings))
+    overrides = [argument for one in sets for argument in ("--set", one)]
+    group = RankGroup(
+        argv=(sys.executable, "-m", "infra.cli.main", "train", "--config", str(config), *overrides),
+        num_ranks=settings.trainer.ranks,
+        log=settings.folder / "logs",
+        final_codes=(0, CONFIG_ERROR, FENCED_OUT),
+    )
+    return await run_ranks(group, stop)
+
+
+def open_on_rank(settings: Settings, model: str, environment: Mapping[str, str]) -> "Learner":
+    """The configured learner on a model folder. Raises ConfigError; on one of several ranks a RuntimeError is raised unchanged,
+    since the settings are not at fault where another rank is gone: all start again.
+    """
+    from trainer.learners.learner import open_learner
+
+    try:
+        return open_learner(settings.trainer, model)
+    except ConfigError as error:
+        if rank_of(environment) is not None and isinstance(error.__cause__, RuntimeError):
+            raise error.__cause__ from None
+        raise
+
+
+def several_ranks(settings: Settings) -> str:
+    """What is wrong with ranks for a learner of one process."""
+    return (
+        f"trainer.ranks: got several with {settings.trainer.learner.use}, expected 1, or "
+        'learner = { use = "trainer.learners.deepspeed:DeepSpeedLearner" }'
+    )

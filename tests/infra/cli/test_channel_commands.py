@@ -1,12 +1,27 @@
-"""What customers are served is moved by hand, checked, and told as a table, through a real broker."""
+"""The commands that decide what customers are served, and the evals they ask for."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from infra.cli.govern.channel import check_move, versions_and_stable
+from infra.cli.govern.evaluate import request
+from infra.cli.govern.export_model import published
+from infra.cli.govern.words import recent_words, words_about
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.policies.beginning import LOOK
+from infra.policies.fold import WINDOW
+from infra.roles.identity import fit_of
+from infra.settings.config import Floor
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
+from schemas.errors import ConfigError
+from schemas.topics import POLICIES
 from tests.infra.cli.test_commands_on_a_broker import call, config, printed, publish
+from tests.starts import CountingBus, store_records, summarize
 
 pytestmark = pytest.mark.slow
 __all__ = ["config"]  # a fixture
@@ -40,3 +55,98 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     assert [one["event"] for one in told["decisions"]] == [
         "promoted", "pinned", "pinned", "rolled_back", "pause", "continue"
     ]  # fmt: skip
+
+
+def test_a_version_that_an_overtaken_trainer_published_cannot_be_promoted() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        first = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
+        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=1, token=first.offset))
+        second = await log.publish(POLICIES, PolicyEvent(event="lease", policy="main"))
+        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=first.offset))
+        await log.publish(
+            POLICIES, PolicyEvent(event="orphaned", policy="main", version=1, token=first.offset, reason="late")
+        )
+        versions, stable = await versions_and_stable(log, "main", 1)
+        check_move(versions, stable, "promoted", 1)
+        with pytest.raises(ConfigError, match="version 2: never published; the newest is 1"):
+            check_move(versions, stable, "promoted", 2)
+        await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=2, token=second.offset))
+        check_move(*await versions_and_stable(log, "main", 2), "promoted", 2)
+
+    asyncio.run(main())
+
+
+LONG = 4 * LOOK
+FEW = LOOK + WINDOW * 8
+
+
+async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
+    """So many versions, of which ann promoted 7 at the end."""
+    log = Log(bus, "t")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    events = [
+        PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0)
+        for one in range(versions)
+    ]
+    store_records(log, POLICIES, [PolicyEvent(event="lease", policy="main"), *events])
+    await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=7, channel="stable", owner="ann"))
+    summarize(log)
+    return log
+
+
+def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_and_for_an_old_version_all_of_it() -> None:
+    async def main() -> None:
+        bus = CountingBus()
+        log = await long_log(bus)
+        for version, is_old in ((LONG - 1, False), (-1, False), (7, True), (LONG, False)):
+            bus.read.clear()
+            versions, stable = await versions_and_stable(log, "main", version)
+            assert stable.version == 7 and (version in versions) == (0 <= version < LONG)
+            assert (bus.read[log.name(POLICIES)] > LONG) == is_old
+            assert is_old or bus.read[log.name(POLICIES)] <= FEW
+        bus.read.clear()
+        assert await request(log, "main", "dev", None) == LONG - 1
+        assert bus.read[log.name(POLICIES)] <= FEW
+
+    asyncio.run(main())
+
+
+def test_an_export_and_a_store_without_a_name_read_policies_from_the_newest_summary() -> None:
+    async def main() -> None:
+        bus, store = CountingBus(), MemoryStore()
+        log = await long_log(bus)
+        for name, version in (("newest", LONG - 1), (str(LONG - 2), LONG - 2)):
+            bus.read.clear()
+            assert (await published(log, "main", name)).version == version
+            assert bus.read[log.name(POLICIES)] <= FEW
+        for name, version in (("9", 9), ("stable", 7)):
+            assert (await published(log, "main", name)).version == version, "of an old one all is read"
+        store.put(f"m{LONG - 1}", b"")
+        bus.read.clear()
+        assert (await fit_of(log, store, Floor(app="t"))).verdict == "unclaimed"
+        assert bus.read[log.name(POLICIES)] <= FEW + 1
+        store.delete(f"m{LONG - 1}")
+        assert (await fit_of(log, store, Floor(app="t"))).missing == f"m{LONG - 1}"
+
+    asyncio.run(main())
+
+
+def test_what_is_said_of_late_versions_is_read_from_a_summary_before_them_and_is_the_end_of_the_whole() -> None:
+    async def main() -> None:
+        bus = CountingBus()
+        log = await long_log(bus)
+        whole = await recent_words(log, "main", at_least=None)
+        bus.read.clear()
+        late = await words_about(log, "main", LONG - 100)
+        assert bus.read[log.name(POLICIES)] <= 2 * FEW
+        recent = await recent_words(log, "main", at_least=2000, at_most=1000)
+        for words in (late, recent):
+            assert not words.is_whole and whole.is_whole
+            assert words.stable == whole.stable and words.events == whole.events[-len(words.events) :]
+        assert LONG - 100 in {one.version for _, one in late.events}
+        assert 1000 <= len(recent.events) <= 2000, "of what is kept there is a bound"
+        assert (await words_about(log, "main", 7)).is_whole
+
+    asyncio.run(main())

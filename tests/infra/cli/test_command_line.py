@@ -62,7 +62,7 @@ def test_help_names_every_command_and_says_where_to_start() -> None:
         "peek",
         "audit",
         "reprocess",
-        "bench",
+        "plan",
     ]:
         assert f" {name} " in words
     assert "headrace demo" in words and "Exit codes" in words

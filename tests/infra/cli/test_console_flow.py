@@ -28,7 +28,7 @@ from infra.cli.console.flow import (
     value_words,
 )
 from infra.cli.look.status_screen import State
-from infra.cli.times import clock
+from infra.cli.terminal import clock
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.policies.channel import Stable

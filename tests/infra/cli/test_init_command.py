@@ -1,18 +1,35 @@
-"""`headrace init` and `headrace keys`: what they write is accepted as it is, and nothing is overwritten."""
+"""`headrace init`, and the examples it copies."""
 
+import asyncio
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from actors.engines.scripted import ScriptedEngine
 from actors.gateway.config import GatewayConfig
+from actors.rollout.session import Session
+from actors.rollout.workflow import Workflows
+from infra.chain.processor import Memory
+from infra.cli.demo.init import EXAMPLES, files_of
 from infra.cli.main import app
 from infra.cli.run.roles import webhooks_of
 from infra.cli.run.up import ROLES, roles_of, say_door
 from infra.cli.settings import load_settings
+from infra.settings.plugin import add_plugin_folders, load
+from schemas import Feedback, Message, Task
 from schemas.errors import ConfigError
+from streams.stages.chain_builder import build_tasks
+from tests.actors.rig import EOS
+from tests.actors.turns import SAMPLING, TurnTokenizer
+from tests.infra.test_docs import parse
+from tests.infra.test_sdk import said
 
 
 def headrace(*arguments: str) -> Result:
@@ -93,3 +110,136 @@ def _empty(folder: Path) -> Path:
     file = folder / "empty.toml"
     file.write_text('app = "bot"\n')
     return file
+
+
+NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "headrace.toml").is_file())
+
+
+@pytest.fixture(autouse=True)
+def no_plugins_left() -> Any:
+    """Plugin folders of one test are not those of the next."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    added = tuple(folder for folder in sys.path if folder not in path)
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if added and (getattr(sys.modules[name], "__file__", None) or "").startswith(added):
+            del sys.modules[name]
+
+
+def copied(name: str, folder: Path, *more: str) -> Path:
+    done = CliRunner().invoke(app, ["init", str(folder), "--from", name, "--engine", "torch", "--model", "m", *more])
+    assert done.exit_code == 0, done.output
+    return folder / "headrace.toml"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_a_folder_that_check_accepts_beside_a_model(name: str, tmp_path: Path) -> None:
+    config = copied(name, tmp_path / "Mine", "--tiny")
+    settings = load_settings(config)
+    assert (settings.app, settings.policy.model, settings.engine.use) == (
+        "mine", "m", "actors.engines.torch:TorchEngine"
+    )  # fmt: skip
+    assert {*files_of(name)} >= {"headrace.toml", "README.md"}
+    checked = CliRunner().invoke(app, ["check", "-c", str(config)])
+    assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_of_an_example_s_readme_are_there(name: str) -> None:
+    text = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    lines = [
+        line
+        for fence in re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for line in fence.split("\n")
+    ]
+    for line in filter(None, lines):
+        parse(line.split()[1:], name)
+    assert lines and all((EXAMPLES / name / one).exists() for one in re.findall(r"^- `([\w/.]+)`", text, re.MULTILINE))
+
+
+def test_an_example_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "x"), "--from", "gess"])
+    assert done.exit_code == 2 and f"expected one of {', '.join(NAMES)}" in done.stderr.replace("\n", "")
+
+
+def test_every_folder_is_an_example_and_the_help_of_init_says_what_it_is() -> None:
+    assert [folder.name for folder in sorted(EXAMPLES.iterdir())] == NAMES
+    shown = CliRunner().invoke(app, ["init", "--help"], env={"COLUMNS": "200"}).output
+    assert [name for name in NAMES if name not in shown] == []
+
+
+def test_every_game_of_the_agents_sdk_is_a_task_of_its_own(tmp_path: Path) -> None:
+    """None of them is taken for the repetition of another, though all ask the same; the service reads the number."""
+    settings = load_settings(copied("openai_agents", tmp_path / "games"))
+    read: Any = load("actors.tasksets.files:tasks", {"path": str(tmp_path / "games" / "tasks.jsonl")}, "test")
+    rows: list[Task] = list(read())
+    assert [(one.split, one.meta["number"]) for one in rows] == [
+        (split, str(number)) for split in ("train", "all-numbers") for number in range(1, 17)
+    ]
+    (dedupe,) = [one for one in build_tasks(settings.streams()) if one.name == "dedupe"]
+    memory = Memory(dedupe.memory)
+    assert [dedupe.function(one, memory=memory) for one in rows] == rows
+
+
+def plugin(use: str, name: str, tmp_path: Path) -> Any:
+    settings = load_settings(copied(name, tmp_path / name))
+    add_plugin_folders(settings.folder, settings.plugins)
+    return load(use, {}, "test")
+
+
+def test_the_sources_and_scores_of_agent_say_what_its_readme_says(tmp_path: Path) -> None:
+    read = plugin("mine:csat", "agent", tmp_path)
+    assert read({"answer_id": "hr-t.0.0-0-0", "ticket": "1", "stars": 5}) == Feedback(
+        ref="hr-t.0.0-0-0", id="1", value=1.0
+    )
+    assert read({}) is None
+    assert load("mine:brief", {"words": 1}, "test")(said("two words")) == 0.0  # type: ignore[operator]
+
+
+def test_sorting_scores_the_words_in_order(tmp_path: Path) -> None:
+    tasks = list(plugin("sorting:words_to_sort", "sorting", tmp_path)())
+    assert [sum(one.split == split for one in tasks) for split in ("train", "held-out")] == [2000, 50]
+    score: Any = load("sorting:in_order", {}, "test")
+
+    def verdict(text: str) -> float:
+        return float(score(msgspec.structs.replace(said(text), answer="ash elder")))
+
+    assert [verdict(text) for text in ("ash elder", "Sure:\nAsh elder", "elder ash", " ")] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_guess_is_won_by_bisection_through_the_engine(tmp_path: Path) -> None:
+    """The policy is a script that halves what is left; the workflow and the environment are the example's own."""
+    settings = load_settings(copied("guess", tmp_path / "guess"))
+    add_plugin_folders(settings.folder, settings.plugins)
+    tasks: list[Task] = list(load("guess:numbers", {}, "--use")())  # type: ignore[operator]
+    assert len(tasks) == 32
+    workflow = Workflows(settings.explore.workflow, settings.explore.options).get("")
+
+    def bisects(prompt: tuple[int, ...]) -> list[int]:
+        text, least, most = "".join(map(chr, prompt)), 1, 16
+        for guess, word in re.findall(r"(\d+)\x00(higher|lower)", text):
+            least, most = (int(guess) + 1, most) if word == "higher" else (least, int(guess) - 1)
+        return [*map(ord, str((least + most) // 2)), EOS]
+
+    async def won(task: Task) -> float:
+        engine = ScriptedEngine(script=bisects, num_vocabulary=128)
+        await engine.start()
+        session = Session(engine, TurnTokenizer(), SAMPLING)
+        await workflow(task, session)
+        parts = session.experiences(group="t.0", attempt=0, episode=0)
+        assert len(parts) == 1 and parts[0].end == "terminal"
+        return max(score.value for score in parts[0].scores if score.value is not None)
+
+    async def run() -> list[float]:
+        return [await won(task) for task in tasks[:16]]
+
+    assert asyncio.run(run()) == [1.0] * 16
+
+
+def test_what_cannot_be_read_as_a_guess_is_answered_and_ends_no_game_early(tmp_path: Path) -> None:
+    game = plugin("guess:Guess", "guess", tmp_path)
+    game.reset(Task(id="g", messages=(Message(role="user", content="?"),), answer="3"), seed=0)
+    assert [game.step(said).end for said in ("what?", "99999999999999999999", "1", "2", "4")] == [None] * 4 + [
+        "terminal"
+    ]

@@ -1,14 +1,24 @@
-"""The account: every published experience is trained, dropped with a reason, or pending, in that order of precedence."""
+"""The account: every published experience is trained, dropped with a reason, or pending; audits and drains of a log."""
 
+import asyncio
+import itertools
 import random
+from contextlib import closing
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import Block, Closure, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip
+from infra.ledger.account import Ledger
+from infra.ledger.audit import audit
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from schemas import Block, Closure, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip, topics
+from schemas.errors import ConfigError
 from schemas.fields import ENOUGH, GROUP_OVER
-from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, stub
+from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, message, stub
 
 
 def test_what_nobody_has_spoken_of_yet_is_pending() -> None:
@@ -195,3 +205,101 @@ def test_tokens_that_were_too_old_are_counted_once_and_not_those_of_steps_that_h
     steps = [msgspec.structs.replace(batch(step, f"a.0.0-{step}-0"), masked_below=3, masked=7) for step in range(2)]
     found = account({"experiences": [block("a.0")], "batches": [*steps, Skip(run=RUN, token=1, step=1, reason="nan")]})
     assert (found.trained, found.masked) == (1, 7)
+
+
+async def log_of_a_run() -> Log:
+    log = Log(MemoryBus(), "t")
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for group in ("a.0", "b.0", "c.0"):
+        await log.publish(topics.EXPERIENCES, block(group))
+    await log.publish(topics.BUFFER, block("a.0"))
+    await log.publish(topics.PROGRESS, closure("a.0", "buffered"))
+    await log.publish(topics.PROGRESS, closure("b.0", "dropped", reason="all rewards equal"))
+    await log.publish(topics.BATCHES, batch(0, "a.0.0-0-0", "a.0.0-1-0"))
+    return log
+
+
+def test_the_account_of_a_log() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        read: list[str] = []
+        found = await audit(log, RUN, lambda topic, left: read.append(topic))
+        assert (found.trained, found.dropped, found.pending) == (2, {"all rewards equal": 2}, 2)
+        assert found.is_clean and read[0] == "batches" and [one for one in read if one][-1] == "experts"
+
+    asyncio.run(main())
+
+
+def test_an_audit_tells_how_many_records_are_left() -> None:
+    async def main() -> None:
+        log, left = Log(MemoryBus(), "t"), dict[str, list[int]]()
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for number in range(600):
+            await log.publish(topics.EXPERIENCES, block(f"task-{number}.0"))
+        await audit(log, RUN, lambda topic, count: left.setdefault(topic, []).append(count))
+        assert left["experiences"][0] == 600 and left["experiences"][-1] == 0 and len(left["experiences"]) > 2
+        assert list(left)[-1] == "", "then it adds up"
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_of_temporary_files() -> None:
+    with closing(Ledger(RUN)) as ledger:
+        ledger.database.execute("PRAGMA max_page_count = 20")
+        for number in range(2000):
+            ledger.fold("experiences", message("experiences", block(f"task-{number}.0")))
+        with pytest.raises(ConfigError, match="TMPDIR: the disk of temporary files is full"):
+            ledger.account()
+
+
+def test_a_record_that_comes_during_the_audit_is_pending_at_most() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+
+        def publish_all_of_a_group(topic: str, left: int) -> None:
+            if topic == "dead-letters":  # batches, progress and buffer are read by now
+                tasks.append(asyncio.ensure_future(pass_through()))
+
+        async def pass_through() -> None:
+            await log.publish(topics.EXPERIENCES, block("late.0"))
+            await log.publish(topics.BUFFER, block("late.0"))
+            await log.publish(topics.BATCHES, batch(1, "late.0.0-0-0"))
+
+        tasks: list[asyncio.Future[None]] = []
+        found = await audit(log, RUN, publish_all_of_a_group)
+        await asyncio.gather(*tasks)
+        assert found.is_clean and found.pending in (2, 4)
+
+    asyncio.run(main())
+
+
+def test_what_was_trained_from_below_the_kept_buffer_is_not_called_unknown() -> None:
+    async def main() -> None:
+        log = await log_of_a_run()
+        for _ in range(7):
+            await log.publish(topics.BUFFER, block("b.0"))
+        await log.publish(topics.BATCHES, batch(1, "gone.0.0-0-0"))
+        assert (await audit(log, RUN)).unknown == ("gone.0.0-0-0",)
+        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 8)
+        assert (await audit(log, RUN)).is_clean
+
+    asyncio.run(main())
+
+
+def test_what_was_published_before_the_kept_journal_is_left_out_and_never_called_pending() -> None:
+    async def main() -> None:
+        tick = itertools.count(step=1000)
+        log = Log(MemoryBus(lambda: next(tick)), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        await log.publish(topics.EXPERTS, block("old.0"))
+        await log.publish(topics.BATCHES, batch(0, "old.0.0-0-0", "old.0.0-1-0"))
+        await log.publish(topics.BATCHES, batch(1))
+        await log.publish(topics.EXPERIENCES, block("new.0"))
+        await log.publish(topics.BATCHES, batch(2, "new.0.0-0-0", "new.0.0-1-0"))
+        whole = await audit(log, RUN)
+        assert (whole.published, whole.trained, whole.pending) == (4, 4, 0)
+        await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), 1)
+        kept = await audit(log, RUN)
+        assert (kept.published, kept.trained, kept.pending) == (2, 2, 0)
+
+    asyncio.run(main())

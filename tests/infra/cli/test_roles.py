@@ -1,0 +1,252 @@
+"""Running a role in a process: its start, its rights, its ranks, what it is told, and how it stays down."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from actors.config import GateConfig, MasterConfig, PeopleConfig, ReloadConfig
+from actors.gateway.access.keys import create_key, list_keys
+from infra.cli.connect import store_of
+from infra.cli.options import umask_of
+from infra.cli.run.roles import (
+    BEGIN_VARIABLE,
+    early,
+    implied_options,
+    open_on_rank,
+    open_to_others,
+    train_on_ranks,
+    until_begun,
+)
+from infra.cli.settings import Settings, load_settings
+from infra.local.supervisor import Child
+from infra.settings.config import Use
+from infra.store.directory import DirectoryStore
+from infra.store.seal import Keys, app_secret
+from schemas.errors import ConfigError
+from schemas.names import keyed_subject
+from streams.config import FeedbackConfig, From, StreamsConfig
+from trainer.config import LoraConfig, TrainerConfig
+
+LIMIT_S = 60.0
+
+
+def begun(load: object, stop: asyncio.Event) -> "asyncio.Task[None]":
+    assert callable(load)
+    return asyncio.create_task(until_begun(load, stop))
+
+
+def test_a_role_that_is_not_started_early_begins_at_once_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BEGIN_VARIABLE, raising=False)
+    loaded: list[int] = []
+    asyncio.run(until_begun(lambda: loaded.append(1), asyncio.Event()))
+    assert not loaded
+
+
+def test_a_role_loads_while_it_waits_and_begins_once_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, loaded = tmp_path / "begin", threading.Event()
+    child = early(Child(name="explore", argv=("explore",), log=tmp_path / "log", env={"A": "b"}), begin)
+    assert child.env == {"A": "b", BEGIN_VARIABLE: str(begin)}
+    monkeypatch.setenv(BEGIN_VARIABLE, child.env[BEGIN_VARIABLE])
+
+    async def main() -> None:
+        waiting = begun(loaded.set, asyncio.Event())
+        assert await asyncio.to_thread(loaded.wait, LIMIT_S), "nothing is loaded before the file is there"
+        assert not waiting.done()
+        begin.touch()
+        async with asyncio.timeout(LIMIT_S):
+            await waiting
+
+    asyncio.run(main())
+
+
+def test_a_stop_ends_the_wait_and_what_cannot_be_loaded_is_left_to_the_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = tmp_path / "begin"
+    monkeypatch.setenv(BEGIN_VARIABLE, str(begin))
+
+    def fails() -> None:
+        raise ImportError("no module vllm")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        waiting = begun(fails, stop)
+        stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await waiting
+        begin.touch()
+        await until_begun(fails, asyncio.Event())
+
+    asyncio.run(main())
+
+
+@pytest.mark.full
+def test_a_role_that_waits_asks_for_nothing_and_ends_with_a_stop(tmp_path: Path) -> None:
+    config = tmp_path / "headrace.toml"
+    config.write_text('app = "a"\n[policy]\nmodel = "not there yet"\n[store]\nurl = "store"\n')
+    command = [sys.executable, "-m", "infra.cli.main", "explore", "-c", str(config)]
+    environment = {**os.environ, BEGIN_VARIABLE: str(tmp_path / "begin")}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "started role=explore" not in (line := process.stderr.readline()):
+            assert line, "it ended before it waited"
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0, "there is no model and no broker: one that begins ends with another code"
+
+
+SUBJECT = keyed_subject(b"secret", "acme", "ann")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def settings_file(folder: Path, more: str = "") -> Path:
+    file = folder / "headrace.toml"
+    file.write_text(f'app = "bot"\n{more}\n[gateway]\n')
+    return file
+
+
+def others_may(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if path.stat().st_mode & 0o077]
+
+
+def test_what_a_command_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    settings_file(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "infra.cli.main",
+        "keys",
+        "create",
+        "--tenant",
+        "t",
+        "-c",
+        str(tmp_path / "headrace.toml"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120, umask=0o022)
+    assert (tmp_path / "store" / "gateway" / "secret").exists() and not others_may(tmp_path / "store")
+    assert not open_to_others(load_settings(tmp_path / "headrace.toml"))
+
+
+@pytest.mark.parametrize(("told", "mask"), [(None, 0o077), ("027", 0o027), ("0022", 0o022), ("rw", 0o077), ("", 0o077)])
+def test_a_group_may_be_let_in_and_nonsense_lets_nobody_in(told: str | None, mask: int) -> None:
+    assert umask_of({} if told is None else {"HEADRACE_UMASK": told}) == mask
+
+
+def test_secrets_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    Keys(store).of(SUBJECT), create_key(store, tenant="t", scopes=("serve",), train="no", rpm=0, tpm=0)
+    store.put("policies/main/1", b"weights")
+    opened = {path.partition(str(tmp_path))[2].split("/")[1] for path in others_may(tmp_path)}
+    assert opened <= {"policies", ".incoming"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"keys", "gateway"}
+
+
+def test_what_is_open_is_told_with_what_to_do(tmp_path: Path) -> None:
+    settings = load_settings(settings_file(tmp_path))
+    for name in ("state", "logs", "spool", "store/gateway"):
+        (tmp_path / name).mkdir(parents=True, mode=0o755)
+    (tmp_path / "store" / "gateway" / "secret").write_bytes(b"s")
+    told = open_to_others(settings)
+    for name in ("state", "logs", "spool", "store", "store/gateway", "store/gateway/secret"):
+        assert any(line.startswith(f"{tmp_path / name}: others may look into it") for line in told), name
+    assert all("chmod -R go-rwx" in line for line in told)
+    for path in (tmp_path / "state", tmp_path / "logs", tmp_path / "spool", tmp_path / "store"):
+        subprocess.run(["chmod", "-R", "go-rwx", str(path)], check=True)
+    assert not open_to_others(settings)
+
+
+def test_what_seals_and_signs_lies_where_the_settings_say_and_nowhere_else(tmp_path: Path) -> None:
+    settings = load_settings(settings_file(tmp_path, '[store]\nkeys = "secrets"\n'))
+    store = store_of(settings)
+    store.put("policies/main/1", b"weights")
+    secret, key_id = app_secret(store), Keys(store).of(SUBJECT).key_id
+    create_key(store, tenant="t", scopes=("serve",), train="no", rpm=0, tpm=0)
+    assert len(list_keys(store)) == 1 and store.size("gateway/secret") == len(secret)
+    data, secrets = DirectoryStore(tmp_path / "store"), DirectoryStore(tmp_path / "secrets")
+    assert list(data.keys("")) == ["policies/main/1"]
+    assert [name.split("/")[0] for name in secrets.keys("")] == ["gateway", "gateway", "keys"]
+    assert sorted(store.keys("")) == sorted([*data.keys(""), *secrets.keys("")]) == list(store.keys(""))
+    assert list(store.keys("policies/")) == ["policies/main/1"]
+    assert Keys(store).destroy(SUBJECT) == (key_id,)
+    store.delete("gateway/secret"), store.delete("policies/main/1")
+    assert not list(data.keys("")) and "gateway/secret" not in list(secrets.keys(""))
+
+
+def test_several_ranks_need_a_learner_of_many_processes(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.toml"
+    file.write_text('app = "t"\n[policy]\nmodel = "model"\n')
+    settings = load_settings(file, ["trainer.ranks=2"])
+    assert settings.trainer.ranks == 2
+    with pytest.raises(ConfigError, match=r"got several with trainer\.learners\.torch:TorchLearner.*DeepSpeedLearner"):
+        asyncio.run(train_on_ranks(settings, file, [], asyncio.Event()))
+
+
+class Deserted:
+    """A learner whose other ranks are gone."""
+
+    def __init__(self, model: str, config: TrainerConfig) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_another_rank_that_is_gone_is_no_mistake_in_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "headrace.toml"
+    learner = f'{{ use = "{__name__}:Deserted" }}'
+    file.write_text(f'app = "t"\n[policy]\nmodel = "model"\n[trainer]\nlearner = {learner}\n')
+    settings = load_settings(file, [])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        open_on_rank(settings, "model", {"WORLD_SIZE": "2", "RANK": "1"})
+    with pytest.raises(ConfigError, match="closed by peer"):
+        open_on_rank(settings, "model", {})
+
+
+VLLM = Use(use="actors.engines.vllm.engine:VllmEngine")
+
+
+def test_an_engine_that_must_know_of_adapters_when_it_starts_gets_what_the_trainer_adapts() -> None:
+    lora = LoraConfig(rank=8, alpha=32, targets=("q_proj",))
+    adapted = Settings(app="a", trainer=TrainerConfig(lora=lora))
+    assert implied_options(adapted, VLLM) == {"lora": {"rank": 8, "alpha": 32, "targets": ("q_proj",)}}
+    assert implied_options(Settings(app="a"), VLLM) == {}
+    assert implied_options(adapted, Use(use="actors.engines.scripted:ScriptedEngine")) == {}
+
+
+@pytest.mark.parametrize("name", ["vllm.engine:VllmEngine", "torch:TorchEngine", "scripted:ScriptedEngine"])
+def test_every_engine_that_ships_can_be_set_to_keep_keys_and_values(name: str) -> None:
+    settings = Settings(app="a", reload=ReloadConfig(kv="keep"))
+    assert implied_options(settings, Use(use=f"actors.engines.{name}")) == {"kv": "keep"}
+
+
+def test_an_engine_that_cannot_keep_keys_and_values_is_refused_where_it_is_to() -> None:
+    other = Use(use="infra.observe.metrics:Metrics")
+    assert implied_options(Settings(app="a"), other) == {}
+    with pytest.raises(
+        ConfigError, match=r'reload.kv: got "keep" with infra.observe.metrics:Metrics.*expected "rebuild"'
+    ):
+        implied_options(Settings(app="a", reload=ReloadConfig(kv="keep")), other)
+
+
+def test_the_file_has_every_table_of_the_streams_wing_with_its_type_and_default() -> None:
+    of_file = {one.name: one for one in msgspec.structs.fields(Settings)}
+    for table in msgspec.structs.fields(StreamsConfig):
+        assert of_file[table.name] == table
+    assert Settings(app="bot").streams() == StreamsConfig()
+
+
+def test_a_word_of_people_counts_as_long_as_a_session_and_any_feedback_are_waited_for_unless_said_otherwise() -> None:
+    heard = From(webhook="/v1/feedback")
+    feedback = tuple(
+        FeedbackConfig(name=name, use="a:b", from_=heard, window=window) for name, window in (("a", "90m"), ("b", "1h"))
+    )
+    said = MasterConfig(gate=GateConfig(people=PeopleConfig(rating_window="2h")))
+    minutes = 90 + 5  # of a session's silence
+    assert Settings(app="a", feedback=feedback).gate().gate.people.rating_window == f"{minutes * 60_000}ms"
+    assert Settings(app="a", feedback=feedback, master=said).gate().gate.people.rating_window == "2h"
+    assert Settings(app="a").gate().gate.people.rating_window == "0s"
