@@ -6,8 +6,12 @@ Guarantees: names and labels are created on first use and never clash between ro
 dashboards tell apart the apps that one Prometheus scrapes.
 """
 
+import logging
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
@@ -23,8 +27,12 @@ from schemas.errors import ConfigError
 LISTEN_VARIABLE = (
     "HEADRACE_METRICS_LISTEN"  # in the environment of one role: host:port, before metrics.listen of the file
 )
+REQUEST_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 16
 DEFAULT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
 Made = TypeVar("Made", Counter, Gauge, Histogram)
+
+_log = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -100,12 +108,11 @@ class Metrics:
         if self._server is not None:
             raise ValueError(f"already served on port {self._server.server_port}")
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(self))
+            self._server = _MetricsServer((host, port), _handler(self))
         except OSError as error:
             raise ConfigError(
                 f"metrics.listen ({LISTEN_VARIABLE}): cannot listen on {host}:{port}: {error.strerror}"
             ) from error
-        self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="headrace-metrics", daemon=True).start()
         return self._server.server_port
 
@@ -176,8 +183,40 @@ def _exposed(family: str) -> Exposed:
     return exposed(family.removeprefix(PREFIX)) if family.startswith(PREFIX) else Exposed(family, {})
 
 
+class _MetricsServer(ThreadingHTTPServer):
+    """At most MAX_CONNECTIONS threads: a new connection ends the oldest, so that silent clients keep nobody out."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, socket.socket] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[id(request)] = request
+            oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MAX_CONNECTIONS else None
+        if oldest is not None:
+            with suppress(OSError):  # it has ended
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # a client that left or was too slow is not news
+            _log.warning("metrics_request_failed error=%r", error)
+
+
 def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:
     class MetricsHandler(BaseHTTPRequestHandler):
+        timeout = REQUEST_TIMEOUT_S
+
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":

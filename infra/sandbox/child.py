@@ -15,13 +15,15 @@ import time
 from typing import Literal
 
 from infra.sandbox.command import SandboxLimits
-from infra.sandbox.memory import used_bytes
 from schemas.errors import SandboxUnavailable
 
 CHUNK_BYTES = 65_536
 LOOK_S = 0.02
 START_S = 30.0
 KILL_S = 30.0
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+INODE_BYTES = 1280  # of the kernel's memory, for each file and folder of a tmpfs, about
+WRITABLE = ("tmp", "dev/shm")
 Fault = Literal["", "wall time", "output limit", "memory"]
 
 
@@ -140,7 +142,7 @@ class SandboxChild:
     def _look(self) -> None:
         """End a run whose processes hold too much memory together."""
         if self._inner >= 0 and time.monotonic() >= self._looked_s + LOOK_S:
-            if used_bytes(self._first_pid) > self._limits.total_bytes:
+            if used_bytes(self._first_pid, self._limits.tmp_bytes) > self._limits.total_bytes:
                 self.fault = self.fault or "memory"
             self._looked_s = time.monotonic()
 
@@ -213,3 +215,38 @@ def _read_all(descriptor: int) -> bytes:
     while chunk := os.read(descriptor, CHUNK_BYTES):
         words += chunk
     return words
+
+
+def used_bytes(pid: int, tmp_bytes: int) -> int:
+    """Bytes that a process and all below it hold for themselves, and that the names of its files take in the kernel.
+
+    The contents of files have limits of their own. What a fork shares with its parent is counted for both. A process that has
+    ended counts for nothing. A kernel that names no children (built without CONFIG_PROC_CHILDREN) has the first process alone
+    counted.
+    """
+    total = 0
+    for folder in WRITABLE:
+        try:
+            found = os.statvfs(f"/proc/{pid}/root/{folder}")
+        except OSError:  # it has ended
+            continue
+        if (
+            found.f_blocks * found.f_frsize <= tmp_bytes + PAGE_BYTES
+        ):  # else it is still the host's: the mounts are not made yet
+            total += (found.f_files - found.f_ffree) * INODE_BYTES
+    left = [pid]
+    while left:
+        process = f"/proc/{left.pop()}"
+        try:
+            _, resident, shared, *_ = _read_file(f"{process}/statm").split()
+            total += max(0, int(resident) - int(shared)) * PAGE_BYTES
+            for thread in os.listdir(f"{process}/task"):
+                left += [int(child) for child in _read_file(f"{process}/task/{thread}/children").split()]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended, or a thread of it
+            continue
+    return total
+
+
+def _read_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

@@ -9,7 +9,8 @@ user that bubblewrap has, since only then may that one's death end it.
 As root each run has a user id of its own, so that its limit of processes is its own, and no user namespace is needed; as
 any other user bubblewrap makes one, in which the program has the user id 65534. Either way it ends up without capabilities,
 unable to gain any (no_new_privs), and sees no network, no /proc, no host file but the runtime below and what it is given,
-read-only.
+read-only. In a user namespace the limit of processes does not hold: a program may raise it for itself and for the first
+process. Memory, CPU time and wall time end such a run.
 """
 
 import os
@@ -38,8 +39,8 @@ Above = Annotated[float, msgspec.Meta(gt=0, description="seconds above 0")]
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one run may use. wall_s: of the run, start included. cpu_s, memory_bytes (address space), open_files: of
-    each of its processes; total_bytes: of memory, of all of them together, looked at every 20 ms: they may be over it for
-    so long. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
+    each of its processes; total_bytes: of memory, of all of them together and of their files' names in the kernel, measured
+    every 20 ms. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
     output_bytes: of standard output, and of standard error.
 
     Example: SandboxLimits(wall_s=5, memory_bytes=1 << 30)

@@ -1,11 +1,14 @@
 """Metrics: one registry per role, served with a health check."""
 
+import logging
+import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
-from infra.observe.metrics import Metrics
+from infra.observe.metrics import MAX_CONNECTIONS, Metrics
 from infra.observe.release import release
 from schemas.errors import ConfigError
 
@@ -96,3 +99,24 @@ def test_every_sample_of_a_scrape_bears_the_app_and_reports_do_not() -> None:
     samples = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
     assert len(samples) > 20 and all('app="main"' in line for line in samples)
     assert metrics.snapshot() == {"dropped{reason=too short}": 1.0, "usual/ess": 0.5}
+
+
+def test_half_requests_hold_a_bounded_number_of_threads_and_keep_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("train")
+    port = metrics.serve()
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5 * MAX_CONNECTIONS)]
+    try:
+        for connection in silent:
+            connection.sendall(b"GET /metrics HT")
+        with caplog.at_level(logging.INFO):
+            assert fetch(port, "/healthz") == (200, "ok\n")
+        assert [connection for connection in silent[:-MAX_CONNECTIONS] if connection.recv(1)] == [], (
+            "the oldest were ended"
+        )
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 1
+        for connection in silent:
+            connection.close()
+        assert not caplog.records
+    finally:
+        metrics.close()

@@ -300,3 +300,9 @@ def test_a_program_that_is_over_before_it_is_looked_at_has_its_exit_code() -> No
     told = f"""printf '{{"child-pid": %s}}\\n{{"exit-code": 7}}\\n' $$ > /dev/fd/{status[1]}"""
     with SandboxChild(["/bin/sh", "-c", told], (), status, SandboxLimits()) as child:
         assert child.finish() == 7
+
+
+def test_empty_files_count_as_memory() -> None:
+    sandbox = sandbox_or_skip(SandboxLimits(total_bytes=64 * MEBIBYTE, wall_s=60, cpu_s=60))
+    code = "import itertools\nfor number in itertools.count(): open(f'/tmp/{number}', 'w').close()"
+    assert python(sandbox, code).fault == "memory"
