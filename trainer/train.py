@@ -82,7 +82,7 @@ async def run_trainer(
                 tasks.create_task(watch_policies(log, lease, floor.policy.name, run.supply.intake, past)),
                 tasks.create_task(report_progress(log, report, lambda: reported_version(run))),
             ]
-            run.saving.tasks = tasks
+            run.saving.tasks, run.saving.stop = tasks, role.stop
             if report.board is not None:
                 background.append(tasks.create_task(follow_results(log, report.board)))
             await learn(run, role.stop)

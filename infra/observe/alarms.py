@@ -133,6 +133,7 @@ ALARMS = (
         "and on (app) max by (app) (headrace_outstanding_groups) > 0",
         "No version of {{ $labels.app }} for an hour, and groups wait", wait="5m", severity="ticket",
     ),
+    _still("publication_waits", "A version waits for room", "page"),
     _still("rollbacks", "The trainer went back", "page"),
     _still("steps_skipped", "Steps change nothing"),
     _still("alarms", "A value of a step is unhealthy"),

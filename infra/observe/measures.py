@@ -197,6 +197,16 @@ MEASURES = (
     _counter("publish_seconds", "train", "time in publishing versions, beside the steps"),
     _counter("publish_wait_seconds", "train", "time that a version waited for the one before to be out"),
     _counter("snapshot_seconds", "train", "time in copying the state for a checkpoint"),
+    _counter(
+        "publication_waits",
+        "train",
+        "waits for room on the disk of a folder store, each of up to 30 s",
+    ),
+    _gauge(
+        "run_stored_bytes",
+        "train",
+        "bytes of the run's versions and checkpoints in a folder store, at the newest checkpoint",
+    ),
     _counter("checkpoint_seconds", "train", "time in storing checkpoints, beside the steps"),
     _counter("checkpoints", "train", "checkpoints stored"),
     _counter("policy_versions", "train", "versions published"),

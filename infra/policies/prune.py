@@ -5,6 +5,7 @@ Manifests go before the objects they name, so that a version that is going is ab
 
 import logging
 import re
+from collections.abc import Collection, Iterable
 
 from infra.policies.chain import read_manifest, walk
 from infra.store.store import Store
@@ -30,31 +31,48 @@ def remove_unfinished(store: Store, policy: str, *, before: int) -> int:
     return len(doomed)
 
 
-def prune(store: Store, policy: str, *, oldest: int) -> int:
-    """Remove every version older than what `oldest` is rebuilt from; how many objects went.
+def prune(store: Store, policy: str, *, oldest: int, needed: Collection[int] = ()) -> int:
+    """Remove every version older than what `oldest` is rebuilt from; how many objects went. needed: older versions that stay,
+    with all that they are rebuilt from.
 
     A follower that holds a removed version continues from a version that is whole in the store.
     """
     folder = f"policies/{policy}/"
     manifests, objects = _listed(store, folder)
-    kept = [(version, token, key) for key, (token, version) in manifests.items() if version <= oldest]
-    if not kept:
+    published = sorted((version, token, key) for key, (token, version) in manifests.items() if version <= oldest)
+    if not published:
         return 0
-    _, token, key = max(kept)
-    try:
-        version = walk(store, read_manifest(store, folder + key)[0]).root.version
-    except (PolicyRefused, NotInStore) as error:
-        log.warning("nothing pruned, %s does not lead to whole weights: %s", folder + key, error)
-        return 0
+    stays: set[int] = set()
+    first, newest_token = oldest, published[-1][1]
+    for version, _, key in published:
+        if version in needed or key == published[-1][2]:
+            try:
+                first = walk(store, read_manifest(store, folder + key)[0]).root.version
+            except (PolicyRefused, NotInStore) as error:
+                log.warning("nothing pruned, %s does not lead to whole weights: %s", folder + key, error)
+                return 0
+            stays |= {*range(first, version + 1)}
     doomed = [
         key
         for places in (manifests, objects)
-        for key, place in places.items()
-        if place[0] <= token and place[1] < version
+        for key, (token, version) in places.items()
+        if token <= newest_token and version < first and version not in stays
     ]
     for key in doomed:
         store.delete(folder + key)
     return len(doomed)
+
+
+def stored_bytes(store: Store, folders: Iterable[str]) -> int:
+    """Bytes of all objects in these folders of the store."""
+    total = 0
+    for folder in folders:
+        for key in store.keys(folder):
+            try:
+                total += store.size(key)
+            except NotInStore:  # removed meanwhile
+                continue
+    return total
 
 
 def _listed(store: Store, folder: str) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:

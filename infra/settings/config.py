@@ -157,12 +157,17 @@ class StoreConfig(Section, frozen=True):
 
 class Keep(Section, frozen=True):
     """[keep]. replay: how far back replay and audit reach; sets every retention and every pruning, but
-    that of reports, which stay for a day.
+    that of reports, which stay for a day. store_gb: gigabytes that the run's versions and checkpoints may take where the store
+    is a folder, 0 for no bound. Above it, versions and checkpoints within `replay` go too, but the newest, the
+    stable version and the version on trial. free_share: share of the disk of such a folder that stays free; below it the
+    trainer publishes and saves nothing, and raises an alarm.
 
-    Example: Keep(replay="30d")
+    Example: Keep(replay="30d", store_gb=5, free_share=0.1)
     """
 
     replay: Duration = "30d"
+    store_gb: Gigabytes = 5.0
+    free_share: Annotated[float, msgspec.Meta(ge=0, lt=1, description="a share from 0 to below 1")] = 0.1
 
 
 class MetricsConfig(Section, frozen=True):

@@ -6,6 +6,7 @@ opened an hour later.
 """
 
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,10 +27,17 @@ STALE_AFTER_S = 3600.0
 T = TypeVar("T")
 
 
+def free_and_total(folder: Path) -> tuple[int, int]:
+    """Free and total bytes of the disk of a folder."""
+    found = shutil.disk_usage(folder)
+    return found.free, found.total
+
+
 class DirectoryStore(Store):
     """Objects as files below one folder, made where it is absent. Any number of processes may share it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, usage: Callable[[Path], tuple[int, int]] = free_and_total) -> None:
+        self._usage = usage
         self._root = folder.absolute()
         self._incoming = self._root / INCOMING
         try:
@@ -103,6 +111,9 @@ class DirectoryStore(Store):
             self._guard("delete", key, remove)
         except NotInStore:
             return
+
+    def disk_usage(self) -> tuple[int, int]:
+        return self._usage(self._root)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -63,6 +63,10 @@ class Store(ABC):
         data = self.get(key)
         return data, digest_of((data,))
 
+    def disk_usage(self) -> tuple[int, int] | None:
+        """Free and total bytes of the disk that holds the objects; None where no disk of this machine bounds the store."""
+        return None
+
 
 class WrappedStore(Store):
     """Passes every call to `inner`; a subclass overrides what it changes."""
@@ -96,6 +100,9 @@ class WrappedStore(Store):
 
     def delete(self, key: str) -> None:
         self.inner.delete(key)
+
+    def disk_usage(self) -> tuple[int, int] | None:
+        return self.inner.disk_usage()
 
 
 def check_key(key: str) -> str:

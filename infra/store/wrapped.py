@@ -85,5 +85,8 @@ class DividedStore(Store):
     def delete(self, key: str) -> None:
         self._holder(key).delete(key)
 
+    def disk_usage(self) -> tuple[int, int] | None:
+        return self._data.disk_usage()
+
     def _holder(self, key: str) -> Store:
         return self._secrets if key.startswith(PRIVATE) else self._data

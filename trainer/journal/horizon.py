@@ -24,8 +24,8 @@ class CheckpointTime(msgspec.Struct, frozen=True, order=True):
     time_ms: int
 
 
-def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int) -> set[CheckpointPlace]:
-    """Those that stay: never more than newest + SLOTS + 2, of which the newest `newest` always.
+def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: int = SLOTS) -> set[CheckpointPlace]:
+    """Those that stay: never more than newest + slots + 2, of which the newest `newest` always.
 
     Spans begin at multiples of their length since the epoch, so that the first of a span stays the first as time goes on.
     """
@@ -35,7 +35,7 @@ def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int) -> set[C
     if not ordered:
         return set()
     begins_ms = ordered[-1].time_ms - keep_ms
-    slot_ms = max(1, -(-keep_ms // SLOTS))
+    slot_ms = max(1, -(-keep_ms // slots))
     stay = {one.place for one in ordered[-newest:]}
     first: dict[int, CheckpointPlace] = {}
     base = ordered[0]

@@ -65,6 +65,8 @@ class WeightPublisher:
         self._summarized = past.begun_at
         self._kept: PoliciesFold | None = None
         self._tidied = False
+        self.full_bytes = 0
+        """Of all tensors of the version that was published last."""
 
     def has(self, version: int) -> bool:
         """Whether `version` was published."""
@@ -108,6 +110,7 @@ class WeightPublisher:
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
         position = await self._log.publish(topics.POLICIES, event, headers=self._summary())
         self._previous = weights
+        self.full_bytes = int(event.stats["full_bytes"])
         self._events[version] = event
         while len(self._events) > KNOWN_VERSIONS:
             del self._events[min(self._events)]
@@ -148,11 +151,9 @@ class WeightPublisher:
         found = self._kept.of(self._policy).published()
         return max((version for version, event in found.items() if event.event == "published"), default=-1)
 
-    def prune(self, replaced: int, needed: int) -> int:
-        """Remove from the store what is older than both, and not needed by them; how many objects went. Blocking. The first
-        time, also what trainers before this one left unfinished.
-
-        replaced: see the method. needed: oldest version that a resume may compare with.
+    def prune(self, oldest: int) -> int:
+        """Remove older versions from the store, but those that `oldest` and the channels' versions are rebuilt from; how many
+        objects went. Blocking. The first time, also what trainers before this one left unfinished. oldest: -1 for none.
         """
         unfinished = 0
         if not self._tidied:
@@ -160,9 +161,11 @@ class WeightPublisher:
             self._tidied = True
             if unfinished:
                 logger.info("unfinished versions removed objects=%d", unfinished)
-        if replaced < 0:
+        if oldest < 0:
             return unfinished
-        return unfinished + prune_weights(self._store, self._policy, oldest=min(replaced, needed))
+        stable = self.past.of(self._policy).stable
+        needed = {stable.version, stable.promoted, stable.trial}
+        return unfinished + prune_weights(self._store, self._policy, oldest=oldest, needed=needed)
 
 
 def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Adapter | None = None) -> bool:

@@ -5,17 +5,22 @@ Order: snapshot (in host memory; the next step may begin) → state → Saved re
 counts, and nothing is removed that a checkpoint on disk could ask for.
 """
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
 
 import msgspec
 
 from infra.log.bus import Partition
 from infra.log.log import Log
+from infra.policies.prune import stored_bytes
 from infra.roles.memory import give_back_freed
 from infra.settings.config import duration_s
 from schemas import Saved, topics
+from schemas.errors import StoreError
 from schemas.journal import JournalRecord
+from trainer.config import SLOTS
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
 from trainer.journal.horizon import CheckpointTime, journal_begin, kept, trim_below, uses_below
@@ -24,6 +29,8 @@ from trainer.learners.learner import Snapshot, take_snapshot
 from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
 from trainer.state.stored import index_hash
+
+FIRST_WAIT_S, MOST_WAIT_S = 0.1, 30.0  # between two looks at a full disk
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,7 @@ async def snapshot(run: Run, version: int) -> Unwritten:
 
 async def store(run: Run, unwritten: Unwritten) -> None:
     """Write a snapshot, manifest last."""
+    await wait_for_room(run)
     state = unwritten.checkpoint
     index = await run.saving.in_thread(unwritten.snapshot.write)
     saved = Saved(
@@ -96,12 +104,26 @@ async def store(run: Run, unwritten: Unwritten) -> None:
 
 
 async def tidy(run: Run) -> None:
-    """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more."""
+    """Remove checkpoints, buffered blocks and policies that neither resume nor replay needs any more.
+
+    Above the bound of a folder store, checkpoints and versions within the horizon go too, but the newest checkpoints and
+    those from which log and journal of the horizon are read.
+    """
+    replaced = await run.publisher.replaced(int(duration_s(run.floor.keep.replay) * 1000))
+    await remove_old(run, slots=SLOTS, replaced=replaced)
+    if run.floor.keep.store_gb and await run.saving.in_thread(over_bound, run):
+        await remove_old(run, slots=1, replaced=None)
+
+
+async def remove_old(run: Run, *, slots: int, replaced: int | None) -> None:
+    """slots: spans of the horizon that keep a checkpoint each. replaced: newest version that was replaced before the horizon,
+    -1 for none; None where replay needs no version.
+    """
     keep_ms = int(duration_s(run.floor.keep.replay) * 1000)
     manifests = await run.saving.in_thread(checkpoint.manifests, run.store, run.name)
-    marks = [CheckpointTime(one.place, one.time_ms) for one in manifests]
-    stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms)
-    doomed = [one.place for one in manifests if one.place not in stay]
+    marks = [CheckpointTime(manifest.place, manifest.time_ms) for manifest in manifests]
+    stay = kept(marks, newest=run.config.keep_checkpoints, keep_ms=keep_ms, slots=slots)
+    doomed = [manifest.place for manifest in manifests if manifest.place not in stay]
     await run.saving.in_thread(checkpoint.remove, run.store, run.name, doomed)
     newest = CheckpointPlace(run.saving.saved_step, run.lease.token)
     if torn := await run.saving.in_thread(checkpoint.remove_unfinished, run.store, run.name, newest):
@@ -118,8 +140,57 @@ async def tidy(run: Run) -> None:
         logger.info("uses forgotten groups=%d", gone)
     run.report.set("uses_remembered", len(run.supply.intake.buffer.uses))
     # Executing journaled steps again compares what they give with what was published.
-    oldest = min(one.position.version for one in manifests[-run.config.keep_checkpoints :])
-    await run.saving.in_thread(run.publisher.prune, await run.publisher.replaced(keep_ms), oldest)
+    oldest = min(manifest.position.version for manifest in manifests[-run.config.keep_checkpoints :])
+    await run.saving.in_thread(run.publisher.prune, oldest if replaced is None else min(replaced, oldest))
+
+
+def folders(run: Run) -> tuple[str, str]:
+    """Where the run's versions and checkpoints lie in the store."""
+    return f"policies/{run.floor.policy.name}/", f"checkpoints/{run.name}/"
+
+
+def over_bound(run: Run) -> bool:
+    """True if versions and checkpoints, with those that come next, take more of a folder store than they may. Blocking."""
+    usage = run.store.disk_usage()
+    if usage is None or not run.floor.keep.store_gb:
+        return False
+    taken = stored_bytes(run.store, folders(run))
+    run.report.set("run_stored_bytes", taken)
+    return taken + next_bytes(run) > run.floor.keep.store_gb * 1e9 or not has_room(run)
+
+
+def next_bytes(run: Run) -> int:
+    """Bytes of the next checkpoint and version, about: as the newest ones. Blocking."""
+    newest = CheckpointPlace(run.saving.saved_step, run.lease.token)
+    return stored_bytes(run.store, (f"{checkpoint.folder(run.name, newest)}/",)) + run.publisher.full_bytes
+
+
+def has_room(run: Run) -> bool:
+    """True if the next checkpoint and version leave `keep.free_share` of a folder store's disk free. Blocking."""
+    usage = run.store.disk_usage()
+    return usage is None or usage[0] - next_bytes(run) >= run.floor.keep.free_share * usage[1]
+
+
+async def wait_for_room(run: Run) -> None:
+    """Remove what can go, and wait until the disk has room for the next checkpoint and version."""
+    if await run.saving.in_thread(has_room, run):
+        return
+    wait_s = FIRST_WAIT_S
+    while True:
+        if run.saving.saved_step >= -1:
+            await tidy(run)
+        if await run.saving.in_thread(has_room, run):
+            return
+        usage = run.store.disk_usage() or (0, 0)
+        logger.error(
+            "publication waits: %.1f of %.1f GB are free, keep.free_share=%g must stay free: make room on the disk of %r",
+            usage[0] / 1e9, usage[1] / 1e9, run.floor.keep.free_share, run.store,
+        )  # fmt: skip
+        run.report.add("publication_waits")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(run.saving.stop.wait(), wait_s)
+            raise StoreError("stopped while the disk had no room for the next checkpoint or version")
+        wait_s = min(2 * wait_s, MOST_WAIT_S)
 
 
 async def trim_journal(log: Log, name: str, begin: int, token: int) -> bool:

@@ -80,7 +80,7 @@ class Saving:
     everything. journal_begin: the same of `batches`. unread: while journaled steps are executed again, where a checkpoint of
     that time sends a restart back to; `position.journal_next` is past these steps already, since new records are appended
     there. tasks: where checkpoints and versions are stored beside the next steps; without it steps wait. running: the one that
-    is being stored. executor: one thread for the store.
+    is being stored. executor: one thread for the store. stop: of the trainer.
     """
 
     saved_step: int = -2
@@ -90,6 +90,7 @@ class Saving:
     tasks: asyncio.TaskGroup | None = None
     running: asyncio.Task[None] | None = None
     executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def beside(self, work: Coroutine[None, None, None]) -> None:
         """Store a checkpoint or a version, or both, beside the next steps, one at a time; where there is no task group, now."""

@@ -38,7 +38,7 @@ from trainer.learners.learner import StepStats, Weights, take_from, take_weights
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
 from trainer.loop.report import Stopwatch
-from trainer.loop.saving import snapshot, store, write_checkpoint
+from trainer.loop.saving import snapshot, store, wait_for_room, write_checkpoint
 from trainer.loop.state import Learning, Run
 
 logger = logging.getLogger(__name__)
@@ -238,6 +238,7 @@ async def ready(run: Run, version: int, weights: Weights | None) -> Unpublished:
 
 async def publish(run: Run, one: Unpublished) -> None:
     """Publish a version (or under the next free number)."""
+    await wait_for_room(run)
     with Stopwatch(run.report, "publish_seconds"):
         got = await run.publisher.publish(
             one.version, one.weights, one.probe, parent=one.parent, step=one.step, stats=one.stats

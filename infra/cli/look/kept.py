@@ -84,6 +84,9 @@ def _at_roles(settings: Settings, roles: Sequence[Mapping[str, Any]]) -> Iterabl
         if gateway is not None and "spool_bytes" in gauges:
             bound = f"{gateway.spool_mb} MB (gateway.spool_mb)"
             yield Kept(f"spool of {where}", bound, int(gauges["spool_bytes"]), "bytes")
+        if "run_stored_bytes" in gauges:
+            bound = f"{settings.keep.store_gb:g} GB (keep.store_gb), or the newest"
+            yield Kept("store policies/, checkpoints/", bound, int(gauges["run_stored_bytes"]), "bytes")
         if "uses_remembered" in gauges:
             bound = f"{settings.keep.replay} (keep.replay)"
             yield Kept(f"uses at {where}", bound, int(gauges["uses_remembered"]), "groups")
