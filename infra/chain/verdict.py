@@ -74,10 +74,7 @@ def input_hash(question: str, experience: Experience) -> str:
     options, colon, code = question.partition(":")
     seen = hashlib.blake2b(options.encode())
     seen.update(_encoder.encode((experience.messages, experience.meta, experience.end, experience.part)))
-    # What the meta of an older frame says too is not said twice: a verdict that was recorded then is found again.
-    fields = {"answer": experience.answer, "task": experience.task or None, "notes": experience.notes or None}
-    if further := {name: value for name, value in fields.items() if value != experience.meta.get(name)}:
-        seen.update(_encoder.encode(further))
+    seen.update(_encoder.encode((experience.answer, experience.task, experience.notes)))
     seen.update(experience.tokens.tobytes())
     return f"{seen.hexdigest()[:HASH_CHARS]}{colon}{code}"
 

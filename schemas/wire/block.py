@@ -42,7 +42,6 @@ from schemas.experience import (
     with_field,
 )
 from schemas.wire.build import build
-from schemas.wire.marks import with_fields_of_marks
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -120,9 +119,8 @@ def decode_block(
     *,
     sealed: bool = False,
     find: FindSeal | None = None,
-    marked: bool = False,
 ) -> Block:
-    """A block from its header and what follows it; raises BadFrame, and what `find` raises. marked: see `marks`."""
+    """A block from its header and what follows it; raises BadFrame, and what `find` raises."""
     try:
         decoded = _header_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -130,8 +128,6 @@ def decode_block(
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise BadFrame(f"header: {error}") from error
     columns, experiences = decoded.columns, decoded.experiences
-    if marked:
-        experiences = tuple([with_fields_of_marks(experience) for experience in experiences])
     key_id = _only_key(experiences) if sealed else ""
     if sealed and not key_id:
         raise BadFrame("header: a sealed block whose members do not name one key, expected one key_id")

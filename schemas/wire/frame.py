@@ -5,9 +5,6 @@
     block    format 3: the body is the header of `schemas.wire.block`; section lengths and sections follow
     sealed   format 4, flag bit 0: a block whose sections are sealed under the key_id in its header
 
-Blocks of formats 1 and 2 (sealed) are read, and never written: their experiences said in `meta` what has fields now, see
-`schemas.wire.marks`.
-
 A flag that readers must know comes with a higher format, so that older ones stop before the ack. A flag they do not know
 in a format they do is damage, and dead-lettered as such: one flipped bit must not stop a partition.
 
@@ -32,9 +29,8 @@ BLOCK_FORMAT, SEALED_FORMAT = 3, 4
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 128 * 1024 * 1024
 
-_MARKED_BLOCKS = ((MAJOR, 0), (2, SEALED))  # format and flags, as those below
 _BLOCKS = ((BLOCK_FORMAT, 0), (SEALED_FORMAT, SEALED))
-_SEALED_STARTS = (MAGIC + bytes((2, SEALED)), MAGIC + bytes((SEALED_FORMAT, SEALED)))
+_SEALED_START = MAGIC + bytes((SEALED_FORMAT, SEALED))
 _PREFIX = struct.Struct("<2sBBI")
 _control_decoder = msgspec.msgpack.Decoder(Control)
 
@@ -59,7 +55,7 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
 
 def is_sealed(data: bytes) -> bool:
     """Whether a frame announces sealed sections."""
-    return data[:4] in _SEALED_STARTS
+    return data[:4] == _SEALED_START
 
 
 def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -> Control | Block:
@@ -75,8 +71,8 @@ def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -
     if magic != MAGIC:
         raise BadFrame(f"frame: got magic {magic!r}, expected {MAGIC!r}")
     kind = (major, flags)
-    is_marked, is_block = kind in _MARKED_BLOCKS, kind in _BLOCKS or kind in _MARKED_BLOCKS
-    if not is_block and (major > SEALED_FORMAT or major == 2):
+    is_block = kind in _BLOCKS
+    if not is_block and major > SEALED_FORMAT:
         raise UnknownMajor(
             f"frame of format {major}, flags {flags:#x}; this reader knows {SEALED_FORMAT}: upgrade it first"
         )
@@ -86,7 +82,7 @@ def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -
         raise BadFrame(f"frame: got {len(view)} bytes with a header of {length}, expected a header that fits")
     body, rest = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
     if is_block:
-        return decode_block(body, rest, sealed=bool(flags & SEALED), find=find, marked=is_marked)
+        return decode_block(body, rest, sealed=bool(flags & SEALED), find=find)
     if len(rest):
         raise BadFrame(f"frame: {len(rest)} bytes after the record, expected none")
     try:

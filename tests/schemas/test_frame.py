@@ -65,7 +65,7 @@ def test_truncated_and_extended_frames_are_bad(frame: bytes) -> None:
 def test_a_newer_format_stops_the_reader_whatever_its_flags(flags: bytes) -> None:
     frame = encode(Tick(partition=3, due_ms=5))
     with pytest.raises(UnknownMajor, match="upgrade"):
-        decode(frame[:2] + b"\x02" + flags + frame[4:])
+        decode(frame[:2] + b"\x05" + flags + frame[4:])
 
 
 @pytest.mark.parametrize("bit", range(7))

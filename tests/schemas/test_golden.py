@@ -29,8 +29,8 @@ from schemas.bulk.sections import Column
 from schemas.topics import Topic
 
 GOLDEN = Path(__file__).parent / "golden"
-# Of format 1, which is never written any more; of 3, before and since spans say how old keys and values are.
-BLOCK_FORMATS = ("Block", "Block-3-1", "Block-3")
+# Before and since spans say how old keys and values are.
+BLOCK_FORMATS = ("Block-3-1", "Block-3")
 
 
 def golden(kind: type[Any]) -> bytes:
