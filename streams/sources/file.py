@@ -14,6 +14,7 @@ from typing import IO
 
 import msgspec
 
+from infra.files import replace_file
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from streams.sources.event import Event, EventSource, publish_events
@@ -113,16 +114,6 @@ def load_position(path: Path) -> FilePosition:
 def save_position(path: Path, position: FilePosition) -> None:
     """Replace the saved position at once."""
     replace_file(path, msgspec.json.encode(position))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace an old file by a new one, or leave the old one. Raises OSError."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _locked(lock: IO[str]) -> bool:

@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from infra.chain.processor import feedback
+from infra.files import replace_file
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
@@ -29,7 +30,7 @@ from schemas import Feedback
 from schemas.ids import ANSWER_PREFIX
 from streams.config import LangfuseConfig
 from streams.sources.event import Event, EventSource, publish_events
-from streams.sources.file import replace_file, take_lock
+from streams.sources.file import take_lock
 
 PAGE = 100  # the most that Langfuse gives
 MAX_PAGES = 100  # of one request: of more, an older part of the interval is read first
