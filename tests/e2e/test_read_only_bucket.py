@@ -23,7 +23,7 @@ from tests.actors.rig import MASTER, TopicArrivals, explorer, load, master, memo
 from tests.actors.test_explorer import announce as announce_to_explorers
 from tests.actors.test_explorer import issue
 from tests.infra.platform_server import Platform, platform
-from tests.infra.test_store_s3_keys import identity, limited
+from tests.infra.test_store_s3 import identity, limited
 from tests.minio import MinioServer
 from tests.trainer.memory_run import filled_log, published, train
 from trainer.batch.batch import PackedBatch

@@ -1,6 +1,7 @@
 """The chain: everything comes out once, kept or dropped with a reason, whatever a step does."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
-from infra.chain.processor import Drop, Memory, processor, score
+from infra.chain.processor import Drop, Memory, feedback, processor, score
+from infra.chain.verdict import code_hash, input_hash
 from schemas import Experience, Message, Score, Span, encode, ids, make_experience
+from schemas.errors import ConfigError
 from schemas.wire.block import Block
 
 
@@ -347,3 +351,115 @@ def test_equal_experiences_are_told_apart_by_place() -> None:
 def test_an_empty_block_and_an_empty_chain_are_fine() -> None:
     assert run([step_of(same)], []) == ChainResult((), ())
     assert run([], [answer()]).kept[0].stamps == ()
+
+
+def test_what_fits_no_kind_of_step_is_a_config_error() -> None:
+    @feedback(version=1)
+    def event(ticket: dict[str, Any]) -> None: ...
+
+    @processor(version=1)
+    def other(ticket: Experience) -> Experience:
+        return ticket
+
+    @processor(version=1)
+    def undeclared(experience: Experience, *, memory: Memory) -> Experience:
+        return experience
+
+    @processor(version=1, memory=3)
+    async def late(experience: Experience, *, memory: Memory) -> Experience:
+        return experience
+
+    for function, message in [
+        (event, "got a @feedback function"),
+        (other, 'first parameter is "ticket"'),
+        (undeclared, "go together"),
+        (late, "async processor with memory"),
+        (len, "not marked"),
+    ]:
+        with pytest.raises(ConfigError, match=f"step: .*{message}"):
+            make_step("step", function)
+
+
+def test_a_processor_takes_what_its_decorator_says_whatever_its_parameter_is_called() -> None:
+    @processor(version=1, of="group", inline=True)
+    def of_members(members: tuple[Experience, ...]) -> tuple[Experience, ...]:
+        return members
+
+    @processor(version=1, of="experience", inline=True)
+    def of_one(group: Experience) -> Experience:
+        return group
+
+    assert (make_step("a", of_members).kind, make_step("b", of_one).kind) == ("group", "experience")
+
+
+def asked(**header: Any) -> Experience:
+    return make_experience(
+        id="t.0.0-0-0",
+        group="t.0",
+        episode=0,
+        group_size=1,
+        spans=(Span(1, 2, 3),),
+        tokens=[1, 2],
+        logprobs=[-0.1],
+        messages=[Message(role="user", content="140+140="), Message(role="assistant", content="280")],
+        **header,
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"answer": "281"},
+        {"answer": None},
+        {"task": "u"},
+        {"notes": {"tool_calls": 1}},
+        {"meta": {"level": "hard"}},
+        {"meta": {"level": "easy", "answer": "281"}},
+    ],
+)
+def test_another_reference_or_another_meta_is_another_question(change: dict[str, Any]) -> None:
+    one = asked(answer="280", task="t", meta={"level": "easy"})
+    assert input_hash("options", replace(one, **change)) != input_hash("options", one)
+
+
+def test_a_meta_that_says_what_the_fields_say_is_told_from_fields_that_say_nothing() -> None:
+    meta = {"answer": "280", "task": "t"}
+    assert input_hash("", asked(answer="280", task="t", meta=meta)) != input_hash("", asked(meta=meta))
+
+
+def test_the_hash_of_the_code_stands_beside_the_question_and_is_no_part_of_it() -> None:
+    one = asked(answer="280")
+    assert input_hash("options:1a2b", one) == input_hash("options", one) + ":1a2b"
+
+
+def right(experience: Experience, *, weight: float = 1.0) -> float:
+    """One docstring."""
+    return weight  # and a comment
+
+
+class ScoreWithOptions:
+    """A score with options as fields."""
+
+    def __call__(self, experience: Experience) -> float:
+        return 1.0
+
+
+def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code() -> None:
+    first = code_hash(right)
+
+    def other() -> str:
+        def right(
+            experience: Experience,
+            *,
+            weight: float = 1.0,
+        ) -> float:
+            """Another docstring."""
+            return weight
+
+        return code_hash(right)
+
+    assert first == other() != ""
+    assert code_hash(functools.partial(right, weight=2.0)) == first
+    assert code_hash(ScoreWithOptions()) == code_hash(ScoreWithOptions) != first
+    assert code_hash(score(version=1)(right)) == first
+    assert code_hash(len) == "", "no source to read"

@@ -1,6 +1,9 @@
-"""A log and a store know each other: what belongs to another, or was lost, is one line that says what helps."""
+"""What surrounds the loops of a role: its identity, deadlines, work that is given up."""
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -9,7 +12,9 @@ from hypothesis import strategies as st
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.roles.deadline import EXIT_STUCK, ends_within
 from infra.roles.identity import Fit, claim, fault, fit_of, require_fit
+from infra.roles.unless import unless
 from infra.settings.config import Floor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
@@ -129,3 +134,89 @@ def test_altered_bytes_are_never_taken_for_another_log_and_a_broken_object_is_wr
 
 def test_what_fits_has_no_fault() -> None:
     assert [fault(Fit(one), "bot", "store") for one in ("new", "unclaimed", "fits")] == ["", "", ""]  # type: ignore[arg-type]
+
+
+HELD_LOOP = """
+import asyncio
+from infra.roles.deadline import ends_within
+
+async def deaf():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+async def main():
+    with ends_within("the stop of it all", 0.2):
+        async with asyncio.timeout(0.05):
+            await deaf()
+
+asyncio.run(main())
+"""
+
+
+def test_what_is_deaf_to_cancellation_is_ended_with_its_name_and_its_stacks() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD_LOOP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_STUCK
+    assert "the stop of it all did not end within 0.2 s" in done.stderr
+    assert "in run_forever" in done.stderr
+
+
+def test_a_block_that_ends_in_time_ends_nothing() -> None:
+    expired: list[str] = []
+    with ends_within("quick", 3600.0, lambda what, _: expired.append(what)):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    timer.join(10.0)
+    assert not timer.is_alive() and expired == []
+
+
+class Ended(Exception):
+    """What happened came first."""
+
+
+async def worked(release: asyncio.Event, let_go: list[str], fails: bool = False) -> str:
+    try:
+        await release.wait()
+        return "done"
+    finally:
+        await asyncio.sleep(0)
+        let_go.append("let go")
+        if fails:
+            raise OSError("in the middle of letting go")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_is_overtaken_has_let_go_before_anybody_is_told(fails: bool) -> None:
+    async def check() -> None:
+        let_go: list[str] = []
+        with pytest.raises(Ended):
+            await unless(asyncio.sleep(0), worked(asyncio.Event(), let_go, fails), Ended)
+        assert let_go == ["let go"]
+
+    asyncio.run(check())
+
+
+def test_work_that_ends_first_is_the_result_and_its_error_the_error() -> None:
+    async def check() -> None:
+        released = asyncio.Event()
+        released.set()
+        assert await unless(asyncio.Event().wait(), worked(released, []), Ended) == "done"
+        with pytest.raises(OSError, match="letting go"):
+            await unless(asyncio.Event().wait(), worked(released, [], fails=True), Ended)
+
+    asyncio.run(check())
+
+
+def test_whoever_is_cancelled_meanwhile_takes_the_work_along() -> None:
+    async def check() -> None:
+        let_go: list[str] = []
+        waiting = asyncio.create_task(unless(asyncio.Event().wait(), worked(asyncio.Event(), let_go), Ended))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert let_go == ["let go"]
+
+    asyncio.run(check())
