@@ -16,7 +16,7 @@ from infra.settings.config import Floor, duration_s
 from schemas import Progress
 from schemas.errors import BrokerUnavailable
 from schemas.topics import REPORTS
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
 from streams.config import StreamsConfig

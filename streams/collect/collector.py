@@ -26,8 +26,8 @@ from infra.store.seal import FORGOTTEN, open_text
 from schemas import Block, Closure, FeedbackWait, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
-from streams.collect.credit import usual_memories
 from streams.collect.decision import Chain, Decision, Folded
+from streams.collect.feedback import usual_memories
 from streams.collect.fold import chain_of, fold, wanted
 from streams.collect.limits import limit_memories
 from streams.collect.pending import PendingFile

@@ -10,8 +10,7 @@ from infra.log.letters import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
 from schemas.wire.block import blocks_of
 from schemas.withdrawal import withdrawal_of
-from streams.collect.credit import FeedbackRules, credited, with_edit
-from streams.collect.feedback import OpenText, edit_of, ratings, values_of
+from streams.collect.feedback import FeedbackRules, OpenText, credited, edit_of, ratings, values_of, with_edit
 from streams.collect.group import Attempt, Group
 
 
@@ -75,7 +74,7 @@ def learned(
 ) -> Experience:
     """The member with what counts of it. waits: its lane waits for feedback. open_text: None where edits teach nothing.
 
-    usual: see `streams.collect.credit.returns`.
+    usual: see `streams.collect.feedback.returns`.
     """
     on_answer = group.feedback.get(member.id)
     scored = credited(member, on_answer, sources, waits, group.credits.values(), usual)

@@ -19,9 +19,18 @@ from infra.chain.chain import Context, Step, run_chain
 from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick, encode
 from schemas.ids import group_of
 from schemas.names import tenant_in
-from streams.collect.credit import is_labelled, learn_usual, usual_of
 from streams.collect.decision import Chain, Decision, Folded, counted_of, dead_letter, judged, learned
-from streams.collect.feedback import OpenText, answer_of, is_repeat, ratings, take_feedback, values_of
+from streams.collect.feedback import (
+    OpenText,
+    answer_of,
+    is_labelled,
+    is_repeat,
+    learn_usual,
+    ratings,
+    take_feedback,
+    usual_of,
+    values_of,
+)
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
 from streams.collect.limits import beyond, charge, held_back
 from streams.collect.rules import Arrival, Rules, due_ms, group_named, late_is_dropped

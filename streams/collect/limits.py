@@ -17,7 +17,7 @@ import msgspec
 
 from infra.chain.processor import Memory
 from schemas import Feedback
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 DAY_MS = 86_400_000

@@ -9,8 +9,7 @@ import msgspec
 
 from schemas import Block, Control, DropMarker, Feedback, Lane
 from schemas.ids import group_of
-from streams.collect.credit import FeedbackRules, is_labelled
-from streams.collect.feedback import OpenText, as_it_is
+from streams.collect.feedback import FeedbackRules, OpenText, as_it_is, is_labelled
 from streams.collect.group import Group
 from streams.collect.limits import DayLimits
 from streams.collect.state import State

@@ -32,9 +32,8 @@ from schemas import Block, Control, Experience, Feedback, Join
 from schemas.ids import experience_id, session_of
 from schemas.parts import HISTORY_REWRITTEN
 from schemas.withdrawal import is_withdrawal
-from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Decision
-from streams.collect.feedback import values_of
+from streams.collect.feedback import FeedbackRules, values_of
 from streams.collect.group import Group, LaterCredit
 
 NO_TURN = -1

@@ -28,7 +28,7 @@ from schemas import Block, Message, Span, encode, make_experience
 from schemas.ids import experience_id, request_group, session_name
 from schemas.topics import REPORTS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.stages.chain_builder import build_collect
 from tests.bench.hop import DAY_MS, TRAFFIC, waiting_answer

@@ -36,7 +36,7 @@ from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED
 from streams.app import run_worker
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.processors.filter import MIN_LOOP_TOKENS, repetition

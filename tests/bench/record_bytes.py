@@ -38,7 +38,7 @@ from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import ALL, BATCHES, EXPERIENCES, FEEDBACK, PROGRESS, REPORTS, TASKS, VERIFIED
 from schemas.wire.block import blocks_of
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify

@@ -3,15 +3,23 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.chain.chain import make_step
+from infra.chain.processor import Drop, processor
 from infra.chain.turn import ChainTurn
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics
-from schemas import Block, DeadLetter, DropMarker, Message, Task
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, TASKSET, VERIFIED
+from schemas import BadFrame, Block, DeadLetter, DropMarker, Experience, Message, Task, Tick, encode
+from schemas.topics import DEAD_LETTERS, EVALS, EXPERIENCES, TASKSET, VERIFIED
+from streams.processors.filter import dedupe
 from streams.stages.driver import WindowDriver
 from streams.stages.stage import Handled, Output, letter
 from streams.stages.verify import Verifier
+from streams.stages.window import Ticket, Window
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 
@@ -187,3 +195,187 @@ def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> None:
             assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")
 
     asyncio.run(run())
+
+
+def taken(window: Window[int], partition: int, offset: int, generation: int = 1) -> Ticket:
+    ticket = window.take(partition, offset, generation, offset)
+    assert ticket is not None
+    return ticket
+
+
+@given(st.permutations(range(12)))
+def test_handles_come_back_in_offset_order_whatever_finishes_first(order: list[int]) -> None:
+    window: Window[int] = Window(64)
+    tickets = [taken(window, 0, offset) for offset in range(12)]
+    acked: list[int] = []
+    done: set[int] = set()
+    for place in order:
+        done.add(place)
+        acked += window.complete(tickets[place])
+        assert acked == list(range(len(acked)))
+        assert set(acked) <= done
+    assert acked == list(range(12))
+    assert window.num_in_flight() == 0
+
+
+def test_partitions_do_not_wait_for_each_other() -> None:
+    window: Window[int] = Window(64)
+    taken(window, 0, 5)
+    assert window.complete(taken(window, 1, 9)) == [9]
+
+
+def test_gaps_between_offsets_do_not_hold_acks_back() -> None:
+    window: Window[int] = Window(64)
+    first, second = taken(window, 0, 5), taken(window, 0, 9)
+    assert window.complete(second) == []
+    assert window.complete(first) == [5, 9]
+
+
+def test_late_completion_of_a_revoked_generation_acks_nothing() -> None:
+    window: Window[int] = Window(64)
+    stale = taken(window, 0, 5, generation=1)
+    fresh = taken(window, 0, 5, generation=2)
+    assert window.complete(stale) == []
+    assert window.complete(fresh) == [5]
+
+
+def test_a_record_of_an_older_generation_is_not_taken() -> None:
+    window: Window[int] = Window(64)
+    taken(window, 0, 5, generation=2)
+    assert window.take(0, 6, 1, 6) is None
+
+
+def test_the_same_record_is_in_flight_once_per_generation() -> None:
+    window: Window[int] = Window(64)
+    ticket = taken(window, 0, 5)
+    assert window.take(0, 5, 1, 5) is None
+    assert window.complete(ticket) == [5]
+    assert window.take(0, 5, 1, 5) is None
+
+
+def test_completing_twice_acks_once() -> None:
+    window: Window[int] = Window(64)
+    ticket = taken(window, 0, 5)
+    assert window.complete(ticket) == [5]
+    assert window.complete(ticket) == []
+
+
+def test_forgotten_records_are_never_acked_and_block_nothing() -> None:
+    window: Window[int] = Window(2)
+    slow, quick = taken(window, 0, 5), taken(window, 0, 6)
+    assert window.is_full(0, 1)
+    assert window.forget() == [5, 6]
+    assert not window.is_full(0, 1)
+    assert window.complete(quick) == []
+    assert window.complete(slow) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "done", "rebalance"]), st.integers(0, 30)), max_size=120))
+def test_nothing_is_acked_before_everything_earlier_of_its_generation_is_done(steps: list[tuple[str, int]]) -> None:
+    window: Window[tuple[int, int]] = Window(8)
+    generation, next_offset, committed = 1, 0, 0
+    flying: list[Ticket] = []
+    done: set[int] = set()
+    for action, number in steps:
+        if action == "take" and not window.is_full(0, generation):
+            ticket = window.take(0, next_offset, generation, (generation, next_offset))
+            assert ticket is not None
+            flying.append(ticket)
+            next_offset += 1
+        elif action == "done" and flying:
+            ticket = flying.pop(number % len(flying))
+            if ticket.generation == generation:
+                done.add(ticket.offset)
+            for acked_generation, offset in window.complete(ticket):
+                assert acked_generation == generation
+                assert offset == committed
+                assert offset in done
+                committed += 1
+        elif action == "rebalance":
+            generation += 1
+            done = set(range(committed))
+            ticket = window.take(0, committed, generation, (generation, committed))
+            assert ticket is not None
+            flying.append(ticket)
+            next_offset = committed + 1
+
+
+@processor(version=1, inline=True)
+def even_only(experience: Experience) -> Experience | Drop:
+    return Drop("odd") if experience.episode % 2 else experience
+
+
+def message_of(value: object, offset: int = 0, error: BadFrame | None = None) -> LogMessage:
+    frame = encode(value) if value is not None else b"??"  # type: ignore[arg-type]
+    record = Record("app.experiences", 0, offset, 1_000, b"t.0", frame)
+    return LogMessage(record, value=value, error=error)  # type: ignore[arg-type]
+
+
+def handled(value: object, *steps: object) -> Handled:
+    verifier = Verifier([make_step(function.__name__, function) for function in steps])  # type: ignore[attr-defined,arg-type]
+    return asyncio.run(verifier.handle(message_of(value)))
+
+
+def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None:
+    result = handled(block(*(answer("t.0", episode, size=4) for episode in range(4))), even_only)
+    (kept,) = result.first
+    assert kept.topic is VERIFIED
+    assert isinstance(kept.record, Block)
+    assert [one.episode for one in kept.record.experiences] == [0, 2]
+    stubs = [output.record for output in result.then]
+    assert stubs == [
+        DropMarker(
+            id=f"t.0.0-{n}-0",
+            group="t.0",
+            episode=n,
+            group_size=4,
+            reason="odd",
+            stage="verify",
+            processor="even_only@1",
+        )
+        for n in (1, 3)
+    ]
+    assert result.dropped == {"odd": 2}
+
+
+def test_a_block_whose_members_are_all_dropped_sends_stubs_only() -> None:
+    result = handled(block(answer("t.0", 1)), even_only)
+    assert result.first == ()
+    assert [type(output.record) for output in result.then] == [DropMarker]
+
+
+def test_a_duplicate_is_counted_and_closes_nobodys_place() -> None:
+    verifier = Verifier([make_step("dedupe", dedupe)])
+    sent = block(answer("t.0", 0))
+    first = asyncio.run(verifier.handle(message_of(sent, offset=3)))
+    retried = asyncio.run(verifier.handle(message_of(sent, offset=3)))
+    second = asyncio.run(verifier.handle(message_of(sent, offset=4)))
+    assert first.first == retried.first
+    assert (second.first, second.then, second.dropped) == ((), (), {"duplicate": 1})
+
+
+def test_eval_answers_go_to_evals_and_are_never_dropped() -> None:
+    members = [msgspec.structs.replace(answer("t.0", episode), suite="held-out") for episode in range(2)]
+    result = handled(block(*members), even_only)
+    (output,) = result.first
+    assert output.topic is EVALS
+    assert isinstance(output.record, Block)
+    assert [one.failure for one in output.record.experiences] == ["", "odd"]
+    assert output.record.experiences[1].scores == ()
+    assert result.then == ()
+
+
+def test_bad_frames_and_strange_records_are_dead_lettered() -> None:
+    bad = asyncio.run(Verifier([]).handle(message_of(None, error=BadFrame("header: checksum differs"))))
+    strange = asyncio.run(Verifier([]).handle(message_of(Tick(partition=0, due_ms=1))))
+    letters = [output.record for result in (bad, strange) for output in result.then]
+    assert [output.topic for result in (bad, strange) for output in result.then] == [DEAD_LETTERS, DEAD_LETTERS]
+    assert [one.reason for one in letters if isinstance(one, DeadLetter)] == ["bad frame", "unexpected record"]
+    assert "checksum" in letters[0].error  # type: ignore[union-attr]
+
+
+def test_members_of_a_record_that_failed_as_a_whole_leave_stubs() -> None:
+    message = message_of(block(answer("t.0", 0), answer("t.0", 1)))
+    result = Verifier([]).failed(message, "record too large", "9 MB")
+    assert [type(output.record) for output in result.then] == [DropMarker, DropMarker, DeadLetter]
+    assert result.dropped == {"record too large": 2}

@@ -21,7 +21,7 @@ from schemas.errors import Sealed
 from schemas.ids import answer_id, experience_id, request_group, session_name
 from schemas.topics import ALL, FEEDBACK, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.processors.correct import Correct
 from streams.sources.event import EventSource

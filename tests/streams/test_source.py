@@ -4,26 +4,30 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.chain.processor import feedback
+from infra.log.bus import CommitRefused, Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.settings.config import decode
-from schemas import DeadLetter, Feedback
+from schemas import DeadLetter, Feedback, Received
 from schemas.errors import ConfigError
-from schemas.topics import DEAD_LETTERS, VERIFIED
-from streams.config import StreamsConfig
+from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
+from streams.config import FEEDBACK_PATH, StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
+from streams.sources.received import take_once as received_once
 from streams.sources.source import build_sources, run_sources
+from streams.sources.topic import take_once
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
+from tests.streams.deliveries import memory_log, values
 
 HERE = "tests.streams.test_source"
 REF = "hr-a1b2.0-3-0"
@@ -301,3 +305,40 @@ def test_a_function_that_is_no_feedback_source_is_refused(tmp_path: Path) -> Non
     twice = settings(use=f"{HERE}:csat").feedback * 2
     with pytest.raises(ConfigError, match="is there already"):
         build_sources(twice, tmp_path)
+
+
+class LosingReader:
+    """A reader whose group rebalances between each read and its commit."""
+
+    def __init__(self, inner) -> None:  # type: ignore[no-untyped-def]
+        self.get_many = inner.get_many
+        self.seek = inner.seek
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> None:
+        raise CommitRefused("the group has rebalanced")
+
+
+def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None:
+    async def main() -> None:
+        async with memory_log() as log:
+            await log.bus.create_topic("tickets", 1, {})
+            await log.bus.send("tickets", ticket(), key=b"k")
+            reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
+            listening = EventSource(name="csat", function=csat, topic="tickets")
+            assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
+            assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
+
+    asyncio.run(main())
+
+
+def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() -> None:
+    async def main() -> None:
+        async with memory_log() as log:
+            received = Received(path=FEEDBACK_PATH, body=ticket(), id="f", ref="hr-a.0-0-0")
+            at = await log.publish(FEEDBACK, received)
+            reader = await log.assigned(FEEDBACK, {at.partition: at.offset}, group="g")
+            by_path = {FEEDBACK_PATH: EventSource(name="user", function=csat, webhook=FEEDBACK_PATH)}
+            assert await received_once(by_path, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
+            assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
+
+    asyncio.run(main())

@@ -9,17 +9,35 @@ from typing import NoReturn
 
 import pytest
 
-from infra.log.bus import Partition
+from actors.tasksets.preferences import pair_block
+from actors.tasksets.taskset import Preference
+from infra.chain.chain import Context, new_memories, run_chain
+from infra.log.access import PLAINTEXT
+from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.roles.claimed import ClaimedFolder
 from infra.roles.deadline import EXIT_STUCK
 from infra.settings.config import Floor, Keep, decode
-from streams.config import StreamsConfig
+from schemas import Block, Closure, Experience, Message, Progress
+from schemas.pairs import pair_fault
+from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, VERIFIED
+from streams.collect.fold import chain_of, fold
+from streams.collect.inbox import CollectDriver
+from streams.collect.state import State
+from streams.config import RewardConfig, ScoreConfig, StreamsConfig
+from streams.stages.chain_builder import build_collect, build_verify
+from streams.stages.driver import WindowDriver
+from streams.stages.hosted import BrokerLogin, HostedStage
 from streams.stages.stage import process_exit
-from streams.worker import HeldTopic, Movement, QuietRepeats, rules_of, watch
+from streams.stages.verify import Verifier
+from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, report, rules_of, watch
+from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
+from tests.streams.collect.collecting import RULES, FakePartition, answer, block
+from tests.streams.collect.test_collector import settings
+from tests.streams.deliveries import KeptDelivery
 
 
 def test_two_workers_of_one_machine_have_different_folders(tmp_path: Path) -> None:
@@ -132,3 +150,126 @@ def test_a_repeated_message_is_logged_once_in_a_while() -> None:
     record = logging.LogRecord("aiokafka", logging.ERROR, "", 0, "Unable connect to node with id %s", (1,), None)
     other = logging.LogRecord("aiokafka", logging.ERROR, "", 0, "Unable to update metadata from %s", ([1],), None)
     assert [quiet.filter(record), quiet.filter(record), quiet.filter(other)] == [True, False, True]
+
+
+def test_a_stage_whose_consumer_has_not_begun_holds_nothing_and_does_not_fail(tmp_path: Path) -> None:
+    """Faust starts the thread of its consumer after it has said that it is started; reports ask in between."""
+
+    async def main() -> None:
+        log = Log(MemoryBus(), "test")
+        async with asyncio.TaskGroup() as tasks:
+            stage = HostedStage(log, BrokerLogin("127.0.0.1:9", PLAINTEXT), "verify", tmp_path, "")
+            for topic in (EXPERIENCES, EXPERTS):
+                stage.add(topic, WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks))
+            assert stage.assignment() == {"test.experiences": set(), "test.experts": set()}
+            assert stage.partitions() == ()
+
+    asyncio.run(main())
+
+
+HOURS_MS = 2 * 3_600_000
+TRUE_MS = 1_763_715_600_000
+
+
+async def feed(log: Log, driver: CollectDriver) -> None:
+    """Hand on what comes, ticks too."""
+    async for message in log.read_all(VERIFIED, until_end=False):
+        await driver.accept(KeptDelivery(message.record, generation=1))
+
+
+@pytest.mark.parametrize("off_ms", [HOURS_MS, -HOURS_MS, 0])
+def test_a_group_of_an_idle_partition_is_closed_in_time_whatever_the_machines_clock_says(
+    off_ms: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = VirtualLoop(Random(0))
+    began_s = loop.time()
+
+    def true_ms() -> int:
+        return TRUE_MS + round(1000 * (loop.time() - began_s))
+
+    async def closed_after_ms() -> int:
+        bus = MemoryBus(true_ms)
+        log, time = Log(bus, "t"), LogTime(lambda: true_ms() + off_ms)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        telling = asyncio.create_task(report(log, lambda: Progress(role="process", instance="p"), time))
+        async with asyncio.TaskGroup() as tasks:
+
+            async def committed(partition: int) -> int:
+                return 0
+
+            driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks, wall_ms=time.now_ms)
+            driver.assigned({0}, 1)
+            came = await log.publish(VERIFIED, block(answer("t.0", 0)))  # of two: the group waits for the other
+            feeding = tasks.create_task(feed(log, driver))
+            async for closure in log.read_all(PROGRESS, until_end=False):
+                if isinstance(closure.value, Closure):
+                    break
+            feeding.cancel()
+            driver.retire(1)
+            await driver.finish()
+        telling.cancel()
+        return closure.record.timestamp_ms - came.timestamp_ms
+
+    with caplog.at_level(logging.WARNING):
+        took_ms = loop.run_until_complete(closed_after_ms())
+    rules = settings(tmp_path).rules
+    assert rules.deadline_ms <= took_ms <= rules.deadline_ms + 10_000
+    said = [one.getMessage() for one in caplog.records if "clock_off" in one.getMessage()]
+    assert said == ([f"clock_off seconds={off_ms // 1000}: stages go by the broker's clock"] if off_ms else [])
+
+
+def heard(time: LogTime, stored_ms: int, then: Callable[[], None] = lambda: None) -> None:
+    """A record that the broker says was stored then. then: what happens before that is known."""
+
+    async def storing() -> RecordPosition:
+        then()
+        return RecordPosition("t.reports", 0, 0, stored_ms)
+
+    asyncio.run(time.hear(storing()))
+
+
+def test_a_clock_that_is_put_right_is_gone_by_again() -> None:
+    now = [HOURS_MS]
+    time = LogTime(lambda: now[0])
+    assert time.now_ms() == HOURS_MS
+    heard(time, 0)
+    assert time.now_ms() == 0
+    now[0] = 2000
+    heard(time, 1990)
+    assert time.now_ms() == 2000
+
+
+@pytest.mark.parametrize("stored_ms", [1_000_000, 1_030_000, 1_060_000])
+def test_a_report_that_took_a_minute_says_nothing_against_the_clock(stored_ms: int) -> None:
+    now = [1_000_000]
+    time = LogTime(lambda: now[0])
+    heard(time, stored_ms, lambda: now.append(now.pop() + 60_000))
+    assert time.now_ms() == 1_060_000
+
+
+CONFIG = StreamsConfig(
+    score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),), reward=RewardConfig(require=("exact",))
+)
+
+
+def pair() -> Block:
+    asked = (Message(role="user", content="2+2="),)
+    return pair_block(Preference(id="q", messages=asked, chosen="4", rejected="5"), CharTokenizer())
+
+
+def verified(experiences: tuple[Experience, ...]) -> tuple[Experience, ...]:
+    steps = build_verify(CONFIG)
+    outcome = asyncio.run(run_chain(steps, experiences, Context(memories=new_memories(steps))))
+    assert not outcome.dropped
+    return outcome.kept
+
+
+def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
+    kept = verified(pair().experiences)
+    arrival = FakePartition().append(Block(kept))
+    result = asyncio.run(fold(State(), arrival, RULES, chain_of(build_collect(CONFIG))))
+    (decision,) = result.decisions
+    assert (decision.closure.outcome, decision.closure.experiences, decision.closure.lane) == ("buffered", 2, "human")
+    (block,) = decision.blocks
+    assert pair_fault(block.experiences) == ""
+    assert [(one.reward, one.advantage, one.scores) for one in block.experiences] == [(None, None, ())] * 2

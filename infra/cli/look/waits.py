@@ -6,8 +6,7 @@ from infra.ledger.trace import AnswerTrace
 from infra.settings.config import duration_s
 from schemas import DropMarker, Experience, Feedback
 from schemas.ids import group_of
-from streams.collect.credit import is_labelled
-from streams.collect.feedback import answer_of, take_feedback
+from streams.collect.feedback import answer_of, is_labelled, take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
 from streams.collect.rules import Rules, due_ms
 from streams.collect.turns import NO_TURN, depth_of

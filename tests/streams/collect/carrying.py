@@ -14,7 +14,7 @@ from schemas import Block, Closure, Control
 from schemas.ids import request_group, session_name
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.snapshots import series_of
 from tests.streams.collect.collecting import answer, block, said, stub, tick

@@ -10,7 +10,7 @@ from infra.log.memory import MemoryBus
 from schemas import FeedbackWait
 from schemas.topics import VERIFIED
 from streams.collect.collector import Collector
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import APART_MS, PORTION, Rules, go_by
 from streams.collect.state import State
 from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick

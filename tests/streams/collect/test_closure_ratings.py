@@ -1,7 +1,7 @@
 """Ratings of closures: what people said of the answer itself, as it stands, apart from what is credited to it."""
 
 from schemas import Closure, Rating
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, folded, said, tick
 from tests.streams.collect.test_fold_turns import WINDOW_MS, group_of_turn, ref, turn

@@ -14,7 +14,7 @@ from schemas import Block, Closure, DeadLetter, Message, Tick
 from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.inbox import CollectDriver
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules

@@ -9,8 +9,8 @@ from infra.chain.chain import make_step
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.pairs import pair_fault, pair_side
 from schemas.withdrawal import is_withdrawal
-from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Decision
+from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import chain_of, fold, wanted
 from streams.collect.rules import Rules
 from streams.collect.state import State

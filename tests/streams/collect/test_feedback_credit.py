@@ -5,26 +5,24 @@ import pytest
 
 from infra.chain.processor import Memory
 from schemas import Feedback, Rating
-from streams.collect.credit import (
+from streams.collect.feedback import (
+    MAX_KNOWN,
+    MAX_RATINGS,
     NEUTRAL,
     USUAL_PRIOR,
     USUAL_WINDOW,
     FeedbackRules,
-    credited,
-    learn_usual,
-    returns,
-    usual_of,
-)  # fmt: skip
-from streams.collect.feedback import (
-    MAX_KNOWN,
-    MAX_RATINGS,
     answer_of,
+    credited,
     edit_of,
     is_repeat,
+    learn_usual,
     ratings,
+    returns,
     take_feedback,
+    usual_of,
     values_of,
-)  # fmt: skip
+)  # fmt: skip  # fmt: skip
 from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from tests.streams.collect.collecting import answer
 

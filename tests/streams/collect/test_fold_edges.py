@@ -11,7 +11,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, Experience, decode, encode
 from schemas.ids import request_group, session_name, subject_of
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules

@@ -6,8 +6,7 @@ import pytest
 from actors.config import PeopleConfig
 from actors.master.gate.counts import Counts
 from schemas import Block
-from streams.collect.credit import FeedbackRules
-from streams.collect.feedback import take_feedback, values_of
+from streams.collect.feedback import FeedbackRules, take_feedback, values_of
 from streams.collect.group import AnswerFeedback, LoggedFeedback
 from streams.collect.rules import Rules
 from tests.streams.collect.collecting import (

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import Block, Control, DropMarker, Experience
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import Decision, fold, wanted
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules, group_named

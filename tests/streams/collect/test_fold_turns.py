@@ -12,7 +12,7 @@ from schemas import Block, Control, Experience
 from schemas.ids import partition_key, request_group, session_name
 from schemas.topics import BUFFER, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import USUAL_PRIOR, FeedbackRules
+from streams.collect.feedback import USUAL_PRIOR, FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.turns import MAX_TURNS
 from tests.streams.collect.collecting import (

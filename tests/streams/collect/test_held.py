@@ -7,7 +7,7 @@ from infra.observe.metrics import Metrics
 from schemas import Feedback
 from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.limits import BURST, RATER_CAP, held_back
 from streams.collect.rules import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, drops, folded, said

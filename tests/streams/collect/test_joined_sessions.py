@@ -14,8 +14,8 @@ from schemas import Block, Control, Experience, Join, Score
 from schemas.ids import session_name
 from schemas.parts import HISTORY_REWRITTEN
 from schemas.topics import BUFFER, PROGRESS, VERIFIED
-from streams.collect.credit import FeedbackRules
 from streams.collect.decision import Folded
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.collect.turns import MAX_JOINED

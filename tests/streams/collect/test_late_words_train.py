@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from schemas import Block, encode
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from infra.chain.processor import Memory
 from schemas import Feedback
 from schemas.ids import request_group, session_name
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.limits import (
     DAY_MS,
     MOVED_BY_RATERS,

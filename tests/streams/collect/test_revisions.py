@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from schemas import Closure, Experience, Feedback
-from streams.collect.credit import FeedbackRules
-from streams.collect.feedback import MAX_COUNTED, MAX_KNOWN, TOO_MANY
+from streams.collect.feedback import MAX_COUNTED, MAX_KNOWN, TOO_MANY, FeedbackRules
 from streams.collect.fold import MAX_ANSWERS
 from streams.collect.rules import Rules
 from streams.collect.state import State

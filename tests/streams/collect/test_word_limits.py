@@ -2,7 +2,7 @@
 
 from infra.chain.processor import Memory
 from schemas import Feedback, Tick
-from streams.collect.credit import FeedbackRules
+from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import wanted
 from streams.collect.group import Attempt, BlockPlace, Group
 from streams.collect.limits import (

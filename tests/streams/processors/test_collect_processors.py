@@ -5,16 +5,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from infra.chain.processor import Drop, Memory
-from schemas import Block, Experience, Message, Score, Span, decode, encode, ids, make_experience
+from schemas import BatchItem, Block, Experience, Message, Score, Span, Stretch, decode, encode, ids, make_experience
+from schemas.errors import ConfigError
+from streams.config import AdvantageConfig, RewardConfig, StreamsConfig
 from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
+from streams.processors.length import length
 from streams.processors.prioritize import prioritize
 from streams.processors.reward import blended
+from streams.processors.synthesize import demonstration_of
+from streams.scores.overlong import Overlong
+from streams.stages.chain_builder import build_collect
 from tests.streams.processors.by_default import advantage, reward, synthesize
+from trainer.batch.batch import TrainItem, pack
 
 
 def answer(episode: int = 0, *, part: int = 0, group: str = "t.0", group_size: int = 4, **header: Any) -> Experience:
@@ -246,3 +254,155 @@ def test_a_demonstration_beside_the_parts_of_an_episode_stays_as_it_is() -> None
     given = answer(0, lane="expert", reward=1.0, part=1)
     group = (*rewarded([1.0, 0.0]), given)
     assert advantage(group, memory=Memory(8))[2] is given
+
+
+NAME = "environment"
+
+
+def episode(number: int, *turns: tuple[int, float], reward: float | None = None, **header: Any) -> Experience:
+    """Eight tokens, of which 2, 3 and 5, 6, 7 were sampled; turns: (token, reward)."""
+    given = sum(value for _, value in turns) if reward is None else reward
+    one = answer(
+        number, group_size=2, reward=given, scores=tuple(Score(NAME, value, at=at) for at, value in turns), **header
+    )
+    spans = (Span(2, 4, 3), Span(5, 8, 3))
+    return one.with_bulk(tokens=range(1, 9), logprobs=[-0.1] * 5, spans=spans)
+
+
+def judged(*group: Experience, **options: Any) -> tuple[Experience, ...]:
+    return advantage(group, memory=Memory(8), turns=NAME, **options)
+
+
+def per_token(one: Experience, **item: Any) -> list[float]:
+    settled = BatchItem(id=one.id, partition=0, offset=0, index=0, lane="usual", **item)
+    (batch,) = pack([TrainItem(experience=one, item=settled)], max_tokens=64).microbatches
+    return [float(value) for value in batch.advantage_N]
+
+
+def test_a_token_is_credited_with_the_normalized_rewards_of_the_turns_behind_it() -> None:
+    # Turn rewards 1, 0, 0, 0: mean 1/4, std sqrt(3)/4.
+    first, second = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), epsilon=1e-9)
+    std = math.sqrt(3) / 4
+    good, bad = 0.75 / std, -0.25 / std
+    assert [one.stop for one in first.advantages] == [4, 8]
+    assert [one.advantage for one in first.advantages] == pytest.approx([good + bad, bad])
+    assert [one.advantage for one in second.advantages] == pytest.approx([2 * bad, bad])
+    assert first.advantage == pytest.approx((2 * (good + bad) + 3 * bad) / 5), "the mean over its sampled tokens"
+
+
+def test_without_the_division_it_is_less_the_mean_alone() -> None:
+    first, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
+    assert first.advantages == (Stretch(4, 0.5), Stretch(8, -0.25))
+
+
+def test_what_comes_in_a_later_part_is_credited_to_the_parts_before_it() -> None:
+    early, late = episode(0, (3, 0.0), last=False, reward=1.0), episode(0, (7, 1.0), part=1, reward=1.0)
+    other = episode(1, (3, 0.0), (7, 0.0))
+    early, late, _ = judged(early, late, other, kind="mean")
+    assert early.advantages == (Stretch(4, 0.5), Stretch(8, 0.75))
+    assert late.advantages == (Stretch(8, 0.75),)
+
+
+def test_a_group_of_equal_rewards_whose_turns_differ_is_kept() -> None:
+    one, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 1.0)))
+    assert difficulty((one, two)) == (one, two)
+    same = judged(episode(0, (3, 1.0), (7, 1.0)), episode(1, (3, 1.0), (7, 1.0)))
+    assert all(isinstance(member, Drop) for member in difficulty(same))
+
+
+def test_an_episode_without_turns_keeps_the_advantage_of_its_whole() -> None:
+    one, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, reward=0.0))
+    assert one.advantages and not two.advantages and two.advantage == pytest.approx(-1, abs=1e-3)
+
+
+def test_the_trainer_sees_each_token_with_the_advantage_of_its_turn() -> None:
+    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
+    again = decode(encode(Block((one,))))
+    assert isinstance(again, Block)
+    assert per_token(again.experiences[0], advantage=one.advantage) == pytest.approx([0.5] * 2 + [-0.25] * 3)
+
+
+def test_what_a_batch_step_adds_is_added_to_every_token() -> None:
+    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
+    assert one.advantage is not None
+    assert per_token(one, advantage=one.advantage + 1.0) == pytest.approx([1.5] * 2 + [0.75] * 3)
+
+
+def test_an_experience_without_turns_has_one_advantage() -> None:
+    assert np.unique(per_token(episode(0, (3, 1.0)), advantage=0.25)).tolist() == [0.25]
+
+
+def test_what_is_made_of_an_experience_takes_no_advantages_along() -> None:
+    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)))
+    assert demonstration_of(one).advantages == ()
+
+
+def test_turns_and_leave_one_out_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="leave_one_out"):
+        AdvantageConfig(kind="leave_one_out", turns=NAME)
+
+
+def long(num_sampled: int, episode: int = 0, right: float | None = None, **header: Any) -> Experience:
+    one = answer(episode, scores=() if right is None else (Score("exact", right),), **header)
+    tokens, logprobs = [1, 2, *range(num_sampled)], [-0.1] * num_sampled
+    return one.with_bulk(tokens=tokens, logprobs=logprobs, spans=(Span(2, 2 + num_sampled, 3),))
+
+
+def values(group: tuple[Experience, ...]) -> list[float | None]:
+    return [member.score("length") for member in length(group)]
+
+
+def test_overlong_is_dapos_soft_punishment() -> None:
+    score = Overlong(max_tokens=100, margin=20)
+    found = {number: score(long(number)) for number in (1, 80, 85, 90, 100, 140)}
+    assert found == {1: 0.0, 80: 0.0, 85: 0.25, 90: 0.5, 100: 1.0, 140: 1.0}
+    with pytest.raises(ConfigError, match="margin = 200"):
+        Overlong(max_tokens=100, margin=200)
+
+
+def test_length_is_kimis_reward_within_the_group() -> None:
+    group = tuple(
+        long(tokens, episode, right)
+        for episode, (tokens, right) in enumerate([(10, 1.0), (20, 1.0), (30, 1.0), (10, 0.0), (30, 0.0)])
+    )
+    assert values(group) == [0.5, 0.0, -0.5, 0.0, -0.5], "a short wrong answer gains nothing"
+    assert values((long(10, 0, 1.0), long(10, 1, 0.0))) == [0.0, 0.0]
+
+
+def test_length_counts_all_parts_of_an_episode_and_leaves_demonstrations() -> None:
+    shown = answer(2, lane="expert", kind="demonstration")
+    group = (long(10, 0, last=False), long(30, 0, 1.0, part=1), long(20, 1, 1.0), shown)
+    assert values(group) == [-0.5, -0.5, 0.5, None]
+
+
+def test_a_weight_below_0_takes_a_penalty_off_the_mean_of_the_others() -> None:
+    weights = {"exact": 1.0, "judge": 3.0, "overlong": -0.5}
+    assert blended({"exact": 1.0, "judge": 0.5, "overlong": 1.0}, weights) == pytest.approx((1.0 + 1.5 - 0.5) / 4)
+    assert blended({"exact": 1.0, "overlong": 0.5}, weights) == pytest.approx(0.75), "absent weights go to the others"
+    assert blended({"exact": 1.0}, weights) == 1.0
+    assert isinstance(blended({"overlong": 1.0}, weights), Drop), "a penalty alone is no verdict"
+
+
+def test_dapos_reward_is_a_blend() -> None:
+    score = Overlong(max_tokens=100, margin=20)
+    lengths = (50, 90, 120)
+    members = [
+        msgspec.structs.replace(one, scores=(*one.scores, Score("overlong", score(one))))
+        for one in (long(tokens, episode, 1.0) for episode, tokens in enumerate(lengths))
+    ]
+    blend = {"exact": 1.0, "overlong": -1.0}
+    rewards = [one.reward for one in reward(tuple(members), blend=blend) if isinstance(one, Experience)]
+    assert rewards == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("blend", [{"overlong": -1.0}, {"exact": 1.0, "judge": 0.0}])
+def test_a_blend_without_a_verdict_is_refused(blend: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="a penalty is no verdict"):
+        RewardConfig(blend=blend)
+
+
+def test_length_goes_before_the_reward() -> None:
+    from infra.chain.insert import ProcessorConfig
+
+    inserted = ProcessorConfig(use="streams.processors.length:length", stage="collect", before="reward")
+    assert [step.name for step in build_collect(StreamsConfig(processor=(inserted,)))][:2] == ["length", "reward"]
