@@ -1,4 +1,4 @@
-"""The most memory that some work takes above what lay there before it, on a CPU or on a GPU."""
+"""Memory of this process and of scripts that tests start: what is held, and the most that some work takes."""
 
 import gc
 from collections.abc import Callable
@@ -6,9 +6,17 @@ from pathlib import Path
 
 from infra.roles.memory import give_back_freed
 
+# For scripts. Not getrusage: its peak is handed down from the process that forked, which may have been far larger.
+PEAK_MB = """
+def peak_mb():
+    with open("/proc/self/status") as status:
+        return int(status.read().partition("VmHWM:")[2].split()[0]) / 1024
+
+"""
+
 
 def wait_for_card(device: str) -> None:
-    """Until what it was given is done; a CPU has done it."""
+    """Return once the card has done its work."""
     import torch
 
     if device != "cpu":
@@ -16,7 +24,7 @@ def wait_for_card(device: str) -> None:
 
 
 def peak_bytes(work: Callable[[], object], device: str) -> int:
-    """On a CPU of the whole process, as Linux with glibc counts it; on a GPU of its tensors."""
+    """Bytes at the peak of some work above those before: of the process on a CPU, of tensors on a GPU."""
     import torch
 
     wait_for_card(device)
@@ -27,28 +35,18 @@ def peak_bytes(work: Callable[[], object], device: str) -> int:
         wait_for_card(device)
         return torch.cuda.max_memory_allocated() - before
     before = held_bytes()
-    peak_anew()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     work()
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 def held_bytes() -> int:
-    """What this process holds once the allocator has given back what is not used."""
+    """Bytes of this process, once the allocator has given back unused memory."""
     gc.collect()
     give_back_freed()  # else later work would take it again unseen
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
-def peak_anew() -> None:
-    """The most that this process has held begins anew at what it holds."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def most_bytes() -> int:
-    """The most memory that this process has held."""
-    return _status_bytes("VmHWM")
-
-
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

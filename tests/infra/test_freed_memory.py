@@ -10,7 +10,7 @@ from infra.roles.memory import MAX_HEAPS
 
 MEASURED = """
 import ctypes
-from tests.memory import _status_bytes
+from tests.memory import status_bytes
 from infra.roles.memory import give_back_large_blocks
 if {giving}:
     assert give_back_large_blocks()
@@ -21,12 +21,12 @@ def block(num_bytes):
     ctypes.memset(at, 1, num_bytes)
     return at
 libc.free(block(31 * 2**20))  # of a size that glibc remembers
-before = _status_bytes("VmRSS")
+before = status_bytes("VmRSS")
 blocks = [block(8 * 2**20) for _ in range(40)]
 libc.malloc(64)
 for one in blocks[:-1]:
     libc.free(one)
-print((_status_bytes("VmRSS") - before) // 2**20)
+print((status_bytes("VmRSS") - before) // 2**20)
 """
 
 

@@ -18,7 +18,7 @@ from infra.policies.tensors import to_numpy
 from infra.roles.memory import give_back_large_blocks
 from infra.store.memory import MemoryStore
 from schemas.errors import ConfigError
-from tests.peak import PEAK_MB
+from tests.memory import PEAK_MB
 from trainer.batch.batch import Microbatch, pack
 from trainer.config import TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner

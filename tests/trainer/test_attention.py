@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.peak import PEAK_MB
+from tests.memory import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
 from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, path_of, reading_path

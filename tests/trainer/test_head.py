@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.peak import PEAK_MB
+from tests.memory import PEAK_MB
 from trainer.learners.head import Head, LinearLogprobs
 
 N, D, V = 23, 16, 97

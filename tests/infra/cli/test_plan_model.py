@@ -16,7 +16,7 @@ from infra.cli.settings import load_settings
 from infra.model.size import model_size
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
-from tests.peak import PEAK_MB
+from tests.memory import PEAK_MB
 from trainer.config import LoraConfig
 
 pytestmark = pytest.mark.slow  # importing transformers alone takes seconds
