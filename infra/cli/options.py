@@ -45,15 +45,15 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Have Typer, which makes each parameter of a function a flag, make each field of the records among them one instead."""
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[msgspec.Struct]] = {}
-    for one in inspect.signature(command).parameters.values():
-        if not (inspect.isclass(one.annotation) and issubclass(one.annotation, msgspec.Struct)):
-            parameters.append(one)
+    for parameter in inspect.signature(command).parameters.values():
+        if not (inspect.isclass(parameter.annotation) and issubclass(parameter.annotation, msgspec.Struct)):
+            parameters.append(parameter)
             continue
-        records[one.name] = one.annotation
-        hints = get_type_hints(one.annotation, include_extras=True)
+        records[parameter.name] = parameter.annotation
+        hints = get_type_hints(parameter.annotation, include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, one.kind, default=field.default, annotation=hints[field.name])
-            for field in msgspec.structs.fields(one.annotation)
+            inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=hints[field.name])
+            for field in msgspec.structs.fields(parameter.annotation)
         ]
 
     @functools.wraps(command)

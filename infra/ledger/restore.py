@@ -75,9 +75,9 @@ async def begin(log: Log, store: Store, mark: bytes) -> None:
 def put_keys(store: Store, place: Store, backup: Bundle) -> int:
     """Put keys back that are not there; how many. Raises BadFrame."""
     count = 0
-    for one in listed(place, backup):
-        if one.key.startswith(PRIVATE) and not _has(store, one.key, None):
-            store.put(one.key, checked(place, one.sha256))
+    for entry in listed(place, backup):
+        if entry.key.startswith(PRIVATE) and not _has(store, entry.key, None):
+            store.put(entry.key, checked(place, entry.sha256))
             count += 1
     return count
 
@@ -90,16 +90,16 @@ async def _first_there(log: Log) -> str:
 
 
 def _put_objects(store: Store, place: Store, backup: Bundle, tell: Tell) -> None:
-    for number, one in enumerate(listed(place, backup), 1):
-        if not one.key.startswith((LAST, *PRIVATE)) and not _has(store, one.key, one.num_bytes):
-            store.put(one.key, checked(place, one.sha256))
-        tell(f"{number:,} of {backup.num_objects:,} objects: {one.key}")
+    for number, entry in enumerate(listed(place, backup), 1):
+        if not entry.key.startswith((LAST, *PRIVATE)) and not _has(store, entry.key, entry.num_bytes):
+            store.put(entry.key, checked(place, entry.sha256))
+        tell(f"{number:,} of {backup.num_objects:,} objects: {entry.key}")
 
 
 def _put_identity(store: Store, place: Store, backup: Bundle) -> None:
-    for one in listed(place, backup):
-        if one.key.startswith(LAST):
-            store.put(one.key, checked(place, one.sha256))
+    for entry in listed(place, backup):
+        if entry.key.startswith(LAST):
+            store.put(entry.key, checked(place, entry.sha256))
     store.delete(MARK)
 
 
@@ -129,18 +129,18 @@ def _round(records: Iterator[Placed]) -> list[Placed]:
     """The next of them, as many as are held at once."""
     taken: list[Placed] = []
     size = 0
-    while len(taken) < ROUND and size < ROUND_BYTES and (one := next(records, None)) is not None:
-        taken.append(one)
-        size += len(one[2])
+    while len(taken) < ROUND and size < ROUND_BYTES and (record := next(records, None)) is not None:
+        taken.append(record)
+        size += len(record[2])
     return taken
 
 
 def placed(records: Iterator[StoredRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
     """What is to lie at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
     last: Placed = (0, b"", b"", ())
-    for one in records:
-        last = (one.timestamp_ms, one.key, one.value, one.headers)
-        while at <= one.offset:
+    for record in records:
+        last = (record.timestamp_ms, record.key, record.value, record.headers)
+        while at <= record.offset:
             yield last
             at += 1
     while at < stretch.end:

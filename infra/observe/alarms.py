@@ -163,31 +163,31 @@ ALARMS = (
     _of_master("one-tenant", "One tenant decides by itself", r"people heard are of tenant"),
 )  # fmt: skip
 
-STILL = tuple(one.counter for one in ALARMS if one.counter)
-OF_MASTER = tuple(one for one in ALARMS if "alarm_raised" in one.rule)
+STILL = tuple(alarm.counter for alarm in ALARMS if alarm.counter)
+OF_MASTER = tuple(alarm for alarm in ALARMS if "alarm_raised" in alarm.rule)
 
 
 def alarm_of(line: str) -> Alarm | None:
     """Which alarm a line of `status` is; None for one that a plugin or a later release says."""
-    return next((one for one in ALARMS if re.search(one.says, line)), None)
+    return next((alarm for alarm in ALARMS if re.search(alarm.says, line)), None)
 
 
 def raised(lines: Iterable[str]) -> dict[str, float]:
     """For `alarm_raised`: each of the master's own, 1 where a line is of it."""
-    found = {one.name for line in lines if (one := alarm_of(line)) is not None}
-    return {one.name: float(one.name in found) for one in OF_MASTER}
+    found = {alarm.name for line in lines if (alarm := alarm_of(line)) is not None}
+    return {alarm.name: float(alarm.name in found) for alarm in OF_MASTER}
 
 
 def rules() -> str:
     """The rules, as the YAML that Prometheus reads."""
     written = [
-        f"      - alert: {one.alert}\n"
-        f"        expr: {_quoted(one.rule)}\n"
-        f"        for: {one.wait}\n"
-        f"        labels:\n          severity: {one.severity}\n"
-        f"        annotations:\n          summary: {_quoted(one.summary)}\n"
-        f"          runbook: {one.section}\n"
-        for one in ALARMS
+        f"      - alert: {alarm.alert}\n"
+        f"        expr: {_quoted(alarm.rule)}\n"
+        f"        for: {alarm.wait}\n"
+        f"        labels:\n          severity: {alarm.severity}\n"
+        f"        annotations:\n          summary: {_quoted(alarm.summary)}\n"
+        f"          runbook: {alarm.section}\n"
+        for alarm in ALARMS
     ]
     return (
         "# Written by `python -m infra.cli.docs` from infra/observe/alarms.py; change it there.\n"

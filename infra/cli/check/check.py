@@ -122,15 +122,15 @@ def check_plugins(settings: Settings) -> list[str]:
     if settings.gateway is not None and settings.gateway.engine is not None:
         notes += check_engine(settings, settings.gateway.engine, "gateway.engine.use")
     find(settings.trainer.learner.use, "trainer.learner.use")
-    for lane, one in settings.trainer.lanes.items():
-        if open_objective(one, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
-            check_late(settings, one.loss)
+    for lane, config in settings.trainer.lanes.items():
+        if open_objective(config, f"trainer.lanes.{lane}").mean == "pairs" and lane == "human":
+            check_late(settings, config.loss)
     return notes
 
 
 def check_late(settings: Settings, loss: str) -> None:
     """Late feedback that retrains needs a lane human that trains answers, not pairs as `loss` does. Raises ConfigError."""
-    retrains = [index for index, one in enumerate(settings.feedback) if one.late == "retrain"]
+    retrains = [index for index, source in enumerate(settings.feedback) if source.late == "retrain"]
     if retrains:
         raise ConfigError(
             f'feedback[{retrains[0]}].late: got "retrain", which sends answers to lane human, but its loss "{loss}" takes pairs'
@@ -140,7 +140,7 @@ def check_late(settings: Settings, loss: str) -> None:
 
 def check_reward(settings: Settings) -> list[str]:
     """Names in [reward] that no score or feedback source of the file gives; a workflow may still give them."""
-    given = {one.name for one in settings.score} | {one.name for one in settings.feedback}
+    given = {score.name for score in settings.score} | {source.name for source in settings.feedback}
     named = {"blend": settings.reward.blend, "require": settings.reward.require}
     known = f"{', '.join(sorted(given))}, or one" if given else "a name"
     return [
@@ -165,7 +165,7 @@ def check_routing(settings: Settings) -> list[str]:
 
 def check_gateway(settings: Settings) -> list[str]:
     """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
-    webhooks = [one.from_.webhook for one in settings.feedback if one.from_.webhook]
+    webhooks = [source.from_.webhook for source in settings.feedback if source.from_.webhook]
     if settings.gateway is None:
         return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
     from actors.gateway.serve import processor_steps
@@ -181,7 +181,7 @@ def summary(settings: Settings, parsers: str = "") -> Table:
     """The decisions that matter most, as resolved. parsers: how the model writes calls and thoughts."""
     pacing = settings.pacing
     table = Table(title=settings.app, show_header=False)
-    lanes = ", ".join(f"{lane}: {one.loss} × {one.weight:g}" for lane, one in settings.trainer.lanes.items())
+    lanes = ", ".join(f"{lane}: {config.loss} × {config.weight:g}" for lane, config in settings.trainer.lanes.items())
     rows = {
         "broker": settings.kafka.bootstrap_servers or "embedded",
         "store": settings.store.shown,
@@ -233,10 +233,12 @@ def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) 
     table = Table(title="feedback", title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for one in configs:
-        named = (("topic", one.from_.topic), ("file", one.from_.file), ("webhook", one.from_.webhook))
+    for source in configs:
+        named = (("topic", source.from_.topic), ("file", source.from_.file), ("webhook", source.from_.webhook))
         place = next(f"{kind} {name}" for kind, name in named if name)
-        table.add_row(one.name, str(versions[one.name]), one.use, place, one.window, str(one.default), one.late)
+        table.add_row(
+            source.name, str(versions[source.name]), source.use, place, source.window, str(source.default), source.late
+        )
     return table
 
 
@@ -288,7 +290,7 @@ def check_engine(settings: Settings, use: Use, where: str) -> list[str]:
     implied = implied_options(settings, use)
     takes = inspect.signature(found).parameters if callable(found) else {}
     options = {**implied, **use.options}
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()):
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
         check_names(options, takes, where.removesuffix(".use"))
         return []
     check = getattr(found, "check_options", None)

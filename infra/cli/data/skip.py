@@ -40,9 +40,9 @@ async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
     console = Screen()
     async with connected(settings) as log:
         lost = await skip_lost(log, group)
-    for one in lost:
+    for gap in lost:
         console.print(
-            f"{one.topic.name}/{one.partition}: {one.stop - one.start:,} records, from offset {one.start:,}, are lost"
+            f"{gap.topic.name}/{gap.partition}: {gap.stop - gap.start:,} records, from offset {gap.start:,}, are lost"
         )
     if not lost:
         console.print(f"{group} has missed nothing: all it has still to read is kept")
@@ -51,17 +51,17 @@ async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
 
 async def skip_lost(log: Log, group: Group) -> list[Lost]:
     """Commit the oldest kept offset wherever the group's offset is below it; what it will never read."""
-    found = [one for topic in READS[group] for one in await lost_of(log, group, topic)]
-    for one in found:
-        reader = await log.assigned(one.topic, {one.partition: one.stop}, group=group)
+    found = [gap for topic in READS[group] for gap in await lost_of(log, group, topic)]
+    for gap in found:
+        reader = await log.assigned(gap.topic, {gap.partition: gap.stop}, group=group)
         try:
-            await reader.commit({Partition(log.name(one.topic), one.partition): one.stop})
+            await reader.commit({Partition(log.name(gap.topic), gap.partition): gap.stop})
         except CommitRefused as error:
             raise ConfigError(f"{group}: processes of this group are running; stop them, then skip: {error}") from error
         finally:
             await reader.close()
-        loss = f"offsets {one.start} to {one.stop - 1} were deleted before {group} had read them"
-        letter = letter_at((one.topic.name, one.partition, one.start), stage=group, reason=REASON, error=loss)
+        loss = f"offsets {gap.start} to {gap.stop - 1} were deleted before {group} had read them"
+        letter = letter_at((gap.topic.name, gap.partition, gap.start), stage=group, reason=REASON, error=loss)
         await log.publish(topics.DEAD_LETTERS, letter)
     return found
 
@@ -72,6 +72,6 @@ async def lost_of(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
     committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
     return [
         Lost(topic, at.index, offset, begin[at])
-        for at, offset in sorted(committed.items(), key=lambda one: one[0].index)
+        for at, offset in sorted(committed.items(), key=lambda pair: pair[0].index)
         if offset < begin[at]
     ]

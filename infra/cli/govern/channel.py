@@ -88,23 +88,28 @@ def decisions(
 ) -> list[ChannelDecision]:
     """Moves of the stable channel and operators' words about learning, in the order of their times."""
     moves = [
-        ChannelDecision(time_ms, one.event, one.version, one.owner, one.reason, one.stats, one.channel)
-        for time_ms, one in history
-        if one.channel != "candidate" and one.event in MOVES
+        ChannelDecision(time_ms, event.event, event.version, event.owner, event.reason, event.stats, event.channel)
+        for time_ms, event in history
+        if event.channel != "candidate" and event.event in MOVES
     ]
-    orders_made = [ChannelDecision(time_ms, one.order, -1, one.owner, one.reason) for time_ms, one in orders]
+    orders_made = [ChannelDecision(time_ms, order.order, -1, order.owner, order.reason) for time_ms, order in orders]
     return sorted([*moves, *orders_made], key=lambda decision: decision.time_ms)
 
 
 def decisions_table(made: Sequence[ChannelDecision]) -> Table:
     """Every decision with who made it and on what numbers."""
     rows = Table("when", "what", "version", "by", "why")
-    for one in made:
-        what = "unpinned" if one.event == "pinned" and one.version < 0 else one.event.replace("_", " ")
-        what = ("watch" if one.by == "watch" else "on trial") if one.channel == "canary" else what
-        style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(one.event)
+    for decision in made:
+        what = "unpinned" if decision.event == "pinned" and decision.version < 0 else decision.event.replace("_", " ")
+        what = ("watch" if decision.by == "watch" else "on trial") if decision.channel == "canary" else what
+        style = {"held": "yellow", "pause": "yellow", "rolled_back": "red"}.get(decision.event)
         rows.add_row(
-            clock(one.time_ms), what, "" if one.version < 0 else str(one.version), one.by, one.reason, style=style
+            clock(decision.time_ms),
+            what,
+            "" if decision.version < 0 else str(decision.version),
+            decision.by,
+            decision.reason,
+            style=style,
         )
     return rows
 
@@ -115,7 +120,7 @@ async def versions_and_stable(log: Log, policy: str, version: int) -> tuple[Coll
     """
     known = (await folded(log)).of(policy)
     if version < 0 or version >= known.known_from:
-        return [one for one, event in known.published().items() if event.event == "published"], known.stable
+        return [version for version, event in known.published().items() if event.event == "published"], known.stable
     words = await words_about(log, policy, version)
     return servable(words.events), words.stable
 

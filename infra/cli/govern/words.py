@@ -51,16 +51,16 @@ class PolicyWords:
             self.is_whole = False
 
     def _fold(self, message: LogMessage) -> None:
-        one = message.value
-        if isinstance(one, Directive):
-            self.stable = fenced(self.stable, one, message.offset)
-            if one.is_of_learning:
-                self.orders.append((message.timestamp_ms, one))
-        elif isinstance(one, PolicyEvent) and one.policy == self._policy:
-            by_trainer = one.event in ("lease", "published", "orphaned")
-            if not by_trainer or self._fence.admits(one, message.offset):
-                self.events.append((message.timestamp_ms, one))
-            self.stable = moved(self.stable, one, self._policy)
+        record = message.value
+        if isinstance(record, Directive):
+            self.stable = fenced(self.stable, record, message.offset)
+            if record.is_of_learning:
+                self.orders.append((message.timestamp_ms, record))
+        elif isinstance(record, PolicyEvent) and record.policy == self._policy:
+            by_trainer = record.event in ("lease", "published", "orphaned")
+            if not by_trainer or self._fence.admits(record, message.offset):
+                self.events.append((message.timestamp_ms, record))
+            self.stable = moved(self.stable, record, self._policy)
 
 
 async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: int | None = None) -> PolicyWords:
@@ -68,7 +68,7 @@ async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: 
     since = None
     if at_least is not None:
         low = (await log.bounds(topics.POLICIES))[1][0] - at_least
-        since = await newest_summary(log, fits=lambda one: one.below <= low)
+        since = await newest_summary(log, fits=lambda summary: summary.below <= low)
     words = PolicyWords(policy, since, at_most=at_most)
     await words.read_on(log)
     return words
@@ -76,6 +76,6 @@ async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: 
 
 async def words_about(log: Log, policy: str, version: int) -> PolicyWords:
     """What is said from some place before this version was published on."""
-    words = PolicyWords(policy, await newest_summary(log, fits=lambda one: one.of(policy).newest < version))
+    words = PolicyWords(policy, await newest_summary(log, fits=lambda summary: summary.of(policy).newest < version))
     await words.read_on(log)
     return words

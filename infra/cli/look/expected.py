@@ -58,18 +58,18 @@ def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gon
     without a report for so long does not run.
     """
     processes = _processes(heard)
-    running = [one for one in processes if now_s - one.last_s < gone_s and one.state not in OVER]
-    if not running and any(one.role == "master" and one.state == "done" for one in processes):
+    running = [process for process in processes if now_s - process.last_s < gone_s and process.state not in OVER]
+    if not running and any(process.role == "master" and process.state == "done" for process in processes):
         return []
     found = []
     for role, number in wanted.items():
-        of_role = [one for one in processes if one.role == role]
-        here = [one for one in of_role if one in running]
+        of_role = [process for process in processes if process.role == role]
+        here = [process for process in of_role if process in running]
         lost = vacant(of_role, here, now_s)
         expected = number or max(1, len(here) + len(lost))
         if len(here) < expected:
             count = f"no {role} runs" if not here else f"{len(here)} of {expected} {role} run"
-            gone = lost or [one for one in of_role if one not in here]
+            gone = lost or [process for process in of_role if process not in here]
             found.append(f"{count}: {_last_words(gone, now_s)}")
     return found
 
@@ -80,25 +80,25 @@ def vacant(of_role: Sequence[Heard], here: Sequence[Heard], now_s: float) -> lis
     A process whose first report comes after the end of another replaces it, one of the same machine before any other.
     """
     lost = [
-        one
-        for one in of_role
-        if one not in here and now_s - one.last_s < SEEN_S and one.state not in ("stopped", "done")
+        process
+        for process in of_role
+        if process not in here and now_s - process.last_s < SEEN_S and process.state not in ("stopped", "done")
     ]
-    for new in sorted(of_role, key=lambda one: one.first_s):
-        before = [one for one in lost if one.last_s < new.first_s]
+    for new in sorted(of_role, key=lambda process: process.first_s):
+        before = [process for process in lost if process.last_s < new.first_s]
         if before:
-            lost.remove(max(before, key=lambda one: (one.place == new.place, one.last_s)))
+            lost.remove(max(before, key=lambda process: (process.place == new.place, process.last_s)))
     return lost
 
 
 def _processes(heard: Iterable[Heard]) -> list[Heard]:
     """One for each process, as it spoke last."""
     found: dict[str, Heard] = {}
-    for one in sorted(heard, key=lambda one: one.last_s):
-        name = process_of(one.instance)
+    for process in sorted(heard, key=lambda process: process.last_s):
+        name = process_of(process.instance)
         before = found.get(name)
-        first_s = one.first_s if before is None else min(before.first_s, one.first_s)
-        found[name] = msgspec.structs.replace(one, first_s=first_s)
+        first_s = process.first_s if before is None else min(before.first_s, process.first_s)
+        found[name] = msgspec.structs.replace(process, first_s=first_s)
     return list(found.values())
 
 
@@ -106,7 +106,7 @@ def _last_words(gone: Sequence[Heard], now_s: float) -> str:
     """The last report of a process that does not run."""
     if not gone:
         return "none has ever spoken; see its log"
-    last = max(gone, key=lambda one: one.last_s)
+    last = max(gone, key=lambda process: process.last_s)
     age_s = max(0.0, now_s - last.last_s)
     if last.state == "failed":
         return f"{last.instance} ended {age_s:.0f} s ago: {last.reason}"

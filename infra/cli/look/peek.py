@@ -67,28 +67,34 @@ def show(console: Console, message: LogMessage, as_json: bool) -> None:
 def show_block(console: Console, head: Text, block: Block) -> None:
     """A group: its question once, then a line per answer."""
     first = block.experiences[0]
-    prompt = " ".join(one.content for one in first.messages if one.role != "assistant")
+    prompt = " ".join(message.content for message in first.messages if message.role != "assistant")
     title = f"{block.group}  attempt {first.attempt}  lane {first.lane}  {len(block.experiences)} of {first.group_size}"
     console.print(head + Text(f"{title}  ", style="bold") + Text(cut(prompt), style="cyan"))
-    for one in block.experiences[:SHOWN]:
-        console.print(Text("    ") + answer_line(one))
+    for member in block.experiences[:SHOWN]:
+        console.print(Text("    ") + answer_line(member))
     if len(block.experiences) > SHOWN:
         console.print(Text(f"    … and {len(block.experiences) - SHOWN} more", style="dim"))
 
 
-def answer_line(one: Experience) -> Text:
+def answer_line(member: Experience) -> Text:
     """One answer: what was said, by which version, and what was thought of it."""
-    versions = f"v{one.min_version}" if one.min_version == one.max_version else f"v{one.min_version}–{one.max_version}"
-    line = (
-        Text(f"{one.episode:>3} ", style="dim") + Text(f"{cut(one.response)!r:<16}") + Text(f" {versions}", style="dim")
+    versions = (
+        f"v{member.min_version}"
+        if member.min_version == member.max_version
+        else f"v{member.min_version}–{member.max_version}"
     )
-    for score in one.scores:
+    line = (
+        Text(f"{member.episode:>3} ", style="dim")
+        + Text(f"{cut(member.response)!r:<16}")
+        + Text(f" {versions}", style="dim")
+    )
+    for score in member.scores:
         line.append(f"  {score.name} {score.value:g}", style="green" if score.value > 0 else "yellow")
-    if one.reward is not None:
-        line.append(f"  reward {one.reward:g}")
-    if one.advantage is not None:
-        line.append(f"  advantage {one.advantage:+.2f}")
-    return line.append(f"  {one.num_sampled} tokens  {one.end}", style="dim")
+    if member.reward is not None:
+        line.append(f"  reward {member.reward:g}")
+    if member.advantage is not None:
+        line.append(f"  advantage {member.advantage:+.2f}")
+    return line.append(f"  {member.num_sampled} tokens  {member.end}", style="dim")
 
 
 def one_line(record: object) -> str:
@@ -112,7 +118,7 @@ def one_line(record: object) -> str:
 
 def task_line(task: Task) -> str:
     """A task: what is asked, what is right, and how it was issued."""
-    question = " ".join(one.content for one in task.messages)
+    question = " ".join(message.content for message in task.messages)
     words = [f"task {task.id}  {cut(question)!r}"]
     if task.answer is not None:
         words.append(f"answer={cut(task.answer)!r}")
@@ -158,15 +164,15 @@ def plain(message: LogMessage) -> Any:
         return msgspec.to_builtins(message.value)
     fields = [name for name in Experience.__struct_fields__ if name != "bulk"]
     return [
-        {name: msgspec.to_builtins(getattr(one, name)) for name in fields} | {"response": response_of(one)}
-        for one in message.value.experiences
+        {name: msgspec.to_builtins(getattr(member, name)) for name in fields} | {"response": response_of(member)}
+        for member in message.value.experiences
     ]
 
 
-def response_of(one: Experience) -> str | None:
+def response_of(member: Experience) -> str | None:
     """What was answered; None where the frame's text cannot be decoded."""
     try:
-        return one.response
+        return member.response
     except BadFrame:
         return None
 

@@ -74,16 +74,16 @@ async def read_status(
     """
     look = look or NewestRecords(log).newest
     spoken = await (hour or LastHour(log)).spoken()
-    newest_s = max((one.reports[-1][1] for one in spoken.values()), default=0.0)
+    newest_s = max((process.reports[-1][1] for process in spoken.values()), default=0.0)
     behind_s, now_s = max(0.0, newest_s - now_s), max(newest_s, now_s)
-    roles = newest_of_each([role_state(one.reports, now_s) for one in spoken.values()])
-    last = {name: one.reports[-1][0] for name, one in spoken.items()}
+    roles = newest_of_each([role_state(process.reports, now_s) for process in spoken.values()])
+    last = {name: process.reports[-1][0] for name, process in spoken.items()}
     reports = list(last.values())
     policies = await look(topics.POLICIES, RECENT, "")
     state: State = {
         "roles": roles,
         "clock": clock_line(behind_s, roles, now_s - newest_s),
-        "missing": missing(wanted, [heard(one) for one in spoken.values()], now_s, GONE_S),
+        "missing": missing(wanted, [heard(process) for process in spoken.values()], now_s, GONE_S),
         "policies": policy_state(policies, now_s),
         "learning": learning_state(policies),
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
@@ -189,7 +189,7 @@ def role_state(reports: Reports, now_s: float) -> State:
 
 def first_grown(reports: Reports, name: str) -> tuple[float, float]:
     """When a counter first grew in these reports, and by how much it did in all; 0 for one that did not."""
-    values = [(one.counters.get(name, 0.0), at_s) for one, at_s in reports]
+    values = [(report.counters.get(name, 0.0), at_s) for report, at_s in reports]
     grown = [(at_s, after - before) for (before, _), (after, at_s) in pairwise(values) if after > before]
     return (grown[0][0], sum(more for _, more in grown)) if grown else (0.0, 0.0)
 
@@ -219,15 +219,16 @@ def unread(gauges: Mapping[str, float]) -> list[str]:
     """Sources whose topic is not there: a line each."""
     waiting = [match for name, value in gauges.items() if value > 0 and (match := _TOPIC_MISSING.fullmatch(name))]
     return [
-        f'feedback "{one["source"]}" waits for topic {one["topic"]} to be made: headrace topic create {one["topic"]} -c FILE'
-        for one in waiting
+        f'feedback "{found["source"]}" waits for topic {found["topic"]} to be made: headrace topic create '
+        f"{found['topic']} -c FILE"
+        for found in waiting
     ]
 
 
 def newest_of_each(roles: list[State]) -> list[State]:
     """Those that still report; of a role without any, the one that reported last."""
     alive = [role for role in roles if role["age_s"] < GONE_S]
-    gone = [role for role in roles if role["role"] not in {one["role"] for one in alive}]
+    gone = [role for role in roles if role["role"] not in {other["role"] for other in alive}]
     last = {role["role"]: role for role in sorted(gone, key=lambda role: -role["age_s"])}
     return sorted([*alive, *last.values()], key=lambda role: role["instance"])
 
@@ -239,7 +240,7 @@ def chains(reports: Sequence[Progress]) -> dict[str, dict[str, str]]:
         for stage, chain in report.chains.items():
             for partition in report.partitions.get(stage, ()):
                 found.setdefault(stage, {})[str(partition)] = chain
-    return {stage: dict(sorted(held.items(), key=lambda one: int(one[0]))) for stage, held in found.items()}
+    return {stage: dict(sorted(held.items(), key=lambda pair: int(pair[0]))) for stage, held in found.items()}
 
 
 def speaking(roles: Sequence[State]) -> set[str]:
@@ -249,7 +250,7 @@ def speaking(roles: Sequence[State]) -> set[str]:
 
 def waiting(reports: Sequence[Progress], now_s: float) -> State:
     """What waits for feedback, as the stream workers say: how many answers, and in how many seconds the first window passes."""
-    waits = together(one.waits for one in reports if one.waits is not None)
+    waits = together(report.waits for report in reports if report.waits is not None)
     if not waits.answers:
         return {}
     return {"answers": waits.answers, "first_s": round(max(0.0, waits.first_ms / 1000 - now_s), 1)}
@@ -262,7 +263,7 @@ def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:
             "bytes": role["gauges"]["host_cache_bytes"],
             "max_bytes": role["gauges"]["host_cache_max_bytes"],
         }
-        for role in sorted(roles, key=lambda one: -one["age_s"])
+        for role in sorted(roles, key=lambda role: -role["age_s"])
         if "host_cache_max_bytes" in role["gauges"]
     }
 
@@ -282,7 +283,9 @@ def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
     """Newest published version and its age, and what was refused lately."""
     events = [message.value for message in policies]
     came_ms = [
-        one.timestamp_ms for one in policies if isinstance(one.value, PolicyEvent) and one.value.event == "published"
+        message.timestamp_ms
+        for message in policies
+        if isinstance(message.value, PolicyEvent) and message.value.event == "published"
     ]
     published = [event for event in events if isinstance(event, PolicyEvent) and event.event == "published"]
     refused = [event for event in events if isinstance(event, PolicyEvent) and event.event == "refused"]
@@ -318,7 +321,7 @@ def answers_state(experiences: Sequence[LogMessage]) -> State:
     """The newest recorded answer of the gateway, among the newest experiences; empty where there is none."""
     for message in reversed(experiences):
         if isinstance(message.value, Block) and (
-            live := [one for one in message.value.experiences if one.lane == "live"]
+            live := [member for member in message.value.experiences if member.lane == "live"]
         ):
             spans = live[-1].spans
             return {
@@ -333,9 +336,10 @@ def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
     """The last times the trainer went back, and why, from the journal: it stays true after a restart."""
     records = [message.value for message in journaled]
     return [
-        f"steps {one.from_step} to {one.to_step} taken back, v{one.version} is v{one.restored_version} again: {one.reason}"
-        for one in records
-        if isinstance(one, Rollback)
+        f"steps {record.from_step} to {record.to_step} taken back, v{record.version} is v{record.restored_version} again: "
+        f"{record.reason}"
+        for record in records
+        if isinstance(record, Rollback)
     ][-3:]
 
 
@@ -381,7 +385,7 @@ def no_version(state: State) -> list[str]:
     """The line of an app whose groups wait while no version comes; none where learning was stopped by an operator."""
     age_s, waiting = (
         state["policies"]["age_s"],
-        max((one["gauges"].get(OUTSTANDING, 0.0) for one in state["roles"]), default=0.0),
+        max((role["gauges"].get(OUTSTANDING, 0.0) for role in state["roles"]), default=0.0),
     )
     if age_s <= NO_VERSION_S or not waiting or state["learning"]["state"] != "on":
         return []

@@ -63,7 +63,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verified(self) -> int:
         """Checkpoints that steps led to, and not the one it began with."""
-        return sum(1 for one in self.checkpoints if one.step != self.from_step)
+        return sum(1 for checkpoint in self.checkpoints if checkpoint.step != self.from_step)
 
     @property
     def exit_code(self) -> int:
@@ -156,10 +156,10 @@ async def done_again(
         steps = replay(run, source.run, source.log, source.store, start, on_step=on_step)
         lost: dict[int, str] = {}
         try:
-            async for one in steps:
-                compared.append(one)
-                differs = differences(one.made_with, here) | differs
-                progress.console.print(line(one, verify=verify), markup=False)
+            async for result in steps:
+                compared.append(result)
+                differs = differences(result.made_with, here) | differs
+                progress.console.print(line(result, verify=verify), markup=False)
         except Sealed as error:
             progress.console.print(f"ended before {error}", style="yellow", markup=False)
             lost = await lost_steps(source.log, source.run, start)
@@ -187,27 +187,27 @@ def judged(
         from_step=start.manifest.place.step,
         to_step=run.position.step,
         steps=start.survey.num_steps,
-        equal=all(one.equal for one in compared),
+        equal=all(result.equal for result in compared),
         bits_promised=not differs and here.get("device", "cpu") == "cpu",
         checkpoints=tuple(compared),
         not_compared=start.survey.not_compared,
-        faults=(*start.passed_over, *(one.fault for one in compared if one.fault)),
+        faults=(*start.passed_over, *(result.fault for result in compared if result.fault)),
         differs=differs,
         replay_s=round(replay_s, 2),
         run_s=round(start.survey.duration_s, 2),
     )
 
 
-def line(one: Compared, *, verify: bool) -> str:
+def line(compared: Compared, *, verify: bool) -> str:
     """A checkpoint as a line."""
-    words = [f"step {one.step:>6}  v{one.version:<5} {one.got.removeprefix(KIND)[:SHOWN_HASH]}"]
+    words = [f"step {compared.step:>6}  v{compared.version:<5} {compared.got.removeprefix(KIND)[:SHOWN_HASH]}"]
     if verify:
-        recorded = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in one.expected)
-        words.append("equal" if one.equal else f"DIFFERS: the run recorded {recorded}")
-        if not one.equal and one.distance is not None:
-            words.append(f"largest difference of a weight {one.distance:.3g}")
-        if one.fault:
-            words.append(one.fault)
+        recorded = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in compared.expected)
+        words.append("equal" if compared.equal else f"DIFFERS: the run recorded {recorded}")
+        if not compared.equal and compared.distance is not None:
+            words.append(f"largest difference of a weight {compared.distance:.3g}")
+        if compared.fault:
+            words.append(compared.fault)
     return "  ".join(words)
 
 
@@ -252,8 +252,10 @@ def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
     elif verdict.equal:
         console.print(f"all {num} checkpoints equal", style="green")
     else:
-        wrong = [one.step for one in verdict.checkpoints if not one.equal]
-        right = [one.step for one in verdict.checkpoints if one.equal and one.step < wrong[0]]
+        wrong = [checkpoint.step for checkpoint in verdict.checkpoints if not checkpoint.equal]
+        right = [
+            checkpoint.step for checkpoint in verdict.checkpoints if checkpoint.equal and checkpoint.step < wrong[0]
+        ]
         since = f"; equal up to step {right[-1]}, so it is in the steps after that" if right else ""
         console.print(f"{len(wrong)} of {num} checkpoints differ, the first at step {wrong[0]}{since}", style="red")
     if not verdict.bits_promised:
@@ -274,8 +276,8 @@ def listed(steps: Sequence[int]) -> str:
 def as_table(verdict: ReplayResult) -> dict[str, Any]:
     """The verdict as plain data, with the figures a reader would compute from it."""
     found: dict[str, Any] = msgspec.to_builtins(verdict)
-    for plain, one in zip(found["checkpoints"], verdict.checkpoints, strict=True):
-        plain["equal"] = one.equal
+    for plain, checkpoint in zip(found["checkpoints"], verdict.checkpoints, strict=True):
+        plain["equal"] = checkpoint.equal
         del plain["made_with"]
     speed = max(verdict.replay_s, 1e-9)
     return found | {
