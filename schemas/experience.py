@@ -5,7 +5,7 @@ Guarantee: editing header fields (`msgspec.structs.replace`) never touches, deco
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, TypedDict, Unpack
+from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -50,7 +50,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     A read of tokens, logprobs or messages raises BadFrame where the frame's bulk is bad.
 
     kind: an answer is scored and compared; a demonstration, and the chosen and the rejected side of a preference pair
-    (`schemas.pairs`), are taken as they are; a withdrawal takes an older revision back (`schemas.withdrawal`).
+    (`schemas.experience`), are taken as they are; a withdrawal takes an older revision back (`schemas.experience`).
     task, answer: id of the task and its reference answer, "" and None where there is none.
     held_out: never trained on.
     turn: messages before the answer, in a session of the gateway; -1 for anything else. carried: how many earlier answers
@@ -382,3 +382,59 @@ def checked_num_sampled(experience: Experience) -> int:
         return num_sampled(experience.spans, experience.num_tokens)
     except ValueError as error:
         raise ValueError(f"experience {experience.id}: {error}") from error
+
+
+Side = Literal["chosen", "rejected"]
+CHOSEN: Side = "chosen"
+REJECTED: Side = "rejected"
+
+
+def pair_side(experience: Experience) -> Side | None:
+    """CHOSEN, REJECTED, or None where it is not a side of a pair."""
+    kind = experience.kind
+    return kind if kind in (CHOSEN, REJECTED) else None
+
+
+def pair_fault(experiences: Sequence[Experience]) -> str:
+    """Why these members of a group are no pair that could be learned from, "" if they are one, or none is a side."""
+    sides = sorted(pair_side(one) or "" for one in experiences)
+    if not any(sides):
+        return ""
+    if sides != [CHOSEN, REJECTED]:
+        return "half a pair"
+    one, other = experiences
+    num_prompt = one.num_prompt
+    if num_prompt != other.num_prompt or not np.array_equal(one.tokens[:num_prompt], other.tokens[:num_prompt]):
+        return "pair with different prompts"
+    if np.array_equal(one.tokens[num_prompt:], other.tokens[num_prompt:]):
+        return "pair with equal sides"
+    return ""
+
+
+WITHDRAWN = "withdrawn"  # the reason it is refused with
+
+
+def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
+    """What takes `experience` back from `lane`, where older revisions than this lie."""
+    empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
+    return structs.replace(
+        empty,
+        key_id="",  # it says nothing of anybody, so it is not sealed, and outlives a key that is destroyed
+        lane=lane,
+        revision=revision,
+        scores=(),
+        reward=None,
+        advantage=None,
+        advantages=(),
+        kind="withdrawal",
+        answer=None,
+        edit=None,
+        notes={},
+        meta={},
+        join=None,
+    )
+
+
+def is_withdrawal(experience: Experience) -> bool:
+    """Whether this takes back, and holds nothing itself."""
+    return experience.kind == "withdrawal"

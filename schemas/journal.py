@@ -1,12 +1,39 @@
 """The journal's records: what each optimizer step trained on, and what became of it. Evolution: see `schemas.records`."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta as Bounds
 
 from schemas.fields import Count, Counts, Finite, Id, Lane, Number, Struct
-from schemas.ranges import Ranges
+
+
+class Ranges:
+    """Kept as the ranges it is made of: the steps of a month of training are one."""
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+
+    def add(self, first: int, last: int) -> None:
+        """Add first to last, inclusive; nothing where last is below first."""
+        if last < first:
+            return
+        begin = bisect_left(self._lasts, first - 1)  # of the ranges that these numbers meet or touch
+        end = bisect_right(self._firsts, last + 1)
+        if begin < end:
+            first, last = min(first, self._firsts[begin]), max(last, self._lasts[end - 1])
+        self._firsts[begin:end] = [first]
+        self._lasts[begin:end] = [last]
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._firsts, number)
+        return at > 0 and number <= self._lasts[at - 1]
+
+    def __len__(self) -> int:
+        """How many ranges there are."""
+        return len(self._firsts)
 
 
 class BatchItem(Struct, frozen=True, array_like=True):

@@ -18,8 +18,7 @@ from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
-from infra.roles.claimed import ClaimedFolder
-from infra.roles.deadline import ends_within
+from infra.roles.process import ClaimedFolder, ends_within
 from infra.roles.role import Role
 from schemas import FeedbackWait, Progress
 from schemas.topics import EXPERIENCES, EXPERTS, REPORTS, TASKSET_RAW, VERIFIED

@@ -11,7 +11,7 @@ from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import wall_ms
 from infra.observe.metrics import Metrics
-from infra.roles.deadline import EXIT_STUCK
+from infra.roles.process import EXIT_STUCK
 from infra.settings.config import Floor, duration_s
 from schemas import Progress
 from schemas.errors import BrokerUnavailable

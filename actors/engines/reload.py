@@ -31,8 +31,8 @@ from infra.policies.policy_feed import PolicyFeed
 from infra.policies.summary import Summary
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import VersionFiles
+from infra.roles.process import unless
 from infra.roles.role import Role
-from infra.roles.unless import unless
 from schemas import Directive, PolicyEvent
 from schemas.errors import PolicyRefused, StoreError
 from schemas.fields import Channel

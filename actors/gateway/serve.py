@@ -39,7 +39,7 @@ from infra.log.log import Log
 from infra.model.model import Tokenizer
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
-from infra.roles.claimed import ClaimedFolder
+from infra.roles.process import ClaimedFolder
 from infra.roles.role import Role, run_until
 from infra.settings.plugin import load
 from infra.store.images import ImageReader

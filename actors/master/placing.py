@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from infra.roles.absence import Absence
+from infra.roles.process import Absence
 
 SILENT_MS = 15_000  # explorers report every few seconds: an explorer that was silent for longer gets nothing new
 

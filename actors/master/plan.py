@@ -21,7 +21,7 @@ from actors.master.gate.gate import Gate
 from actors.master.placing import Placing
 from actors.master.taskbook import TaskBook, digest_of
 from infra.policies.policy_feed import PolicyFeed
-from infra.roles.absence import Absence
+from infra.roles.process import Absence
 from infra.settings.config import Pacing, duration_s
 from schemas import Closure, Directive, Drawn, EvalResult, Issued, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut

@@ -7,8 +7,8 @@ from actors.tasksets.files import Broken, OnBroken
 from actors.tasksets.taskset import Preference
 from infra.model.model import Tokenizer
 from schemas import Block, Message, Span, make_experience
+from schemas.experience import CHOSEN, REJECTED
 from schemas.ids import experience_id, group_id
-from schemas.pairs import CHOSEN, REJECTED
 
 ORIGIN = "load"
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from infra.chain.processor import Drop
 from schemas import BadFrame, Experience, ids
-from schemas.experience import MAX_MEMBERS, encode_headers
-from schemas.withdrawal import is_withdrawal
+from schemas.experience import MAX_MEMBERS, encode_headers, is_withdrawal
 
 # What an experience is and whose it is: no step may change these.
 IDENTITY = (

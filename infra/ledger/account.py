@@ -19,8 +19,7 @@ from infra.log.log import LogMessage
 from schemas import Batch, Block, Closure, DeadLetter, Drawn, DropMarker, Rollback, Skip, decode
 from schemas.errors import BadFrame, ConfigError, UnknownMajor
 from schemas.fields import CANCELLED
-from schemas.journal import Effective, JournalRecord
-from schemas.ranges import Ranges
+from schemas.journal import Effective, JournalRecord, Ranges
 
 VALIDATION = "kept for validation"
 MAX_IDS = 100_000

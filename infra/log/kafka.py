@@ -25,12 +25,11 @@ from aiokafka.errors import (
 
 from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
-from infra.log.kafka_errors import DENIED, may_pass, unavailable
 from infra.log.kafka_reader import REQUEST_TIMEOUT_MS, RETRY_BACKOFF_MS, KafkaReader, begin, consumer_of, stop
 from infra.log.memory import changed_count
-from infra.log.partitioner import partition_for
+from infra.log.placing import partition_for
 from infra.log.refusal import Refusals, refusal
-from infra.log.retry import doubling, retry
+from infra.log.retry import DENIED, doubling, may_pass, retry, unavailable
 from schemas.errors import BrokerUnavailable, ConfigError, OffsetOutOfRange, RecordTooLarge
 from schemas.topics import MAX_RECORD_BYTES
 

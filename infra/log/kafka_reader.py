@@ -21,7 +21,7 @@ from aiokafka.errors import (
 
 from infra.log.access import Access, client_options
 from infra.log.bus import Bus, CommitRefused, Partition, Record
-from infra.log.kafka_errors import DENIED, may_pass, unavailable
+from infra.log.retry import DENIED, may_pass, unavailable
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
 
 # aiokafka waits for a broker for ever and says nothing, so a silent reader asks whether it is there.

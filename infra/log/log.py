@@ -18,10 +18,9 @@ import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
 from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
-from infra.log.letters import letter_of
-from infra.log.lookup import records_at, records_of
+from infra.log.lookup import letter_of, records_at, records_of
 from infra.log.memory import changed_count
-from infra.log.partitioner import key_of
+from infra.log.placing import key_of
 from infra.log.retry import retry
 from infra.observe.failpoint import reach, send_point
 from infra.store.seal import Keys

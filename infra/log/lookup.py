@@ -1,10 +1,12 @@
-"""Records by their offsets, of any topic of the broker."""
+"""Where records lie in the log: by id, and as dead letters."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 
 from infra.log.bus import Bus, Partition, Reader, Record
+from schemas import DeadLetter
 from schemas.errors import OffsetOutOfRange
+from schemas.records import MAX_LETTER_BYTES
 
 # Neighbouring offsets are read in one go where the hole between them costs less than another request.
 MAX_HOLE = 64
@@ -72,3 +74,26 @@ def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, in
         else:
             found.append((offset, offset + 1))
     return found
+
+
+def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> DeadLetter:
+    """Of a record of our own topics. reason: a short constant phrase. error: the message that names the field."""
+    place = record.topic.partition(".")[2], record.partition, record.offset
+    return letter_at(place, stage=stage, reason=reason, error=error, value=record.value, key=record.key)
+
+
+def letter_at(
+    place: tuple[str, int, int], *, stage: str, reason: str, error: str = "", value: bytes = b"", key: bytes = b""
+) -> DeadLetter:
+    """place: topic, partition and offset. value: as much of it as a letter holds is kept."""
+    topic, partition, offset = place
+    return DeadLetter(
+        topic=topic,
+        partition=partition,
+        offset=offset,
+        stage=stage,
+        reason=reason,
+        error=error,
+        value=value[:MAX_LETTER_BYTES],
+        key=key,
+    )

@@ -25,7 +25,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.produce import ProduceRequest
 
 from infra.log.access import Access, client_options
-from infra.log.kafka_errors import DENIED
+from infra.log.retry import DENIED
 
 Right = Literal["describe", "read", "write", "delete"]
 TIMEOUT_MS = 10_000

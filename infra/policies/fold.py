@@ -7,9 +7,8 @@ Guarantee: a fold that begins with a summary and reads on says the same as one t
 from infra.log.bus import Record, digest_of
 from infra.log.log import LogMessage
 from infra.policies.channel import Stable
-from infra.policies.history import LeaseFence, count
 from infra.policies.policy_feed import PolicyFeed
-from infra.policies.summary import FORMAT, Learning, PolicySummary, Summary, entries
+from infra.policies.summary import FORMAT, Learning, LeaseFence, PolicySummary, Summary, count, entries
 from schemas import Directive, PolicyEvent
 
 WINDOW = 64  # newest versions of a policy: more than a checkpoint, an evaluation or a verdict is usually behind

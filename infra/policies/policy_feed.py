@@ -8,8 +8,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar
 
 from infra.policies.channel import Stable, fenced, moved
-from infra.policies.history import LeaseFence
-from infra.policies.summary import PolicySummary
+from infra.policies.summary import LeaseFence, PolicySummary
 from schemas import Directive, PolicyEvent
 from schemas.fields import Channel
 

@@ -10,7 +10,7 @@ in a header, so that older releases pass over it and no damage to it costs a ver
 
 import hashlib
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -54,7 +54,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
     policy: its name. stable: what customers get. token: of the newest trainer's lease. newest: the highest version with
     weights. known_from: from this version on all are there; of older ones those that a channel serves. announced:
     versions that an engine may load. otherwise: those that a trainer takes for something else, as an orphaned one (see
-    `infra.policies.history`).
+    `infra.policies.summary`).
 
     Example: PolicySummary(policy="main", token=17, newest=144, known_from=81)
     """
@@ -72,7 +72,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         return {one.version: _event(self.policy, one) for one in self.announced}
 
     def published(self) -> dict[int, PolicyEvent]:
-        """Version → its event, as `infra.policies.history.published` has it, from `known_from` on."""
+        """Version → its event, as `infra.policies.summary.published` has it, from `known_from` on."""
         found = {version: event for version, event in self.events().items() if event.event == "published"}
         return found | {one.version: _event(self.policy, one) for one in self.otherwise}
 
@@ -146,3 +146,41 @@ def _event(policy: str, one: VersionEntry) -> PolicyEvent:
 
 def _sum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=SUM_BYTES).digest()
+
+
+class LeaseFence:
+    """Which trainer's word holds, from the events of one policy in log order. token: of the newest lease, -1 before one."""
+
+    KEPT: ClassVar[dict[str, Any]] = {"token": int}
+
+    def __init__(self, token: int = -1) -> None:
+        self.token = token
+
+    def admits(self, event: PolicyEvent, offset: int) -> bool:
+        """Whether a trainer's event that lies at `offset` counts; a lease itself says nothing of a version."""
+        if event.event == "lease":
+            self.token = max(self.token, offset)
+            return False
+        return event.token >= self.token
+
+
+def count(found: dict[int, PolicyEvent], event: PolicyEvent) -> None:
+    """Add an event that is admitted to what was published before it."""
+    if event.event == "published":
+        found.setdefault(event.version, event)
+    elif event.event == "orphaned" and event.version in found:
+        found[event.version] = msgspec.structs.replace(found[event.version], event="orphaned")
+
+
+def published(
+    events: Iterable[tuple[int, PolicyEvent]], policy: str, since: PolicySummary | None = None
+) -> dict[int, PolicyEvent]:
+    """Version → its event, "published" or "orphaned", of (offset, event) in log order. since: of what lies before them; then
+    versions from its `known_from` on.
+    """
+    fence = LeaseFence(-1 if since is None else since.token)
+    found = {} if since is None else since.published()
+    for offset, event in events:
+        if event.policy == policy and fence.admits(event, offset):
+            count(found, event)
+    return found

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from infra.log.letters import letter_at
+from infra.log.lookup import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
+from schemas.experience import withdrawal_of
 from schemas.wire.block import blocks_of
-from schemas.withdrawal import withdrawal_of
 from streams.collect.feedback import FeedbackRules, OpenText, credited, edit_of, ratings, values_of, with_edit
 from streams.collect.group import Attempt, Group
 

@@ -29,9 +29,9 @@ from typing import NamedTuple
 import msgspec
 
 from schemas import Block, Control, Experience, Feedback, Join
+from schemas.experience import is_withdrawal
 from schemas.ids import experience_id, session_of
 from schemas.parts import HISTORY_REWRITTEN
-from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules, values_of
 from streams.collect.group import Group, LaterCredit

@@ -15,9 +15,8 @@ from infra.chain.redact import Kind, Redactor
 from infra.model.spelling import Speller, TokenizerFile
 from schemas import Experience, Message, Span, ids
 from schemas.errors import ConfigError
+from schemas.experience import CHOSEN, REJECTED, Side, withdrawal_of
 from schemas.fields import Lane
-from schemas.pairs import CHOSEN, REJECTED, Side
-from schemas.withdrawal import withdrawal_of
 
 VERSION = 1
 PROCESSOR = f"correct@{VERSION}"

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from infra.chain.calls import Failure
-from infra.chain.chain import Step
+from infra.chain.chain import ChainTurn, Step
 from infra.chain.processor import Verdict
-from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Question, Recorded
 from infra.log.bus import Partition, Record
 from infra.log.log import Log, LogMessage

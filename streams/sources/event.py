@@ -18,8 +18,8 @@ import msgspec
 
 from infra.chain import calls
 from infra.chain.redact import Redactor
-from infra.log.letters import letter_at
 from infra.log.log import Log
+from infra.log.lookup import letter_at
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, open_event, open_text, seal_event, seal_text
 from schemas import Feedback, ids

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from infra.chain.turn import ChainTurn
+from infra.chain.chain import ChainTurn
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach

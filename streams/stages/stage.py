@@ -17,10 +17,9 @@ import msgspec
 
 from infra.chain.faults import STEP_FAULTS
 from infra.log.bus import Record
-from infra.log.kafka_errors import DENIED
-from infra.log.letters import letter_of
 from infra.log.log import Log, LogMessage, asks_store
-from infra.log.retry import doubling, retry, within
+from infra.log.lookup import letter_of
+from infra.log.retry import DENIED, doubling, retry, within
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, FeedbackWait, UnknownMajor
 from schemas.errors import BrokerUnavailable, HeadraceError

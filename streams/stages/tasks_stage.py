@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.chain.chain import Context, Step, call_step, extras_of, new_memories
+from infra.chain.chain import ChainTurn, Context, Step, call_step, extras_of, new_memories
 from infra.chain.processor import Memory
 from infra.chain.task_chain import run_task_chain, task_fault
-from infra.chain.turn import ChainTurn
 from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET

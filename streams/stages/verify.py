@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.chain.chain import ChainResult, Context, Dropped, Step, new_memories, run_chain
+from infra.chain.chain import ChainResult, ChainTurn, Context, Dropped, Step, new_memories, run_chain
 from infra.chain.processor import Memory
-from infra.chain.turn import ChainTurn
 from infra.chain.verdict import Recorded
 from infra.log.log import LogMessage
 from schemas import Block, DropMarker, Experience

@@ -14,7 +14,7 @@ from infra.cli.look.status import read_status
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.roles.absence import MISSING_S, Absence
+from infra.roles.process import MISSING_S, Absence
 from schemas import PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel
 from schemas.topics import POLICIES, REPORTS

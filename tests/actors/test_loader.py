@@ -10,7 +10,7 @@ from actors.tasksets.loader import LoadResult, expert, load_experts, load_prefer
 from actors.tasksets.preferences import different, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Message, Task
-from schemas.pairs import pair_fault
+from schemas.experience import pair_fault
 from schemas.topics import EXPERTS, TASKSET_RAW
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log, task
 

@@ -16,8 +16,8 @@ from actors.master.placing import SILENT_MS, Placing
 from actors.master.plan import NOTHING, Plan
 from actors.rollout.scheduler import Scheduler
 from actors.rollout.waiting import issued_of
-from infra.log.partitioner import key_of, partition_for
-from infra.roles.absence import MISSING_S
+from infra.log.placing import key_of, partition_for
+from infra.roles.process import MISSING_S
 from infra.settings.config import Pacing
 from schemas import Closure, Drawn, Message, Progress, Task
 from schemas.topics import TASKS

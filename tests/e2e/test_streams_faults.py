@@ -14,7 +14,7 @@ from infra.local.broker import EmbeddedKafka
 from infra.log.bus import Partition
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.roles.deadline import EXIT_STUCK
+from infra.roles.process import EXIT_STUCK
 from schemas import Block, DeadLetter, Progress, encode
 from schemas.topics import DEAD_LETTERS, EXPERIENCES, REPORTS, VERIFIED
 from schemas.wire.frame import SEALED_FORMAT

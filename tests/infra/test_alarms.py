@@ -14,7 +14,7 @@ from infra.cli.look.status import alarms, failing, unread
 from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
-from infra.roles.absence import MISSING_S
+from infra.roles.process import MISSING_S
 from tests.actors.rated import crowd, rated
 from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
 from tests.actors.test_placing import placing

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.roles.deadline import EXIT_STUCK, ends_within
 from infra.roles.identity import Fit, claim, fault, fit_of, require_fit
-from infra.roles.unless import unless
+from infra.roles.process import EXIT_STUCK, ends_within, unless
 from infra.settings.config import Floor
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
@@ -138,7 +137,7 @@ def test_what_fits_has_no_fault() -> None:
 
 HELD_LOOP = """
 import asyncio
-from infra.roles.deadline import ends_within
+from infra.roles.process import ends_within
 
 async def deaf():
     while True:

@@ -18,7 +18,7 @@ from schemas import BadFrame, Block, Experience, Message, Score, Span, decode, e
 from schemas.bulk.bulk import MAX_MESSAGES, Bulk
 from schemas.bulk.sections import MAX_READ_BYTES
 from schemas.experience import encoder
-from schemas.ranges import Ranges
+from schemas.journal import Ranges
 
 
 def decoded(data: bytes) -> Block:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.memory import MemoryBus
-from infra.log.partitioner import partition_for
+from infra.log.placing import partition_for
 from schemas.errors import BrokerUnavailable, OffsetOutOfRange
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.virtual_loop import Killed, Process

@@ -8,8 +8,8 @@ import numpy as np
 from infra.ledger.account import Account
 from infra.policies.tensors import to_numpy
 from schemas import Batch, Block, Closure, DeadLetter, DropMarker, Fence, PolicyEvent, Rollback, topics
+from schemas.experience import is_withdrawal
 from schemas.topics import Topic
-from schemas.withdrawal import is_withdrawal
 from tests.simulator.collect_model import CollectModel, Expected
 from tests.simulator.plugins import TENSOR, TableLearner, first_table, logprobs_of
 from tests.simulator.scenario import DEADLINE_S, SESSION_S, WINDOW_S

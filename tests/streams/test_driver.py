@@ -7,9 +7,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.chain.chain import make_step
+from infra.chain.chain import ChainTurn, make_step
 from infra.chain.processor import Drop, processor
-from infra.chain.turn import ChainTurn
 from infra.log.bus import Record
 from infra.log.log import Log, LogMessage
 from infra.observe.metrics import Metrics

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.chain.chain import make_step
+from infra.chain.chain import ChainTurn, make_step
 from infra.chain.processor import Memory, processor
-from infra.chain.turn import ChainTurn
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

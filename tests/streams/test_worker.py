@@ -17,11 +17,10 @@ from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.roles.claimed import ClaimedFolder
-from infra.roles.deadline import EXIT_STUCK
+from infra.roles.process import EXIT_STUCK, ClaimedFolder
 from infra.settings.config import Floor, Keep, decode
 from schemas import Block, Closure, Experience, Message, Progress
-from schemas.pairs import pair_fault
+from schemas.experience import pair_fault
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, VERIFIED
 from streams.collect.fold import chain_of, fold
 from streams.collect.inbox import CollectDriver

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost
+from infra.model.size import FORWARD_AND_BACKWARD, TokenCost
 from infra.observe.metrics import Metrics
 from schemas import BatchItem, Span, make_experience
 from trainer.batch.batch import TrainItem

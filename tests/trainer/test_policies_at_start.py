@@ -10,8 +10,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
 from infra.policies.fold import PoliciesFold
-from infra.policies.history import published
-from infra.policies.summary import HEADER
+from infra.policies.summary import HEADER, published
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
 from tests.starts import CountingBus, summarize

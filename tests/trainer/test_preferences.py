@@ -6,7 +6,7 @@ from trainer_samples import make_item
 
 from infra.cli.demo.char_model import build_char_model
 from schemas import Block, Span
-from schemas.pairs import CHOSEN, REJECTED, pair_fault, pair_side
+from schemas.experience import CHOSEN, REJECTED, pair_fault, pair_side
 from tests.trainer.buffered_blocks import block, message
 from trainer.batch.batch import TrainItem, pack
 from trainer.batch.split import split

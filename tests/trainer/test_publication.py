@@ -8,8 +8,8 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.fold import PoliciesFold
-from infra.policies.history import published
 from infra.policies.share import HashedTensors
+from infra.policies.summary import published
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from schemas import BatchItem, Experience
+from schemas.experience import CHOSEN, pair_side
 from schemas.fields import LANES as LANES
 from schemas.fields import Lane
-from schemas.pairs import CHOSEN, pair_side
 from schemas.wire.teacher import teacher_logprobs
 from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
 from trainer.batch.routing import no_experts, of_rows, recorded

@@ -14,7 +14,7 @@ from infra.chain.chain import Step
 from infra.chain.insert import ProcessorConfig, with_processors
 from infra.chain.whole import run_whole
 from schemas import Batch, BatchItem, Experience
-from schemas.pairs import pair_side
+from schemas.experience import pair_side
 from trainer.batch.age import PACED as PACED
 from trainer.batch.batch import TrainItem
 from trainer.processors import without_weight

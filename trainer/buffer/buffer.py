@@ -13,9 +13,7 @@ import numpy as np
 from schemas import Block, Lane, decode
 from schemas.bulk.sections import FindSeal
 from schemas.errors import BadFrame
-from schemas.experience import MAX_TOKENS
-from schemas.pairs import pair_fault, pair_side
-from schemas.withdrawal import WITHDRAWN, is_withdrawal
+from schemas.experience import MAX_TOKENS, WITHDRAWN, is_withdrawal, pair_fault, pair_side
 from trainer.buffer.draw import Candidate
 from trainer.buffer.draw_joined import Awaited
 from trainer.buffer.pool import LaneRows, Pool, pool_of

@@ -2,7 +2,7 @@
 
 Needed is a forward and a backward of the policy over what was trained, a prompt once for all of its answers. A reference, a
 critic, a second forward of a loss that looks ahead, padding, and what is computed again are none of it, so that the share of
-the cards' peak (MFU, see `infra.model.flops`) falls where a step spends time on them.
+the cards' peak (MFU, see `infra.model.size`) falls where a step spends time on them.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.model.flops import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
+from infra.model.size import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from trainer.batch.batch import TrainItem
 from trainer.config import TrainerConfig
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
-from infra.roles.deadline import exit_stuck
+from infra.roles.process import exit_stuck
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.health.diagnostics import Observed

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from infra.log.log import Log
 from infra.policies.adapter import Adapter, described
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.history import published
+from infra.policies.summary import published
 from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics

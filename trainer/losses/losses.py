@@ -253,7 +253,9 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     """
     pair = required(inputs.pair, "pair")
     if bool((pair < 0).any()):
-        raise ValueError(f"pair: got {int((pair < 0).sum())} tokens outside any pair, expected none: see schemas.pairs")
+        raise ValueError(
+            f"pair: got {int((pair < 0).sum())} tokens outside any pair, expected none: see schemas.experience"
+        )
     reference = required(inputs.reference, "reference")
     sides, side = torch.unique(pair, return_inverse=True)
     if len(sides) % 2 or not bool((sides[0::2] + 1 == sides[1::2]).all()):

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from actors.gateway.errors import ApiError, overloaded
 from infra.local.http_server import disconnect_guard
-from infra.roles.unless import unless
+from infra.roles.process import unless
 
 T = TypeVar("T")
 

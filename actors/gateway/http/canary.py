@@ -28,8 +28,7 @@ from actors.gateway.apis.api import Api
 from actors.gateway.config import CanaryShare
 from actors.gateway.errors import unavailable
 from infra.observe.metrics import Metrics
-from infra.roles.absence import Absence
-from infra.roles.unless import unless
+from infra.roles.process import Absence, unless
 from schemas.fields import CANARY_MISSING
 
 _log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from infra.cli.terminal import LineFormatter
 from infra.local.supervisor import ALARM_AFTER, Child, ChildState, Supervisor
 from infra.log.follower import Follower
 from infra.log.log import Log
-from infra.roles.unless import unless
+from infra.roles.process import unless
 from schemas.errors import ConfigError
 
 TELL_S = 5.0

@@ -6,8 +6,7 @@ from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.policies.beginning import LOOK, newest_summary
 from infra.policies.channel import Stable, fenced, moved
-from infra.policies.history import LeaseFence
-from infra.policies.summary import Summary
+from infra.policies.summary import LeaseFence, Summary
 from schemas import Directive, PolicyEvent, topics
 
 RECENT = 8 * LOOK  # records that a look back shows at least

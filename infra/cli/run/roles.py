@@ -35,9 +35,9 @@ from infra.log.log import Log
 from infra.observe import failpoint
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
 from infra.observe.release import full_release
-from infra.roles.deadline import ends_within
 from infra.roles.identity import require_fit
 from infra.roles.memory import give_back_large_blocks, search_seldom, share_heaps
+from infra.roles.process import ends_within
 from infra.roles.role import Role, instance_of
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders, find

@@ -20,7 +20,7 @@ from infra.cli.terminal import Screen, printable
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import ALARM_AFTER, Child, ChildEvent, ChildState, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
-from infra.roles.unless import unless
+from infra.roles.process import unless
 from schemas.errors import BrokerUnavailable, ConfigError
 
 ROLES = ("explore", "train", "process", "master")  # started in this order: the slowest to load first

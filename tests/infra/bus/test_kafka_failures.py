@@ -9,7 +9,7 @@ from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthor
 from infra.local.broker import EmbeddedKafka
 from infra.log.bus import Bus, Partition, Reader
 from infra.log.kafka import KafkaBus, answers
-from infra.log.kafka_errors import may_pass
+from infra.log.retry import may_pass
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, topic_config
 

@@ -11,7 +11,7 @@ import pytest
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
-from infra.log.partitioner import key_of, partition_for
+from infra.log.placing import key_of, partition_for
 from infra.store.directory import DirectoryStore
 from infra.store.store import Store
 from schemas import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.log.partitioner import murmur2, partition_for
+from infra.log.placing import murmur2, partition_for
 from schemas.topics import DEAD_LETTERS, PROGRESS, VERIFIED
 from tests.infra.bus.test_log import progress_log
 

@@ -13,7 +13,7 @@ from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
-from infra.roles.claimed import ClaimedFolder
+from infra.roles.process import ClaimedFolder
 from schemas import Block, Closure, Directive, PolicyEvent, Progress, Task
 from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from infra.log.bus import Record
 from infra.log.log import LogMessage
 from infra.policies.fold import WINDOW, PoliciesFold
-from infra.policies.history import published
 from infra.policies.policy_feed import PolicyFeed
-from infra.policies.summary import Summary, SummaryRefused, entries, packed, unpacked
+from infra.policies.summary import Summary, SummaryRefused, entries, packed, published, unpacked
 from schemas import Directive, PolicyEvent
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
 

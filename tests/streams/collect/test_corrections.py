@@ -7,8 +7,7 @@ import msgspec
 
 from infra.chain.chain import make_step
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
-from schemas.pairs import pair_fault, pair_side
-from schemas.withdrawal import is_withdrawal
+from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import chain_of, fold, wanted

@@ -10,10 +10,9 @@ import pytest
 
 from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Block, Closure, Experience, encode
-from schemas.experience import MAX_MEMBERS
+from schemas.experience import MAX_MEMBERS, is_withdrawal
 from schemas.ids import request_group, session_name
 from schemas.wire.block import blocks_of
-from schemas.withdrawal import is_withdrawal
 from streams.collect.decision import (
     Chain,
     Decision,
