@@ -343,7 +343,6 @@ def make_experience(
 def _made_bulk(
     tokens: TokenValues, logprobs: LogprobValues, messages: Iterable[Message], spans: Sequence[Span], owner: str
 ) -> tuple[Bulk, int]:
-    """Checked bulk, and its number of tokens."""
     try:
         ids, values = token_array(tokens), logprob_array(logprobs)
         if len(ids) > MAX_TOKENS:

@@ -218,8 +218,6 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
 
 
 class _Flow:
-    """Who is still in the chain, who left it, and at which step each made experience came in."""
-
     def __init__(self, experiences: Sequence[Experience]) -> None:
         self.members: list[Experience] = list(experiences)
         self.group = experiences[0].group if experiences else ""
@@ -300,7 +298,6 @@ def _is_to_be_scored(experience: Experience, step: Step) -> bool:
 
 
 def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience], results: Sequence[object]) -> None:
-    """Put one result per asked experience in its place, keeping the order of the others."""
     answers = zip(asked, results, strict=True)
     awaited, result = next(answers, (None, None))
     members: list[Experience] = []
@@ -317,7 +314,6 @@ def _settle_each(flow: _Flow, step: Step, index: int, asked: Sequence[Experience
 
 
 def _settle(flow: _Flow, step: Step, index: int, member: Experience, result: object) -> list[Experience]:
-    """The member after the step, and what was made from it."""
     if result is member:
         return [member]
     if isinstance(result, Failure):
@@ -390,7 +386,6 @@ def _settle_list(
 
 
 def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, ...], result: object) -> None:
-    """Members by position, then what was made; a group whose step failed is dropped whole."""
     others = [member for member in flow.members if member.group != flow.group]
     reason = "processor returned nonsense"
     made: list[Experience] | str
@@ -416,7 +411,6 @@ def _settle_group(flow: _Flow, step: Step, index: int, group: tuple[Experience, 
 
 
 def _made(flow: _Flow, results: Sequence[object], parents: Sequence[Experience]) -> list[Experience] | str:
-    """What a step made, checked, or what is wrong with it."""
     known = {member.id for member in flow.members} | set(flow.made_at)
     made: list[Experience] = []
     for result in results:

@@ -194,7 +194,6 @@ def _address(match: "re.Match[str]") -> list[Span]:
 
 
 def _card(match: "re.Match[str]") -> list[Span]:
-    """All of a row of digits, or the cards within it."""
     if 13 <= sum(map(str.isdigit, match.group())) <= 19 and _luhn(match.group()):
         return [match.span()]
     found: list[Span] = []

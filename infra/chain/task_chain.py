@@ -69,7 +69,6 @@ async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) ->
 
 
 def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[Task] | GoneTask:
-    """What one member became."""
     if isinstance(result, Failure):
         return GoneTask(member, f"processor {result.kind}", f"{step.stamp}: {result.detail}", step.stamp)
     if isinstance(result, Drop):

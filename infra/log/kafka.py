@@ -100,11 +100,9 @@ class KafkaBus:
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def start(self) -> None:
-        """See Bus."""
         await self._retried("connect", self._connect)
 
     async def close(self) -> None:
-        """See Bus."""
         for client in (self._producer, self._offsets, self._admin):
             if client is not None:
                 await stop(client)
@@ -113,7 +111,6 @@ class KafkaBus:
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
     ) -> RecordPosition:
-        """See Bus."""
         check_size(topic, key, value, headers)
         count = self._counts.get(topic) or len(await self.partitions(topic))
         index = partition_for(key, count) if partition is None else partition
@@ -138,7 +135,6 @@ class KafkaBus:
     async def assigned(
         self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
     ) -> Reader:
-        """See Bus."""
         for topic in {partition.topic for partition in starts}:
             count = len(await self.partitions(topic))
             if wrong := [p.index for p in starts if p.topic == topic and not 0 <= p.index < count]:
@@ -151,7 +147,6 @@ class KafkaBus:
         return KafkaReader(self, consumer, group=group, subscribed=False)
 
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
-        """See Bus."""
         for topic in topics:
             await self.commit_beginnings(group, topic)
         consumer = await self._started(lambda: self._consumer(group))
@@ -161,7 +156,6 @@ class KafkaBus:
         return KafkaReader(self, consumer, group=group, subscribed=True)
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
-        """See Bus."""
         if topic not in self._counts:
             self._counts = {name: len(leaders) for name, leaders in (await self._topics()).items()}
         if topic not in self._counts:
@@ -169,16 +163,12 @@ class KafkaBus:
         return tuple(range(self._counts[topic]))
 
     async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         return await self._edges(topic, lambda consumer, partitions: consumer.beginning_offsets(partitions))
 
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         return await self._edges(topic, lambda consumer, partitions: consumer.end_offsets(partitions))
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
-        """See Bus."""
-
         async def ask(consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
             found = await consumer.offsets_for_times(dict.fromkeys(partitions, timestamp_ms))
             return {partition: at.offset for partition, at in found.items() if at is not None and at.offset >= 0}
@@ -186,7 +176,6 @@ class KafkaBus:
         return await self.end_offsets(topic) | await self._edges(topic, ask)
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         partitions = [TopicPartition(topic, index) for index in await self.partitions(topic)]
 
         async def attempt() -> dict[Partition, int]:
@@ -199,8 +188,6 @@ class KafkaBus:
         return await self._retried(f"committed offsets of {group}", attempt)
 
     async def commit_beginnings(self, group: str, topic: str) -> None:
-        """See Bus."""
-
         async def attempt() -> None:
             committed = await self.committed(group, topic)
             beginnings = await self.beginning_offsets(topic)
@@ -221,8 +208,6 @@ class KafkaBus:
         await self._retried(f"first commit of {group}", attempt)
 
     async def held(self, group: str, topic: str) -> set[int]:
-        """See Bus."""
-
         async def attempt() -> set[int]:
             (answer,) = await self._admin_client().describe_consumer_groups([group])
             ((code, _, _, _, _, members, *_),) = answer.groups
@@ -259,7 +244,6 @@ class KafkaBus:
         return created
 
     async def delete_records(self, partition: Partition, before: int) -> None:
-        """See Bus."""
         request = {_kafka(partition): RecordsToDelete(before)}
         try:
             await self._retried(
@@ -350,7 +334,6 @@ class KafkaBus:
         return {_ours(partition): offset for partition, offset in offsets.items()}
 
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what fails for want of a broker, with backoff, until the deadline; other errors pass."""
         passed: deque[Exception] = deque(maxlen=QUIET_RETRIES + 1)
 
         def again(error: Exception) -> bool:

@@ -116,7 +116,6 @@ class KafkaReader:
         self._heard_s = self._probed_s = self._next_s = time.monotonic()
 
     async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        """See Reader."""
         wanted = [at for at in self._consumer.assignment() if at.topic == topic] if topic is not None else []
         if self._rests:
             self._consumer.resume(*self._consumer.assignment())
@@ -152,19 +151,16 @@ class KafkaReader:
         return records
 
     def rest(self) -> None:
-        """See Reader."""
         self._consumer.pause(*self._consumer.assignment())
         self._rests = True
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader."""
         try:
             self._consumer.seek(TopicPartition(partition.topic, partition.index), offset)
         except IllegalStateError as error:
             raise ValueError(f"not assigned to this reader: {partition}") from error
 
     def positions(self) -> dict[Partition, int]:
-        """See Reader."""
         # Consumer.position() waits for what is not known yet; the state behind it does not.
         subscription = self._consumer._subscription.subscription
         assignment = subscription.assignment if subscription is not None else None
@@ -178,7 +174,6 @@ class KafkaReader:
         }
 
     async def commit(self, offsets: Mapping[Partition, int]) -> None:
-        """See Reader."""
         if self._group is None:
             raise ValueError("this reader has no group to commit for")
         if not offsets:
@@ -199,7 +194,6 @@ class KafkaReader:
             raise self._unavailable(f"commit for {self._group}", error) from error
 
     async def close(self) -> None:
-        """See Reader."""
         await stop(self._consumer)
         if (fetcher := getattr(self._consumer, "_fetcher", None)) is not None:
             _let_go(fetcher)
@@ -214,7 +208,6 @@ class KafkaReader:
         )
 
     async def _first_commit(self, partition: TopicPartition) -> None:
-        """Start a partition without a commit where its group committed after all, else at its beginning."""
         assert self._group is not None
         ours = Partition(partition.topic, partition.partition)
         # aiokafka also reports "none" where the coordinator only was not ready: ask again before believing it.
@@ -256,7 +249,6 @@ class KafkaReader:
 
 
 def _let_go(fetcher: Fetcher) -> None:
-    """Drop what was fetched ahead. It is part of cycles, and would lie there until all objects are searched for these."""
     for fetched in fetcher._records.values():
         ahead = getattr(fetched, "_partition_records", None)
         if ahead is not None:

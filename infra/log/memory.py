@@ -58,7 +58,6 @@ class MemoryBus:
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
     ) -> RecordPosition:
-        """See Bus."""
         check_size(topic, key, value, headers)
         logs = self._logs(topic)
         index = partition_for(key, len(logs)) if partition is None else partition
@@ -72,13 +71,11 @@ class MemoryBus:
     async def assigned(
         self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
     ) -> Reader:
-        """See Bus."""
         for partition in starts:
             self.log(partition)
         return MemoryReader(self, dict(starts), group=group)
 
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
-        """See Bus."""
         for topic in topics:
             await self.commit_beginnings(group, topic)
         reader = MemoryReader(self, {}, group=group, topics=tuple(topics))
@@ -86,19 +83,15 @@ class MemoryBus:
         return reader
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
-        """See Bus."""
         return tuple(range(len(self._logs(topic))))
 
     async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         return {Partition(topic, index): log.beginning for index, log in enumerate(self._logs(topic))}
 
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         return {Partition(topic, index): log.end for index, log in enumerate(self._logs(topic))}
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
-        """See Bus."""
         return {
             Partition(topic, index): next(
                 (one.offset for one in log.records if one.timestamp_ms >= timestamp_ms), log.end
@@ -107,17 +100,14 @@ class MemoryBus:
         }
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         return {
             partition: offset for partition, offset in self.group(group).committed.items() if partition.topic == topic
         }
 
     async def commit_beginnings(self, group: str, topic: str) -> None:
-        """See Bus."""
         self.group(group).committed = {**await self.beginning_offsets(topic), **self.group(group).committed}
 
     async def held(self, group: str, topic: str) -> set[int]:
-        """See Bus."""
         dealt = [self.share(group, member) for member in self.group(group).members]
         return {partition.index for share in dealt for partition in share if partition.topic == topic}
 
@@ -131,7 +121,6 @@ class MemoryBus:
         return False
 
     async def delete_records(self, partition: Partition, before: int) -> None:
-        """See Bus."""
         log = self.log(partition)
         if before > log.end:
             raise OffsetOutOfRange(f"{partition}: cannot delete below {before}, expected at most the end {log.end}")
@@ -236,7 +225,6 @@ class MemoryReader:
         self._closed = False
 
     async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        """See Reader."""
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(timeout_s):
@@ -250,19 +238,16 @@ class MemoryReader:
         """See Reader."""
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader."""
         self._follow()
         if partition not in self._positions:
             raise ValueError(f"not assigned to this reader: {partition}")
         self._positions[partition] = offset
 
     def positions(self) -> dict[Partition, int]:
-        """See Reader."""
         self._follow()
         return dict(self._positions)
 
     async def commit(self, offsets: Mapping[Partition, int]) -> None:
-        """See Reader."""
         if self._group is None:
             raise ValueError("this reader has no group to commit for")
         mine = self._bus.share(self._group, self) if self.topics else tuple(self._positions)
@@ -273,13 +258,11 @@ class MemoryReader:
         self._bus.group(self._group).committed.update(offsets)
 
     async def close(self) -> None:
-        """See Reader."""
         if self.topics and self._group is not None and not self._closed:
             self._bus.leave(self._group, self)
         self._closed = True
 
     def _follow(self) -> None:
-        """Take over what the group's last join or leave gave this reader, at the committed offsets."""
         if self._closed:
             raise ValueError("this reader is closed")
         if not self.topics or self._group is None:

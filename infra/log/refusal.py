@@ -45,7 +45,6 @@ class Refusals:
         self._kept: tuple[float, Refusal | None] | None = None  # when, and what
 
     async def now(self) -> Refusal | None:
-        """See `refusal`."""
         return await refusal(self._bootstrap_servers, self._access, self._ask_s)
 
     async def lately(self) -> Refusal | None:

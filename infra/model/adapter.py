@@ -226,7 +226,6 @@ def _ending(name: str) -> str:
 
 
 def _matched(module: Any, adapter: Adapter) -> dict[str, Any]:
-    """The modules of a model that an adapter names, of any kind."""
     ends = tuple(f".{target}" for target in adapter.targets)
     return {
         name: one

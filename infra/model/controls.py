@@ -90,7 +90,6 @@ class Controls:
         return self._num_short + (0 if self._pieces is None else self._pieces.num_tokenized)
 
     def _innocent(self, rendered: str) -> list[int]:
-        """Ids of what a template wrote, whose control tokens are all its own."""
         if len(rendered) <= FREE_CHARS or self._pieces is None:
             self._num_short += len(rendered)
             return _ids(self._backend, rendered)
@@ -120,7 +119,6 @@ class Controls:
         return bool(self._anywhere.search(self._backend.normalizer.normalize_str(whole(text))))
 
     def _may_name(self, text: str) -> bool:
-        """Whether a name is in the text, or the text may be a part of one that begins or ends in another field."""
         return self._stands_in(text) or next(self._edges(text), None) is not None
 
     def _edges(self, text: str) -> Iterator[int]:
@@ -137,7 +135,6 @@ class Controls:
             yield from (start + size - 1 for size in range(1, len(first) + 1) if first[:size] in self._tails)
 
     def _mask(self, strings: Collection[str]) -> dict[str, str]:
-        """A character that occurs nowhere, for each with which a name begins or ends."""
         taken = set[str]().union(*strings)
         written = {found.lower() for text in strings for found in re.findall(r"\\u[efEF][0-9a-fA-F]{3}", text)}
         free = (chr(code) for code in _PRIVATE if chr(code) not in taken and f"\\u{code:04x}" not in written)
@@ -147,7 +144,6 @@ class Controls:
         return mask
 
     def _masked(self, given: Any, mask: Mapping[str, str], *, edges: bool = True) -> Any:
-        """What was given, with the names in its texts made into none."""
         if isinstance(given, str):
             places = {match.start() for match in self._anywhere.finditer(given)}
             places |= set(self._edges(given)) if edges else set()
@@ -173,7 +169,6 @@ class Controls:
 
     @cached_property
     def _anywhere(self) -> re.Pattern[str]:
-        """Every place where a name begins, also one within another."""
         return re.compile(f"(?={_any_of(self.ids)})")
 
     @cached_property
@@ -194,7 +189,6 @@ class Controls:
 
     @cached_property
     def _back(self) -> Mapping[int, int]:
-        """Ids that only the copy knows, to those they stand for."""
         return {self._copy.token_to_id(secret): self.ids[name] for name, secret in self._secret.items()}
 
     @property
@@ -245,7 +239,6 @@ def _writable(text: str) -> str:
 
 
 def _strings(given: Any) -> list[str]:
-    """Every text in it, names of fields too."""
     found, left = [], [given]
     while left:
         one = left.pop()

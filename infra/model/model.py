@@ -167,7 +167,6 @@ class Tokenizer:
         return self._with_places(ids, sum(one.get("images", 0) for one in conversation))
 
     def _applied(self, conversation: Any, tools: Any = None) -> str:
-        """The conversation as the chat template writes it."""
         text: str = self._tokenizer.apply_chat_template(
             conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self.template
         )

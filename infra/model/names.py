@@ -74,7 +74,6 @@ def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _fuses(converter: Any) -> bool:
-    """Whether all it does is to put experts into one parameter, and two matrices of each below one another."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [(type(one), one.dim) for one in converter.operations if isinstance(one, MergeModulelist | Concatenate)]

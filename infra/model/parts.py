@@ -23,8 +23,6 @@ COMPARED = 2**24  # elements of two tied tensors that are compared at once
 
 
 class _Shards(msgspec.Struct):
-    """INDEX, of which the files of the tensors count."""
-
     weight_map: dict[str, str]
 
 
@@ -106,7 +104,6 @@ class FolderParts:
         return tuple(name for name, value in after.items() if id(value) != before[name])
 
     def _grouped(self, mapping: Any) -> dict[str, list[str]]:
-        """The folder's names of what becomes one part, by the model's name of its first tensor."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -121,7 +118,6 @@ class FolderParts:
         return {name: keys for name, keys in found.items() if name in state}
 
     def _tied(self) -> frozenset[str]:
-        """The model's tensors that are read under the names of others, which the folder holds."""
         found = set()
         for target, source in self._module.all_tied_weights_keys.items():
             if target in self._keys and source in self._keys:
@@ -141,7 +137,6 @@ class FolderParts:
         return frozenset(found)
 
     def _equal(self, one: str, other: str) -> bool:
-        """Whether two tensors of the folder hold the same, read some rows at a time."""
         import torch
         from safetensors import safe_open
 

@@ -57,7 +57,6 @@ def grown(metric: str) -> str:
 
 
 def _still(counter: str, title: str, severity: Literal["page", "ticket"] = "ticket") -> Alarm:
-    """Of a counter that should stand still."""
     return Alarm(
         counter.replace("_", "-"), title, rf"\b{counter}(\{{.*\}})? \+", grown(f"headrace_{counter}_total"),
         f"{title}: {{{{ $labels.instance }}}}", severity=severity, counter=counter,

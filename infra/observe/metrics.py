@@ -155,8 +155,6 @@ class Metrics:
 
 
 class _Renamed(Collector):
-    """The families of a registry under the names that Prometheus reads; those of one name are one family."""
-
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._registry, self._labels = registry, labels
 

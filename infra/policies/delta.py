@@ -108,8 +108,6 @@ def _moves_between(before: np.ndarray, after: np.ndarray, seen: Seen) -> Iterato
 
 
 class _UlpStreams:
-    """The streams of k1, as far as they are made."""
-
     def __init__(self) -> None:
         self._last = -1
         self._gaps, self._gap_escapes, self._down, self._large, self._rest, self._rest_escapes = (
@@ -271,7 +269,6 @@ def _pack(streams: Sequence[memoryview]) -> memoryview:
 
 
 def _unpack(payload: bytes | memoryview, limits: Sequence[int]) -> list[bytes | memoryview]:
-    """The streams, none over its limit in bytes."""
     view = memoryview(payload)
     position = _STREAM.size * len(limits)
     if len(view) < position:

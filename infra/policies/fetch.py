@@ -180,8 +180,6 @@ def rebuild(store: Store, manifest: PolicyManifest, held: HeldWeights | None, pu
 def _from_wholes(
     store: Store, chain: Chain, at_the_end: Callable[[str, Tensor, int], tuple[Tensor, Look]]
 ) -> dict[str, tuple[Tensor, Look]]:
-    """Each tensor from where it is whole last."""
-
     def taken(begin: tuple[Whole, Shard]) -> dict[str, tuple[Tensor, Look]]:
         """What an object holds and no newer one does, moved on and put at once: then the object can go."""
         whole, shard = begin
@@ -204,7 +202,6 @@ def _from_wholes(
 
 
 def _parts(store: Store, manifest: PolicyManifest, source: WeightSource) -> dict[str, Part]:
-    """The encoded change of each tensor in one step."""
     shards = read_shards(store, manifest, source.shards)
     try:
         found: dict[str, Part] = {part.tensor: (part.encoder, _payload(shards, part)) for part in source.parts}

@@ -180,7 +180,6 @@ class Look:
 
     @property
     def xxh3(self) -> str:
-        """See `hash_tensor`."""
         return self._hash.hexdigest()
 
 

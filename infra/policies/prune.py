@@ -76,7 +76,6 @@ def stored_bytes(store: Store, folders: Iterable[str]) -> int:
 
 
 def _listed(store: Store, folder: str) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """Keys of manifests and of other objects below a folder, with the token and the version that they are of."""
     keys = [key.removeprefix(folder) for key in store.keys(folder)]
     manifests = {key: _token_version(_MANIFEST.fullmatch(key)) for key in keys if _MANIFEST.fullmatch(key)}
     objects = {key: _token_version(_OBJECT.match(key)) for key in keys if _OBJECT.match(key)}

@@ -190,7 +190,6 @@ def _parent(
 
 
 def _ways(shares: list[EncodedShare], entries: tuple[TensorEntry, ...], full_bytes: int) -> tuple[bool, bool]:
-    """Whether a delta leads to the version, and whether an anchor does."""
     delta_bytes = sum(share.delta_bytes for share in shares)
     if delta_bytes > full_bytes // 2:
         return False, True
@@ -202,7 +201,6 @@ def _ways(shares: list[EncodedShare], entries: tuple[TensorEntry, ...], full_byt
 def _sources(
     wanted: WantedObjects, puts: list[StoredShare], new: NewVersion, parent_sha256: str, num_changed: int
 ) -> tuple[tuple[WeightSource, ...], tuple[Shard, ...]]:
-    """The ways that lead to a version, the delta from its parent first; and the shards of its slice."""
     found = []
     if wanted.delta:
         parts: list[DeltaPart] = []

@@ -140,7 +140,6 @@ class SandboxChild:
         return True
 
     def _look(self) -> None:
-        """End a run whose processes hold too much memory together."""
         if self._inner >= 0 and time.monotonic() >= self._looked_s + LOOK_S:
             if used_bytes(self._first_pid, self._limits.tmp_bytes) > self._limits.total_bytes:
                 self.fault = self.fault or "memory"
@@ -174,7 +173,6 @@ class SandboxChild:
                 pass
 
     def _open_inner(self) -> None:
-        """Wait for the process namespace to exist, and hold its first process."""
         if select.select([self._status, self._outer], [], [], START_S)[0] == []:
             self.close()
             raise SandboxUnavailable(f"bubblewrap did not start within {START_S:g} s")

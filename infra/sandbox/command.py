@@ -104,7 +104,6 @@ def _namespaces(as_root: bool) -> list[str]:
 
 
 def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[str]) -> list[str]:
-    """An empty root with the runtime, the run's files, a small /dev, /dev/shm and /tmp; all but the last read-only."""
     paths = [*RUNTIME, *_python_runtime(), *readable]
     made: set[str] = {"/dev", "/dev/shm", "/tmp"}
     bound: list[str] = []

@@ -67,7 +67,6 @@ def _places(tree: ast.Module, lines: list[bytes], root: Path) -> Iterator[tuple[
 
 
 def _is_module(text: str, root: Path) -> bool:
-    """Whether a string is the name of a module of ours, or of a class in one."""
     names = text.split(".")
     if names[0] not in PACKAGES or len(names) == 1 or not all(name.isidentifier() for name in names):
         return False

@@ -82,7 +82,6 @@ class HostCache:
             (self._objects / name).unlink()
 
     def _read(self, name: str) -> Hashed | None:
-        """The object where it is here and sound, and its digest."""
         path = self._objects / name
         try:
             data, digest = read_hashed(path)
@@ -143,7 +142,6 @@ class HostCache:
             self._go_without(str(error))
 
     def _reserve(self, part: Path, num_bytes: int) -> bool:
-        """Give the unfinished object its size, so that others count it, after the longest unused made room for it."""
         with self._locked("room") as mine:
             if not mine:
                 return False
@@ -177,7 +175,6 @@ class HostCache:
         return sum(size for _, size, _ in self._held())
 
     def _held(self) -> list[tuple[float, int, Path]]:
-        """When each object was last used, its bytes, and where it is."""
         held = []
         with suppress(OSError):
             for entry in os.scandir(self._objects):
@@ -194,7 +191,6 @@ class HostCache:
 
 
 def _lock_of(name: str) -> str:
-    """Of an object, one of 256."""
     return name.rpartition("-")[2][:2]
 
 

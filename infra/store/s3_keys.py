@@ -151,7 +151,6 @@ def _keys_for_token(path: Path, environment: Mapping[str, str]) -> S3Keys:
 
 
 def _keys_of_platform(endpoint: str | None, what: str) -> S3Keys:
-    """Of the container or the machine; the library reads the variables of the container itself."""
     from minio.credentials import IamAwsProvider
 
     provider: Provider = IamAwsProvider(custom_endpoint=endpoint, http_client=_asking())

@@ -69,8 +69,6 @@ class SnapshotManifest(msgspec.Struct, frozen=True):
 
 
 class _Head(msgspec.Struct):
-    """What every release can read of a manifest."""
-
     format: int
 
 

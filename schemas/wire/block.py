@@ -195,7 +195,6 @@ def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, byt
 
 
 def _header(columns: tuple[Column, ...], experiences: bytes, ranges: Sequence[Sequence[Ranges]]) -> bytes:
-    """An array of three, of which the middle one is encoded already."""
     return b"".join((b"\x93", encoder.encode(columns), experiences, encoder.encode(ranges)))
 
 
@@ -228,7 +227,6 @@ def _seal_of(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Seal:
 
 
 def _shared(bulks: Sequence[Bulk]) -> Sections | None:
-    """The sections all members lie in, if they still use at least half of what is in them."""
     sections = bulks[0].sections
     if sections is None:
         return None

@@ -111,7 +111,6 @@ def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
 
 
 def _group_of_ref(record: Control) -> str | None:
-    """Group of the answer that feedback is about."""
     try:
         return group_of(record.ref) if isinstance(record, Feedback) else None
     except ValueError:

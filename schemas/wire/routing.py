@@ -83,7 +83,6 @@ def _with_sections(experience: Experience, sections: dict[str, tuple[int, bytes]
 
 
 def _encoded(experts_TLk: Experts) -> bytes:
-    """The section of some tokens; nothing where none of them has experts."""
     has_T = experts_TLk[:, 0, 0] >= 0
     if not has_T.any():
         return b""

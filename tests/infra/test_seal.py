@@ -14,7 +14,6 @@ from infra.store.seal import FOLDER, FRESH_S, NO_KEY, Keys, sealed
 from schemas import BadFrame, Block, Experience, Message, Span, decode, encode, make_experience, topics
 from schemas.errors import Sealed, StoreError
 from schemas.ids import experience_id, subject_of
-from schemas.wire.frame import is_sealed
 
 ANN = subject_of("acme", "ann@example.org")
 BOB = subject_of("acme", "bob@example.org")
@@ -205,10 +204,3 @@ def test_no_two_sections_are_sealed_with_one_nonce() -> None:
 def test_a_key_in_a_folder_is_its_owners_alone(tmp_path) -> None:  # type: ignore[no-untyped-def]
     key = Keys(DirectoryStore(tmp_path)).of(ANN)
     assert (tmp_path / FOLDER / key.key_id).stat().st_mode & 0o077 == 0
-
-
-def test_a_sealed_frame_of_the_older_format_is_read_with_its_key() -> None:
-    keys = Keys(MemoryStore())
-    frame = encode(of_ann(keys), keys.find)
-    older = frame[:2] + b"\x02" + frame[3:]
-    assert is_sealed(older) and opened(older, keys) == opened(frame, keys)
