@@ -100,7 +100,7 @@ class _OfPolicy:
 
     def _trim(self) -> None:
         stable, events = self.feed.stable, self.feed.events
-        kept = {stable.version, stable.promoted, stable.trial}
+        kept = {stable.version, stable.promoted, stable.trial, stable.before}
         for known in (self._published, events):  # each: the highest number that was given out is among the first
             kept |= set(sorted(known)[-self._window :])
         gone = (self._published.keys() | events.keys()) - kept
