@@ -320,8 +320,7 @@ def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with serving(tmp_path, engine(says("Hello.")), webhooks=[webhook], limits=limits) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             answer = (await served.client(key).chat.completions.create(**ASK)).id
             for fence in (one for one in FENCES if one.kind in ("python client", "sh curl")):
                 text = fence.text.replace(SHOWN_URL, served.url).replace(SHOWN_KEY, key)

@@ -127,6 +127,16 @@ class RunningGateway:
         name = keyed_session(app_secret(self.store), tenant, session, train)
         return answer_id(experience_id(request_group(name, 7, 3), 0, 0))
 
+    async def new_key(self, tenant: str = "acme", **more: Any) -> str:
+        """A key that the gateway knows."""
+        key = self.key(tenant, **more)
+        await self.keys_read()
+        return key
+
+    async def opened(self, tenant: str = "acme", **more: Any) -> AsyncOpenAI:
+        """A client with a key that the gateway knows."""
+        return self.client(await self.new_key(tenant, **more))
+
     async def keys_read(self) -> None:
         """Until the gateway knows the keys made and revoked so far; a reading under way may have begun before them."""
         target = self.count("keys_read") + 2

@@ -34,8 +34,7 @@ async def all_back(served: RunningGateway, limit: int) -> None:
     """Until as many answers as there are places are given at once: what was sent before may not have been read yet, and may
     still run; a place that is not given back keeps one of them out for ever. Then nothing runs.
     """
-    key = served.key()
-    await served.keys_read()
+    key = await served.new_key()
     client = served.client(key)
 
     async def are_given() -> bool:
@@ -94,8 +93,7 @@ def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, mo
 
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.005)
         async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=4), report_s=0.05) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             asked = [client.chat.completions.create(**chat(max_tokens=40, **more)) for _ in range(32)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -116,8 +114,7 @@ def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
         script = says("x" * 200)
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
         async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=3), report_s=0.05) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             body = json.dumps(chat(stream=stream, **more)).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
             for _ in range(6):
@@ -143,8 +140,7 @@ def bad(name: str) -> dict[str, Any]:
 def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
     async def check() -> None:
         async with serving(tmp_path, limits=GatewayLimits(concurrency=2), report_s=0.05) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for _ in range(4):
                 with pytest.raises(openai.BadRequestError):
                     await served.client(key).chat.completions.create(**chat(stream=stream, **bad(name)))

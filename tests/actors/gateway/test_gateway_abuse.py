@@ -44,8 +44,7 @@ def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_ser
     async def check() -> None:
         limits = GatewayLimits(body_bytes=2 * len(BODY))
         async with serving(tmp_path, limits=limits, webhooks=(WEBHOOK,)) as served, asyncio.timeout(20):
-            greedy, other = served.key(), served.key()
-            await served.keys_read()
+            greedy, other = await served.new_key(), served.key()
             held = [await unfinished(served, path, f"authorization: Bearer {greedy}") for _ in range(16)]
             reader, writer = await unfinished(served, path, f"authorization: Bearer {greedy}")
             assert b" 429 " in await reader.readline()
@@ -67,8 +66,7 @@ def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_ser
 def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key(rpm=8)
-            await served.keys_read()
+            key = await served.new_key(rpm=8)
             async with served.http(key) as http:
                 asked = {"model": "m", "prompt": "Hi", "n": 4}
                 statuses = [(await http.post("/v1/completions", json=asked)).status_code for _ in range(3)]
@@ -81,8 +79,7 @@ def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
     async def check() -> None:
         sampler = engine(says("x" * 400), token_s=0.01)
         async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
-            greedy, other = served.key(), served.key()
-            await served.keys_read()
+            greedy, other = await served.new_key(), served.key()
             ask = served.client(greedy).completions.create
             running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
             await until(lambda: sum(task.done() for task in running) == 13)
@@ -98,8 +95,7 @@ def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
 def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("It passes."))) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             given: dict[str, Any] = {}
             for user in ("bob", "ann"):
@@ -125,8 +121,7 @@ def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_
 def test_a_choice_that_a_request_did_not_have_is_refused(tmp_path: Path, path: str, choice: int) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 answer = (await http.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).json()["id"]
                 value = {"value": 1} if path == "/v1/feedback" else {}

@@ -35,8 +35,7 @@ def test_fields_that_change_nothing_are_named_in_a_header_and_counted(
 ) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 answer = await http.post(path, json={"model": "m", **body, "stream": stream})
                 assert (answer.status_code, answer.headers["x-headrace-ignored"]) == (200, ignored), answer.text
@@ -63,8 +62,7 @@ def test_an_answer_that_is_not_the_policys_own_draw_is_served_and_marked(
 ) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(seed=1)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 answer = await http.post(path, json={"model": "m", **body, "max_tokens": 5, "max_output_tokens": 5})
                 assert (answer.status_code, answer.headers["x-headrace-trained"]) == (200, "no")
@@ -123,8 +121,7 @@ def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_messag
     async def check() -> None:
         script = says(CALL, "Rain.")
         async with serving(tmp_path, engine(script), tokenizer=Bare(), strict=strict) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 ask = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *ASK], "tools": [TOOL]}
                 first = await http.post("/v1/chat/completions", json=ask)

@@ -161,8 +161,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
     async def check() -> None:
         limits = GatewayLimits(body_bytes=2000, body_s=2.0, prompt_tokens=500)
         async with serving(tmp_path, limits=limits) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             assert (await error_of(served, key, b"{not json"))[0] == 400
             assert (await error_of(served, key, b"x" * 3000))[0] == 413
             long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
@@ -187,8 +186,7 @@ def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path
 def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             asked = [client.chat.completions.create(**chat()) for _ in range(6)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -204,8 +202,7 @@ def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tm
     async def check() -> None:
         sampler = engine(says("x" * 4000), token_s=0.01)
         async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             if stream:
                 pieces: Any = await client.chat.completions.create(**chat(stream=True))
@@ -231,8 +228,7 @@ def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_
     async def check() -> None:
         limits = GatewayLimits(max_tokens=5000)
         async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             ask = served.client(key).completions.create
             for asked in ({"max_tokens": 5000}, {}):
                 answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]

@@ -95,8 +95,7 @@ def test_deep_tool_parameters_are_told_and_leave_no_trace_of_a_failure(
 ) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for levels in (400, 900):
                 with pytest.raises(openai.BadRequestError):
                     await served.client(key).chat.completions.create(
@@ -132,8 +131,7 @@ def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cann
     async def check() -> None:
         tokenizer, limit = WatchedTokenizer(), GatewayLimits(prompt_tokens=1000)
         async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for size in (10, 4000, 4097, 15_000, 16_001, 900_000):
                 messages = [{"role": "user", "content": "x" * size}]
                 if size < 1000:
@@ -153,8 +151,7 @@ def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
         tokenizer = WatchedTokenizer()
         sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
         async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for size in (10, THREAD_TOKENS + 1, 20_000):
                 await served.client(key).chat.completions.create(
                     model="m", messages=[{"role": "user", "content": "x" * size}], max_tokens=50
@@ -215,8 +212,7 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
 def test_what_sessions_hold_is_told_whatever_a_keys_consent(tmp_path: Path, train: Any) -> None:
     async def check() -> None:
         async with serving(tmp_path, report_s=0.05) as served:
-            key = served.key(train=train)
-            await served.keys_read()
+            key = await served.new_key(train=train)
             await served.client(key).chat.completions.create(
                 model="m", messages=MESSAGES, extra_headers={"x-session-id": "s"}
             )

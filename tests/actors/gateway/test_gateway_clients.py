@@ -25,8 +25,7 @@ def test_recorded_requests_of_a_client_are_answered(tmp_path: Path, file: Path) 
 
     async def check() -> None:
         async with serving(tmp_path, engine(says_hello)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             last = ""
             async with served.http(key) as http:
                 for request in requests:
@@ -53,8 +52,7 @@ def run(served: RunningGateway, key: str, python: Path) -> dict[str, str]:
 def test_live_clients_are_answered(tmp_path: Path, python: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says_hello)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             assert await asyncio.to_thread(run, served, key, python) == {}
 
     asyncio.run(check())

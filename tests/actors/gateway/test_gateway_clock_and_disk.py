@@ -252,8 +252,7 @@ def test_a_client_that_reads_nothing_of_its_stream_holds_no_engine_and_its_answe
     async def check() -> None:
         sampler = engine(says("x" * 3000))
         async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3500)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             slow = socket.socket()
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, so that little is taken
             slow.setblocking(False)

@@ -84,8 +84,7 @@ def test_clients_are_told_thoughts_words_and_calls_apart_in_every_api(tmp_path: 
 
     async def check() -> None:
         async with serving(tmp_path / "gateway", samples(tokenizer, family.answer), tokenizer=tokenizer) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             expected = (family.parsed.thought, family.parsed.said, [("weather", {"city": "Bern"})])
             for ask in (chat, responses, messages):
@@ -104,8 +103,7 @@ def test_a_call_that_breaks_off_is_told_as_text_and_counted(tmp_path: Path) -> N
 
     async def check() -> None:
         async with serving(tmp_path / "gateway", samples(tokenizer, family.half), tokenizer=tokenizer) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for stream in (False, True):
                 thought, said, calls = await chat(served.client(key), served, stream)
                 assert thought == family.parsed.thought and not calls

@@ -185,8 +185,7 @@ def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_wai
 ) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
             assert told.status_code == status
@@ -199,8 +198,7 @@ def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_wai
 def test_feedback_that_no_source_reads_is_not_recorded_and_says_so(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, reads_feedback=False) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
             assert told["recorded"] is False and "no [[feedback]] source" in told["note"]
@@ -241,8 +239,7 @@ def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> No
     async def check() -> None:
         bus = AwayBus()
         async with serving(tmp_path, bus=bus) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             bus.away = True
             async with served.http(key) as http:
                 said = {"answer_id": ANSWER, "value": 1, "id": "f-1", "choice": 2}
@@ -262,8 +259,7 @@ def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> 
         bus = AwayBus()
         bus.away = True
         async with serving(tmp_path, bus=bus, spool_mb=0) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
                 assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -275,8 +271,7 @@ def test_what_people_write_is_masked_then_sealed_before_the_first_write_to_log_o
     async def check() -> None:
         bus, store = AwayBus(), MemoryStore()
         async with serving(tmp_path, bus=bus, store=store) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             bus.away = True
             async with served.http(key) as http:
                 given = served.answer()
@@ -311,8 +306,7 @@ def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_
     async def check() -> None:
         store = KeysAway()
         async with serving(tmp_path, store=store) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 text = await http.post("/v1/feedback", json={"answer_id": served.answer(), "correction": "WILHELMINA"})
             assert text.status_code == 202 and not await served.received()

@@ -31,8 +31,7 @@ def call_begins() -> str:
 
 
 async def client_of(served: RunningGateway) -> OpenAI:
-    key = served.key()
-    await served.keys_read()
+    key = await served.new_key()
     return OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)
 
 
@@ -71,8 +70,7 @@ def test_an_agent_of_smolagents_asks_calls_its_tool_and_answers(tmp_path: Path) 
         script = says(*(text.removeprefix(call_begins()) for text in calls))
         made = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=script)
         async with serving(tmp_path, made) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             model = OpenAIModel(model_id="m", api_base=f"{served.url}/v1", api_key=key)
             agent = ToolCallingAgent(tools=[degrees], model=model, verbosity_level=0)
             answer = await asyncio.to_thread(agent.run, "How warm is it in Zürich?")

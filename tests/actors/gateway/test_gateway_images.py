@@ -89,8 +89,7 @@ def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(tmp_path: Pa
     async def check() -> None:
         looking, store = looks(), MemoryStore()
         async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             await api(served.client(key), served, stream)
             found = await served.recorded(len(looking.seen))
             for shown, experience in zip(looking.seen, found, strict=True):
@@ -112,8 +111,7 @@ def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_name
     async def check() -> None:
         store = MemoryStore()
         async with serving(tmp_path, looks(), tokenizer=Eyes(), store=store, redact=redact) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             more: Any = {} if user is None else {"user": user}
             client = served.client(key)
             answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), **more)
@@ -131,8 +129,7 @@ def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_name
 def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, looks(), tokenizer=Eyes(), redact=KEEP) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key).with_options(default_headers={"x-session-id": "s"})
             await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
             turn: list[Any] = [{"role": "assistant", "content": "A ring."}, {"role": "user", "content": "Sure?"}]
@@ -170,8 +167,7 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
     async def check() -> None:
         looking = looks()
         async with serving(tmp_path, looking, tokenizer=Eyes()) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             with pytest.raises(openai.BadRequestError, match=words) as refused:
                 await served.client(key).chat.completions.create(model="m", messages=asked(*pictures))
             assert (refused.value.code, str(refused.value.param)[:8]) == (code, "messages")
@@ -183,8 +179,7 @@ def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
 def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, looks()) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             create = served.client(key).chat.completions.create
             with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
                 await create(model="m", messages=asked(url(ONE.picture)))

@@ -12,7 +12,6 @@ import openai
 import pydantic
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from openai import AsyncOpenAI
 
 from actors.engines.engine import SchemaNotTried
 from actors.engines.grammar import Matcher
@@ -21,7 +20,7 @@ from actors.engines.token_spellings import byte_vocabulary, make_compiler
 from actors.gateway.answering.requests import read_chat
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Zürich?"}]
@@ -41,12 +40,6 @@ def held(schema: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-async def client_of(served: RunningGateway, **options: Any) -> AsyncOpenAI:
-    made = served.key()
-    await served.keys_read()
-    return served.client(made, **options)
-
-
 def assert_is_json(text: str, finish: str | None, schema: Any) -> None:
     if finish == "stop":
         jsonschema.validate(json.loads(text), schema)
@@ -62,7 +55,7 @@ def test_whatever_the_policy_would_say_the_answer_is_json_unless_it_ran_out_of_t
 
     async def check() -> None:
         async with serving(tmp_path, engine(seed=1)) as served:
-            client = await client_of(served)
+            client = await served.opened()
             ask: Any = {"model": "m", "messages": ASK, "response_format": form, "n": 8, "max_tokens": 500}
             whole = await client.chat.completions.create(**ask)
             stream: Any = await client.chat.completions.create(**ask, stream=True)
@@ -87,7 +80,7 @@ def test_the_clients_typed_answers_are_parsed_and_a_policy_that_fits_is_left_alo
 
     async def check() -> None:
         async with serving(tmp_path, engine(says(said))) as served:
-            client = await client_of(served)
+            client = await served.opened()
             answer = await client.chat.completions.parse(model="m", messages=ASK, response_format=Weather)
             assert answer.choices[0].message.parsed == Weather(sky="bewölkt", windy=True, degrees=-7, later=None)
             assert answer.choices[0].message.content == said
@@ -103,7 +96,7 @@ def test_a_reload_in_the_middle_of_an_answer_leaves_it_json(tmp_path: Path) -> N
 
     async def check() -> None:
         async with serving(tmp_path, engine(seed=1, token_s=0.002)) as served:
-            client = await client_of(served)
+            client = await served.opened()
             stream: Any = await client.chat.completions.create(
                 model="m", messages=ASK, stream=True, response_format=held(schema)
             )
@@ -132,7 +125,7 @@ def test_the_torch_engine_holds_answers_to_json_over_its_models_own_vocabulary(t
     async def check() -> None:
         sampler = TorchEngine(model=str(folder), seed=3)
         async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(folder)) as served:
-            client = await client_of(served)
+            client = await served.opened()
             ask: Any = [{"role": "user", "content": "37+45="}]
             schema = {"enum": ["82", 82, None], "description": "The sum."}
             answer = await client.chat.completions.create(
@@ -152,7 +145,7 @@ def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte(tmp_p
         few = ScriptedEngine(num_vocabulary=100, max_model_len=4096)  # its last byte is "c"
         asked: Any = [{"role": "user", "content": "!"}]
         async with serving(tmp_path, few, tokenizer=_Few()) as served:
-            client = await client_of(served)
+            client = await served.opened()
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
             assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
@@ -177,7 +170,7 @@ class _Untried(ScriptedEngine):
 def test_a_schema_that_could_not_be_tried_may_be_asked_for_again(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, _Untried()) as served:
-            client = await client_of(served)
+            client = await served.opened()
             with pytest.raises(openai.InternalServerError, match="no process") as caught:
                 await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
             assert caught.value.status_code == 503
@@ -212,7 +205,7 @@ REFUSED: list[tuple[Any, str]] = [
 def test_a_response_format_that_cannot_be_kept_is_a_400_that_names_the_place(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            client = await client_of(served)
+            client = await served.opened()
             for form, param in REFUSED:
                 with pytest.raises(openai.BadRequestError) as caught:
                     await client.chat.completions.create(model="m", messages=ASK, response_format=form)
@@ -230,7 +223,7 @@ def test_a_schema_without_end_is_cut_by_max_tokens_and_stalls_nobody(tmp_path: P
 
     async def check() -> None:
         async with serving(tmp_path, engine(seed=1)) as served:
-            client = await client_of(served)
+            client = await served.opened()
             answer = await client.chat.completions.create(
                 model="m", messages=ASK, response_format=held(endless), max_tokens=100
             )

@@ -89,8 +89,7 @@ def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
         async with serving(tmp_path) as served:
             with pytest.raises(openai.AuthenticationError):
                 await served.client("hr-nobody-x").models.list()
-            limited = served.key(rpm=2)
-            await served.keys_read()
+            limited = await served.new_key(rpm=2)
             client = served.client(limited)
             for _ in range(2):
                 await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
@@ -105,8 +104,7 @@ def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
 def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            first, second = served.key(), served.key()
-            await served.keys_read()
+            first, second = await served.new_key(), served.key()
 
             async def works(key: str) -> bool:
                 async with served.http(key) as http:
@@ -129,8 +127,7 @@ def test_while_the_store_is_away_known_keys_hold_and_it_is_logged_once(
     async def check() -> None:
         store = StoreAway()
         async with serving(tmp_path, store=store) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             for times in (1, 2):
                 store.away = True
                 failed = served.count("keys_not_read")
@@ -205,8 +202,7 @@ def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
         async with serving(tmp_path, webhooks=(WEBHOOK,)) as served:
             every = served.key(scopes=("serve", "feedback", "admin"))
             other = served.key(tenant="globex", scopes=("serve", "feedback", "admin"))
-            expired = served.key(scopes=("feedback",), lives_s=1e-6)
-            await served.keys_read()
+            expired = await served.new_key(scopes=("feedback",), lives_s=1e-6)
             for key in ("", "sk-not-one-of-ours", expired, other, every):
                 async with served.http(key) as http:
                     assert (await http.get("/healthz")).status_code == 200
@@ -227,8 +223,7 @@ async def answered(served: RunningGateway, key: str) -> str:
 def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             first, second = await answered(served, key), await answered(served, key)
             async with served.http(key) as http:
                 made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()

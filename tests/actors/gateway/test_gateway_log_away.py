@@ -67,8 +67,7 @@ def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp
     async def check() -> None:
         bus = HangingBus()
         async with serving(tmp_path, engine(says("late")), bus=bus, drain_s=1.0, send_s=30.0) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             (answer,) = await ask_many(served, key, 1)
             await served.recorded(1)
             bus.goes_on.clear()
@@ -86,8 +85,7 @@ def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is
     async def check() -> None:
         bus = AwayBus()
         async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             ids = await ask_many(served, key, 5)
             await served.recorded(5)
             bus.away = True
@@ -111,8 +109,7 @@ def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path
         bus, store = AwayBus(), MemoryStore()
         bus.away = True
         async with serving(tmp_path, bus=bus, store=store) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             ids = await ask_many(served, key, 10)
         assert await served.experiences() == [], "stopped while the broker was away"
         bus.away = False
@@ -128,8 +125,7 @@ def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path: Path
         bus = AwayBus()
         bus.away = True
         async with serving(tmp_path, bus=bus, spool_mb=0) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             await ask_many(served, key, 4)
             await until(lambda: served.count("shed") == 4, seconds=30)
             assert served.metrics.counters()["shed{reason=spool full}"] == 4

@@ -32,8 +32,7 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 async def opened(served: RunningGateway, **key: Any) -> "AsyncAnthropic":
     from anthropic import AsyncAnthropic
 
-    made = served.key(**key)
-    await served.keys_read()
+    made = await served.new_key(**key)
     return AsyncAnthropic(api_key=made, base_url=served.url, max_retries=0)
 
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 from infra.policies.tensors import to_numpy
 from infra.store.memory import MemoryStore
 from schemas.ids import answer_id
-from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, engine, says, serving
 from tests.actors.rig import until
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -25,16 +25,10 @@ WEATHER = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 
 
-async def opened(served: RunningGateway, **key: Any) -> openai.AsyncOpenAI:
-    made = served.key(**key)
-    await served.keys_read()
-    return served.client(made)
-
-
 def test_every_request_is_timed_to_its_end_and_a_streamed_answer_to_its_first_token_once(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            client = await opened(served)
+            client = await served.opened()
             await client.chat.completions.create(model="any", messages=ASK)
             pieces = await client.chat.completions.create(model="any", messages=ASK, stream=True, n=2)
             said = [piece.choices[0].delta.content async for piece in pieces if piece.choices]
@@ -56,7 +50,7 @@ def test_a_chat_completion_is_answered_and_recorded_token_by_token(tmp_path: Pat
     async def check() -> None:
         sampler = engine(seed=3)
         async with serving(tmp_path, sampler) as served:
-            client = await opened(served)
+            client = await served.opened()
             answer = await client.chat.completions.create(
                 model="any", messages=ASK, max_tokens=20, temperature=0.7, logprobs=True, seed=5, user="u@example.org"
             )
@@ -85,8 +79,7 @@ def test_a_chat_completion_is_answered_and_recorded_token_by_token(tmp_path: Pat
 def test_the_synchronous_client_works_too(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
 
             def ask() -> tuple[str | None, str]:
                 client = OpenAI(api_key=key, base_url=f"{served.url}/v1", max_retries=0)
@@ -103,7 +96,7 @@ def test_a_stream_tells_whole_characters_and_ends_with_usage(tmp_path: Path) -> 
     async def check() -> None:
         text = "Zürich 東京 🙂!"
         async with serving(tmp_path, engine(says(text))) as served:
-            client = await opened(served)
+            client = await served.opened()
             stream = await client.chat.completions.create(
                 model="m", messages=ASK, stream=True, stream_options={"include_usage": True}
             )
@@ -123,7 +116,7 @@ def test_a_stream_tells_whole_characters_and_ends_with_usage(tmp_path: Path) -> 
 def test_a_stop_string_is_not_told_and_its_tokens_are_recorded(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("one STOP two"))) as served:
-            client = await opened(served)
+            client = await served.opened()
             for stream in (False, True):
                 answer: Any = await client.chat.completions.create(
                     model="m", messages=ASK, stop=["STOP"], stream=stream
@@ -144,7 +137,7 @@ def test_a_stop_string_is_not_told_and_its_tokens_are_recorded(tmp_path: Path) -
 def test_n_answers_are_one_group_and_the_length_limit_is_a_truncation(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("a long answer"))) as served:
-            client = await opened(served)
+            client = await served.opened()
             answer = await client.chat.completions.create(model="m", messages=ASK, n=3, max_completion_tokens=4)
             assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
             experiences = await served.recorded(3)
@@ -160,7 +153,7 @@ def test_n_answers_are_one_group_and_the_length_limit_is_a_truncation(tmp_path: 
 def test_tools_are_called_told_and_answered(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says(f"Let me see.{CALL}", "It rains."))) as served:
-            client = await opened(served)
+            client = await served.opened()
             headers = {"x-session-id": "s1"}
             messages = list(ASK)
             first = await client.chat.completions.create(
@@ -188,7 +181,7 @@ def test_a_streamed_tool_call_comes_whole_and_a_forced_one_begins_as_forced(tmp_
     async def check() -> None:
         forced = {"type": "function", "function": {"name": "weather"}}
         async with serving(tmp_path, engine(says(f"Well. {CALL}", '{"city": "Bern"}}\n</tool_call>'))) as served:
-            client = await opened(served)
+            client = await served.opened()
             stream: Any = await client.chat.completions.create(
                 model="m",
                 messages=ASK,
@@ -218,7 +211,7 @@ def test_a_streamed_tool_call_comes_whole_and_a_forced_one_begins_as_forced(tmp_
 def test_completions_and_models(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, models=("gpt-x",)) as served:
-            client = await opened(served)
+            client = await served.opened()
             answer = await client.completions.create(model="gpt-x", prompt="Hi", logprobs=1, max_tokens=50)
             assert answer.choices[0].text == "Hello." and answer.choices[0].logprobs is not None
             stream = await client.completions.create(model="gpt-x", prompt=[72, 105], stream=True)
@@ -234,7 +227,7 @@ def test_completions_and_models(tmp_path: Path) -> None:
 def test_turns_of_a_session_go_on_from_the_very_tokens(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("One.", "Two.", "Three."))) as served:
-            client = await opened(served)
+            client = await served.opened()
             messages = list(ASK)
             for turn in range(3):
                 answer = await client.chat.completions.create(
@@ -262,7 +255,7 @@ def test_replicas_that_know_nothing_of_each_other_mint_different_ids(tmp_path: P
         ids = []
         for replica in range(3):
             async with serving(tmp_path / str(replica), store=store) as served:
-                client = await opened(served)
+                client = await served.opened()
                 for _ in range(2):
                     answer = await client.chat.completions.create(
                         model="m", messages=ASK, extra_headers={"x-session-id": "same"}

@@ -76,8 +76,7 @@ def test_what_the_gateway_takes_and_replies_is_what_the_document_says(tmp_path: 
 
     async def main() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
 
                 async def check(method: str, path: str, body: Any = None, status: int = 200, at: str = "") -> Any:

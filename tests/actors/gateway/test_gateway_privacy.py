@@ -122,8 +122,7 @@ def test_content_is_written_only_with_consent(
     async def check() -> None:
         with caplog.at_level(logging.DEBUG, logger="actors"):
             async with serving(tmp_path, engine(says("SALTED ANSWER")), train_on=train_on, report_s=0.05) as served:
-                key = served.key(train=train)
-                await served.keys_read()
+                key = await served.new_key(train=train)
                 more = {} if store is None else {"store": store}
                 async with served.http(key) as http:
                     answer = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user="u1", **more))
@@ -177,8 +176,7 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
         caplog.set_level(logging.DEBUG, logger="streams")
         with caplog.at_level(logging.DEBUG, logger="actors"):
             async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
-                key = served.key()
-                await served.keys_read()
+                key = await served.new_key()
                 async with served.http(key) as http:
 
                     async def ask(index: int) -> httpx.Response:
@@ -222,8 +220,7 @@ def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCa
 def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_keep_theirs(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("Fine.", "Write to ada@lovelace.example", "Fine."))) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 for content in ("I am x@y.example", "who?", "plain"):
                     await http.post("/v1/chat/completions", json=chat(content))
@@ -242,8 +239,7 @@ def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
     async def check() -> None:
         use = (Use(use=f"{HERE}:no_names"),)
         async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 for content in ("who?", "what?", "Ada?"):
                     await http.post("/v1/chat/completions", json=chat(content))
@@ -262,8 +258,7 @@ def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_path: 
     async def check() -> None:
         bus = AwayBus()
         async with serving(tmp_path, engine(says("SALTED ANSWER")), bus=bus, train_on="all") as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             bus.away = away
             async with served.http(key) as http:
                 for user in ("ann@example.org", "bob@example.org"):

@@ -49,8 +49,7 @@ def sealing_keys(served: RunningGateway) -> list[str]:
 def test_a_key_that_only_serves_rates_nothing_and_gives_out_no_token(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key(scopes=("serve",))
-            await served.keys_read()
+            key = await served.new_key(scopes=("serve",))
             async with served.http(key) as http:
                 for path, body in (("/v1/feedback", {"value": 1}), ("/v1/feedback/tokens", {})):
                     told = await http.post(path, json={"answer_id": served.answer(), **body})
@@ -63,8 +62,7 @@ def test_a_key_that_only_serves_rates_nothing_and_gives_out_no_token(tmp_path: P
 def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             answer = served.answer()
             async with served.http(key) as http:
                 first, second = await token_for(http, answer), await token_for(http, answer, choice=1)
@@ -78,8 +76,7 @@ def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
 def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            few, many = served.key(rpm=2), served.key()
-            await served.keys_read()
+            few, many = await served.new_key(rpm=2), served.key()
             answer = served.answer()
             async with served.http(few) as http:
                 token = await token_for(http, answer)
@@ -101,8 +98,7 @@ def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
 def test_a_browser_takes_no_id_and_no_rater_of_anybody_else(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key, globex = served.key(), served.key(tenant="globex")
-            await served.keys_read()
+            key, globex = await served.new_key(), served.key(tenant="globex")
             answers = [served.answer(session=name) for name in ("s", "t")]
             async with served.http(key) as http:
                 for answer in answers:
@@ -136,8 +132,7 @@ def test_no_dictionary_finds_a_user_a_session_a_tenant_an_id_or_a_rater(tmp_path
 
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "user": "ann@example.org"}
                 made = await http.post("/v1/chat/completions", json=asked, headers={"x-session-id": "chat-81"})
@@ -157,8 +152,7 @@ def test_no_dictionary_finds_a_user_a_session_a_tenant_an_id_or_a_rater(tmp_path
 def test_an_answer_that_was_made_up_is_refused_and_makes_no_sealing_key(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, webhooks=(HOOK,)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             given = served.answer()
             session = given[3:67]
             made_up = [given.replace(session, session[:at] + "z" * (64 - at)) for at in (32, 52)]
@@ -180,8 +174,7 @@ def test_an_answer_that_was_made_up_is_refused_and_makes_no_sealing_key(tmp_path
 def test_nothing_is_written_of_an_answer_whose_key_may_not_be_trained_on_whoever_says_it(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, webhooks=(HOOK,)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             private, given = served.answer(train="no"), served.answer()
             async with served.http(key) as http:
                 told = await http.post("/v1/feedback", json={"answer_id": private, "correction": "no"})
@@ -249,8 +242,7 @@ def test_a_webhook_of_one_tenant_speaks_of_no_others_answers(tmp_path: Path) -> 
 def test_feedback_says_whether_its_answer_is_known_here(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
                 made = (await http.post("/v1/chat/completions", json=asked)).json()["id"]

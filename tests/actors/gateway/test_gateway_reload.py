@@ -76,8 +76,7 @@ async def stream_until(client: openai.AsyncOpenAI, done: asyncio.Event, max_toke
 async def reload_under_load(
     served: RunningGateway, versions: int, changed: Callable[[int], Tensors], reference: Reference, max_tokens: int
 ) -> None:
-    made = served.key()
-    await served.keys_read()
+    made = await served.new_key()
     by_version = {0: changed(0)}
     done = asyncio.Event()
     clients = [

@@ -15,7 +15,7 @@ from actors.gateway.apis.responses import read_responses
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 from schemas.ids import answer_id
-from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import EOS, ByteTokenizer, engine, says, serving
 
 WEATHER: Any = {
     "type": "function",
@@ -24,12 +24,6 @@ WEATHER: Any = {
     "strict": False,
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-
-
-async def opened(served: RunningGateway, **key: Any) -> openai.AsyncOpenAI:
-    made = served.key(**key)
-    await served.keys_read()
-    return served.client(made)
 
 
 async def asked(client: openai.AsyncOpenAI, stream: bool, **fields: Any) -> Any:
@@ -47,7 +41,7 @@ def test_a_response_is_answered_and_recorded_token_by_token(tmp_path: Path, stre
     async def check() -> None:
         text = "Zürich 東京 🙂!"
         async with serving(tmp_path, engine(says(text))) as served:
-            client = await opened(served)
+            client = await served.opened()
             response = await asked(client, stream, input="Hi", instructions="Be brief.")
             (experience,) = await served.recorded(1)
             assert (response.id, response.status) == (answer_id(experience.id), "completed")
@@ -65,7 +59,7 @@ def test_a_response_is_answered_and_recorded_token_by_token(tmp_path: Path, stre
 def test_an_answer_that_is_cut_off_is_incomplete(tmp_path: Path, stream: bool) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says("a long answer"))) as served:
-            client = await opened(served)
+            client = await served.opened()
             response: Any = await client.responses.create(model="m", input="Hi", max_output_tokens=6, stream=stream)
             if stream:
                 *_, last = [event async for event in response]
@@ -84,7 +78,7 @@ def test_a_function_is_called_and_the_next_turn_goes_on_from_the_very_tokens(
 ) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says(f"Let me look.{CALL}", "21 degrees.", "Bye."))) as served:
-            client = (await opened(served)).with_options(default_headers={} if by_id else {"x-session-id": "s"})
+            client = (await served.opened()).with_options(default_headers={} if by_id else {"x-session-id": "s"})
             given: list[Any] = [{"role": "user", "content": "How warm is it?"}]
             first = await asked(client, stream, input=given, tools=[WEATHER])
             said, called = first.output
@@ -115,7 +109,7 @@ def test_what_the_model_thinks_is_an_item_that_can_be_sent_back(tmp_path: Path, 
     async def check() -> None:
         answer = "<think>\nA greeting <b>.\n</think>\n\nHello."
         async with serving(tmp_path, engine(says(answer, "Bye."))) as served:
-            client = (await opened(served)).with_options(default_headers={"x-session-id": "s"})
+            client = (await served.opened()).with_options(default_headers={"x-session-id": "s"})
             given: list[Any] = [{"role": "user", "content": "Hi"}]
             response = await asked(client, stream, input=given, reasoning={"effort": "low"})
             thought, said = response.output
@@ -136,7 +130,7 @@ class Weather(pydantic.BaseModel):
 def test_a_typed_answer_is_parsed_by_the_client(tmp_path: Path, stream: bool) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(says('{"city": "Bern"}'))) as served:
-            client = await opened(served)
+            client = await served.opened()
             if stream:
                 async with client.responses.stream(model="m", input="Where?", text_format=Weather) as events:
                     response: Any = await events.get_final_response()
@@ -150,8 +144,7 @@ def test_a_typed_answer_is_parsed_by_the_client(tmp_path: Path, stream: bool) ->
 def test_what_is_not_known_here_or_was_given_to_others_is_not_gone_on_from(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            mine, theirs = served.key(), served.key(tenant="other")
-            await served.keys_read()
+            mine, theirs = await served.new_key(), served.key(tenant="other")
             kept = await served.client(mine).responses.create(model="m", input="Hi")
             left_out = await served.client(mine).responses.create(model="m", input="Hi", store=False)
             for key, previous in ((theirs, kept.id), (mine, left_out.id), (mine, "hr-none")):
@@ -168,7 +161,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error_event(tmp_path: Path
             raise RuntimeError("the kernel broke")
 
         async with serving(tmp_path, engine(broken)) as served:
-            client = await opened(served)
+            client = await served.opened()
             stream = await client.responses.create(model="m", input="Hi", stream=True)
             *_, last = [event async for event in stream]
             assert last.type == "error" and last.message == "the server had an error while answering"

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import RunningGateway, engine, serving
+from gateway_rig import engine, serving
 
 from actors.gateway.answering.sessions import BRANCHED, MAX_ENDS
 from actors.rollout.parts import OTHER
@@ -33,12 +33,6 @@ async def asked(client: openai.AsyncOpenAI, said: Conversation, **headers: str) 
     return [*said, {"role": "assistant", "content": made.choices[0].message.content}]
 
 
-async def opened(served: RunningGateway) -> openai.AsyncOpenAI:
-    key = served.key()
-    await served.keys_read()
-    return served.client(key)
-
-
 def found(turns: list[Experience]) -> list[tuple[int, str]]:
     return [(one.carried, one.part_reason) for one in turns]
 
@@ -46,7 +40,7 @@ def found(turns: list[Experience]) -> list[tuple[int, str]]:
 def test_conversations_of_one_session_that_take_turns_each_go_on_from_their_own(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(answers)) as served:
-            client = await opened(served)
+            client = await served.opened()
             one = await asked(client, [{"role": "system", "content": "A."}, user("a0")])
             other = await asked(client, [{"role": "system", "content": "B."}, user("b0")])
             for number in (1, 2):
@@ -62,7 +56,7 @@ def test_conversations_of_one_session_that_take_turns_each_go_on_from_their_own(
 def test_parallel_calls_go_on_from_the_same_turn_and_are_gone_on_from_each(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(answers, token_s=0.002)) as served:
-            client = await opened(served)
+            client = await served.opened()
             first = await asked(client, [user("q")])
             left, right = await asyncio.gather(asked(client, [*first, user("l")]), asked(client, [*first, user("r")]))
             for one in (left, right):
@@ -78,7 +72,7 @@ def test_parallel_calls_go_on_from_the_same_turn_and_are_gone_on_from_each(tmp_p
 def test_what_does_not_go_on_says_why(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(answers)) as served:
-            client = await opened(served)
+            client = await served.opened()
             system = {"role": "system", "content": "A."}
             one = await asked(client, [system, user("a0")])
             two = await asked(client, [*one, user("a1")])
@@ -94,7 +88,7 @@ def test_what_does_not_go_on_says_why(tmp_path: Path) -> None:
 def test_as_many_conversations_of_a_session_are_held_as_are_bounded(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(answers)) as served:
-            client = await opened(served)
+            client = await served.opened()
             begun = [await asked(client, [user(f"c{number}")]) for number in range(MAX_ENDS + 1)]
             for one in (begun[-1], begun[0]):
                 await asked(client, [*one, user("more")])
@@ -107,7 +101,7 @@ def test_as_many_conversations_of_a_session_are_held_as_are_bounded(tmp_path: Pa
 def test_a_client_ends_its_session_by_a_header_that_any_client_can_send(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, engine(answers)) as served:
-            client = await opened(served)
+            client = await served.opened()
             said = await asked(client, [user("a")])
             said = await asked(client, [*said, user("b")], **{"x-session-end": "false"})
             await asked(client, [*said, user("c")], **{"x-session-end": "true"})

@@ -139,8 +139,7 @@ def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tm
         bus = MemoryBus()
         with pytest.raises(EngineStopped):
             async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
-                key = served.key()
-                await served.keys_read()
+                key = await served.new_key()
                 async with served.http(key) as http:
                     answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
                 assert answer.status_code == 503

@@ -101,8 +101,7 @@ def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: TraceReceiver
 
     async def scene() -> None:
         async with serving(tmp_path, engine(gone), traces=TracesConfig(endpoint=collector.url)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             async with served.http(key) as http:
                 body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
                 assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
@@ -122,8 +121,7 @@ def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
 
     async def scene() -> dict[str, float]:
         async with serving(tmp_path, traces=TracesConfig(endpoint=endpoint, queue=2)) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             client = served.client(key)
             for _ in range(8):
                 await client.completions.create(model="main", prompt="x")

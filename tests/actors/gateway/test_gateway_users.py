@@ -107,8 +107,7 @@ def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_read
     async def check() -> None:
         store = StoreAway()
         async with serving(tmp_path, engine(says("SALTED")), store=store) as served:
-            key = served.key()
-            await served.keys_read()
+            key = await served.new_key()
             store.away = True
             for user in (ANN, "bob", ANN):
                 await ask(served, key, "PEPPERED", user=user)
