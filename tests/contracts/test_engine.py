@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
 
-from actors.engines.engine import Chunk, Completion, Sampling, SchemaRefused
+from actors.engines.engine import Chunk, Completion, Sampling, SchemaRefused, Shaping
 from infra.policies.policy import Policy
 from infra.policies.tensors import from_numpy, to_numpy
 from schemas.errors import PolicyRefused
@@ -159,6 +160,26 @@ def test_a_nucleus_keeps_the_likeliest_tokens_only_and_has_no_ratio(case: Case) 
         assert narrow.tokens == greedy.tokens
         assert not any(span.ratio for span in narrow.spans)
         np.testing.assert_allclose(narrow.logprobs, 0.0, atol=1e-6)
+
+    case.run(check)
+
+
+def test_what_a_client_shapes_is_drawn_as_it_says_and_has_no_ratio(case: Case) -> None:
+    async def check(case: Case) -> None:
+        def asked(**shaping: Any) -> Any:
+            return case.engine.generate((1, 22, 33), Sampling(max_tokens=8, shaping=Shaping(**shaping)))
+
+        free = case.engine.generate((1, 22, 33), Sampling(max_tokens=8))
+        greedy = case.engine.generate((1, 22, 33), Sampling(max_tokens=8, temperature=0.0))
+        biased = [asked(logit_bias=((token, 100.0),)) for token in (40, 41)]
+        likeliest, near = asked(top_k=1), asked(min_p=1.0)
+        punished = asked(logit_bias=((40, 30.0), (41, 30.0)), frequency_penalty=2.0)
+        found = await asyncio.gather(free, greedy, *biased, likeliest, near, punished)
+        assert [set(answer.tokens) for answer in found[2:4]] == [{40}, {41}]
+        assert found[1].tokens == found[4].tokens == found[5].tokens
+        assert set(found[6].tokens) == {40, 41}
+        assert not any(span.ratio for answer in found[1:] for span in answer.spans)
+        case.assert_reproduced((1, 22, 33), found[0], 1.0)
 
     case.run(check)
 

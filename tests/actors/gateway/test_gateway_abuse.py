@@ -44,7 +44,7 @@ def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_ser
     async def check() -> None:
         limits = GatewayLimits(body_bytes=2 * len(BODY))
         async with serving(tmp_path, limits=limits, webhooks=(WEBHOOK,)) as served, asyncio.timeout(20):
-            greedy, other = await served.new_key(), served.key()
+            greedy, other = await served.new_key(), await served.new_key()
             held = [await unfinished(served, path, f"authorization: Bearer {greedy}") for _ in range(16)]
             reader, writer = await unfinished(served, path, f"authorization: Bearer {greedy}")
             assert b" 429 " in await reader.readline()
@@ -79,7 +79,7 @@ def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
     async def check() -> None:
         sampler = engine(says("x" * 400), token_s=0.01)
         async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
-            greedy, other = await served.new_key(), served.key()
+            greedy, other = await served.new_key(), await served.new_key()
             ask = served.client(greedy).completions.create
             running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
             await until(lambda: sum(task.done() for task in running) == 13)

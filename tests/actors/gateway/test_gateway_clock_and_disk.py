@@ -57,15 +57,15 @@ def test_a_token_and_a_key_outlive_their_time_by_no_more_than_the_clock_is_off()
     book = KeyBook([KEY])
     authenticator = Authenticator(book, Metrics("t"), clock)
     token = sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret)
-    assert authenticator.key_of_token(token, ANSWER) == KEY
+    assert authenticator.enter_by_token(token) == (KEY, ANSWER)
     clock.now_s -= HOUR_S
-    assert authenticator.key_of_token(token, ANSWER) == KEY, "for somebody whose clock is behind it is only younger"
+    assert authenticator.enter_by_token(token) == (KEY, ANSWER), "for somebody whose clock is behind it is only younger"
     clock.now_s += 2 * HOUR_S
     with pytest.raises(ApiError) as caught:
-        authenticator.key_of_token(token, ANSWER)
+        authenticator.enter_by_token(token)
     assert (caught.value.status, caught.value.code) == (401, "expired_token")
     with pytest.raises(ApiError) as late:
-        authenticator.key_of_token(sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret), ANSWER)
+        authenticator.enter_by_token(sign(FeedbackToken(ANSWER, KEY.id, clock.now_s + 60), book.secret))
     assert (late.value.status, late.value.code) == (401, "invalid_api_key"), "the key has expired"
 
 

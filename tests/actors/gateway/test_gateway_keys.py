@@ -104,7 +104,7 @@ def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
 def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            first, second = await served.new_key(), served.key()
+            first, second = await served.new_key(), await served.new_key()
 
             async def works(key: str) -> bool:
                 async with served.http(key) as http:

@@ -33,7 +33,7 @@ def serve(pipe: Any) -> None:
         sampler = engine(says_x, token_s=0.001)
         limits = GatewayLimits(prompt_tokens=100_000, body_s=5.0)
         async with serving(Path(tempfile.mkdtemp()), sampler, limits=limits) as served:
-            keys = await served.new_key(rpm=600), served.key()
+            keys = await served.new_key(rpm=600), await served.new_key()
             pipe.send((served.port, *keys))
             await asyncio.Event().wait()
 

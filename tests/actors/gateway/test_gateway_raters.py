@@ -76,7 +76,7 @@ def test_a_token_reaches_the_one_choice_it_is_for(tmp_path: Path) -> None:
 def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            few, many = await served.new_key(rpm=2), served.key()
+            few, many = await served.new_key(rpm=2), await served.new_key()
             answer = served.answer()
             async with served.http(few) as http:
                 token = await token_for(http, answer)
@@ -98,7 +98,7 @@ def test_ratings_grants_and_tokens_have_quotas(tmp_path: Path) -> None:
 def test_a_browser_takes_no_id_and_no_rater_of_anybody_else(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            key, globex = await served.new_key(), served.key(tenant="globex")
+            key, globex = await served.new_key(), await served.new_key(tenant="globex")
             answers = [served.answer(session=name) for name in ("s", "t")]
             async with served.http(key) as http:
                 for answer in answers:

@@ -144,7 +144,7 @@ def test_a_typed_answer_is_parsed_by_the_client(tmp_path: Path, stream: bool) ->
 def test_what_is_not_known_here_or_was_given_to_others_is_not_gone_on_from(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path) as served:
-            mine, theirs = await served.new_key(), served.key(tenant="other")
+            mine, theirs = await served.new_key(), await served.new_key(tenant="other")
             kept = await served.client(mine).responses.create(model="m", input="Hi")
             left_out = await served.client(mine).responses.create(model="m", input="Hi", store=False)
             for key, previous in ((theirs, kept.id), (mine, left_out.id), (mine, "hr-none")):
