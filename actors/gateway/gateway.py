@@ -114,7 +114,7 @@ class Gateway:
         self.conversations = ConversationCache(config.sessions, config.sessions_mb * 1024 * 1024)
 
     def is_long(self, request: ParsedRequest) -> bool:
-        """Whether what comes before the first token takes long, so that a client may be gone by then."""
+        """Return True if the work before the first token takes long, so that a client may disconnect meanwhile."""
         return bool(request.json_schema or request.prompt.pictures) or request.num_chars > _THREAD_CHARS
 
     async def begin(
@@ -193,7 +193,7 @@ class Gateway:
         return self._session_of(key, named)
 
     def _session_of(self, key: ApiKey, session: str) -> str:
-        """What a session of a key's tenant is called in ids."""
+        """The name of a session of a key's tenant in ids."""
         return keyed_session(self._secret(), key.tenant, session, key.train)
 
     def may_record(self, train: Train) -> bool:
@@ -230,7 +230,7 @@ class Gateway:
                 self.sessions.forget(session)
 
     async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
-        """Pixels of its pictures; few requests are looked at at once. Raises ApiError."""
+        """Pixels of its pictures; one request at a time decodes. Raises ApiError."""
         prompt = request.prompt
         if not prompt.pictures:
             return ()
@@ -252,7 +252,6 @@ class Gateway:
             return await to_its_end(asyncio.to_thread(self._tokens, request, session))
 
     def _tokens(self, request: ParsedRequest, session: str) -> Tokenized:
-        """Tokens of the prompt. Raises ApiError."""
         rendered = self._rendered(request)
         prompt = Continuation(list(rendered), 0, "")
         if session:
@@ -394,6 +393,6 @@ class Gateway:
         num_bytes = (
             pictures
             + 8 * (len(in_flight.tokens) + in_flight.num_sampled)
-            + sum(len(one.content) for one in served.prompt.plain)
+            + sum(len(message.content) for message in served.prompt.plain)
         )
         self.outbox.offer(Outgoing(EXPERIENCES, lambda: self.recorder.block(served), num_bytes))

@@ -165,7 +165,6 @@ class _Loops(msgspec.Struct, frozen=True):
             await self._tell("stopped", "ended")
 
     async def _tell(self, state: str, life: Life) -> None:
-        """Report the present state."""
         gateway, metrics = self.gateway, self.role.metrics
         metrics.gauge("answers_running").set(gateway.limiter.num_taken)
         metrics.gauge("sessions").set(len(gateway.sessions))
@@ -259,16 +258,16 @@ def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], i
 def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
     """The configured custom processors, loaded. Raises ConfigError."""
     steps = []
-    for index, one in enumerate(config.processor):
+    for index, processor in enumerate(config.processor):
         where = f"gateway.processor[{index}]"
-        function = load(one.use, one.options, where)
+        function = load(processor.use, processor.options, where)
         try:
             mark = mark_of(function)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if mark.kind != "processor" or mark.memory:
-            raise ConfigError(f"{where}: {one.use}: expected a @processor without memory")
-        steps.append(make_step(one.use.partition(":")[2], function))
+            raise ConfigError(f"{where}: {processor.use}: expected a @processor without memory")
+        steps.append(make_step(processor.use.partition(":")[2], function))
     return tuple(steps)
 
 

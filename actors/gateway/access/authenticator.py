@@ -112,7 +112,7 @@ class Authenticator:
             self._metrics.counter("keys_refused", reason="other tenant").inc()
             message = "answer_id: this key's tenant was not given that answer"
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
-        return next((one for one in TRAINS if one == train), key.train)
+        return next((known for known in TRAINS if known == train), key.train)
 
     def enter_by_token(self, token: str) -> tuple[ApiKey, str]:
         """The key that asked for a browser's feedback token, and the only answer the token is for. Raises ApiError."""

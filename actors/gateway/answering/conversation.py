@@ -165,10 +165,10 @@ def chat_prompt(
         for index, (message, pictures) in enumerate(zip(messages, shown, strict=True))
     )
     plain = tuple(
-        Message(role=message["role"], content=_plain(message), images=tuple(one.image for one in pictures))
+        Message(role=message["role"], content=_plain(message), images=tuple(picture.image for picture in pictures))
         for message, pictures in zip(chat, shown, strict=True)
     )
-    data = tuple(one.data for pictures in shown for one in pictures)
+    data = tuple(picture.data for pictures in shown for picture in pictures)
     return Prompt(plain=plain, chat=chat, tools=given, pictures=data), forced
 
 
@@ -222,8 +222,8 @@ def is_deep(value: Any) -> bool:
     for _ in range(MAX_DEPTH + 1):
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            for part in level
+            for inner in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
         ]
         if not level:
             return False

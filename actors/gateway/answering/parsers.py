@@ -62,7 +62,7 @@ class ForeignParser:
             half = self._half(said) if written.tools else ""
             if written.tools and text.endswith(half):
                 _, words, calls = self._read(written, text.removesuffix(half), tools=True)
-                checked = tuple(call for one in calls if (call := checked_call(*one)) is not None)
+                checked = tuple(call for found in calls if (call := checked_call(*found)) is not None)
                 begun = any(mark in said for mark in self._marks)
                 if len(checked) == len(calls) and (checked or not begun):
                     return Parsed(thought, words + half, checked, unread=bool(half))

@@ -113,7 +113,9 @@ class Sessions:
         """Remember a session after a turn, instead of the turn before; the sessions that were longest without one are
         forgotten.
         """
-        others = [one for one in (self._held.get(group) or ()) if held.past[one.known - 1 : one.known] != one.past[-1:]]
+        others = [
+            mine for mine in (self._held.get(group) or ()) if held.past[mine.known - 1 : mine.known] != mine.past[-1:]
+        ]
         self._held.put(group, (*others[1 - MAX_ENDS :], held))
 
     def forget(self, group: str) -> None:
@@ -146,14 +148,14 @@ def _reason(ends: Sequence[HeldSession], plain: Sequence[Message], said: Sequenc
     """Why a turn continues none of these."""
     if not ends:
         return ""
-    common = max(sum(one == other for one, other in zip(said, end.past, strict=False)) for end in ends)
+    common = max(sum(mine == other for mine, other in zip(said, end.past, strict=False)) for end in ends)
     if any(message.role == "assistant" for message in plain[:common]):
         return BRANCHED
     return HISTORY_REWRITTEN if common else OTHER
 
 
 def _size(ends: Sequence[HeldSession]) -> int:
-    return sum(one.num_bytes for one in ends)
+    return sum(end.num_bytes for end in ends)
 
 
 def _digests(plain: Sequence[Message]) -> list[bytes]:

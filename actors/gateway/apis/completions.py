@@ -151,19 +151,16 @@ def _chat_choice(reply: Reply, index: int) -> Object:
 
 
 def _seen(reply: Reply, index: int) -> tuple[Sequence[int], Sequence[float]]:
-    """Tokens and logprobs of a choice, without the stop token."""
     answer = reply.in_flight.answers[index]
     seen = len(answer.tokens) - answer.stopped
     return answer.tokens[:seen], answer.logprobs[:seen]
 
 
 def _delta(index: int, delta: Object, finish: str | None = None, logprobs: Object | None = None) -> Object:
-    """A choice of one piece of a chat completion."""
     return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
 
 
 def _text_choice(reply: Reply, index: int, text: str, finish: str | None, logprobs: Object | None) -> Object:
-    """A choice of a completion, whole or in a piece."""
     answer = {"answer_id": reply.answer_ids[index]} if finish else {}
     return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs, **answer}
 
@@ -177,15 +174,14 @@ def _chat_logprobs(
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         text = decode((token,))
-        one = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        entries.append({**one, "top_logprobs": [one] if request.top_logprobs else []})
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        entries.append({**entry, "top_logprobs": [entry] if request.top_logprobs else []})
     return {"content": entries, "refusal": None}
 
 
 def _text_logprobs(
     request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
-    """logprobs of a completion."""
     if not request.logprobs:
         return None
     texts = [decode((token,)) for token in tokens]

@@ -101,7 +101,6 @@ class MessageEvents:
         return [named_event("message_delta", delta=self._ended, usage=_usage(self._reply)), named_event("message_stop")]
 
     def _within(self, kind: str, **empty: str) -> list[bytes]:
-        """So that a block of that kind is open."""
         return [] if self._open == kind else [*self._close(), self._start({"type": kind, **empty})]
 
     def _start(self, block: Object) -> bytes:

@@ -104,7 +104,6 @@ class ResponseEvents:
         return named_event(kind, sequence_number=self._number - 1, **fields)
 
     def _more(self, kind: str, text: str) -> list[bytes]:
-        """More text of an item of that kind, which is opened where another one is, or none."""
         if not text:
             return []
         events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
@@ -224,7 +223,7 @@ def _response(reply: Reply, status: str, output: Sequence[Object]) -> Object:
 
 
 def _echo(request: ResponsesRequest) -> Object:
-    """What a response says again of its request."""
+    """Fields of the request that a response repeats."""
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,

@@ -76,8 +76,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class SiteApp(Starlette):
-    """The application. direct: handlers by method and path that are found at once, without middleware: looking through routes
-    would be a good part of what a short answer costs. They raise nothing.
+    """The application. direct: handlers by method and path, called without routing and middleware, which take a good part of
+    a short answer's time. They raise nothing.
     """
 
     direct: Mapping[tuple[str, str], Handler] = {}
@@ -132,7 +132,7 @@ class Site:
             "/metrics": self._measure,
             OPENAPI_PATH: self._describe,
         }
-        served = [(one.method, path, handlers[path]) for path, one in ROUTES.items()]
+        served = [(route.method, path, handlers[path]) for path, route in ROUTES.items()]
         served += [("POST", path, self._webhook) for path in self._webhooks]
         routes = [Route(path, self._guarded(path, handler), methods=[method]) for method, path, handler in served]
         origins = list(self._gateway.config.cors_origins)
@@ -260,7 +260,6 @@ class Site:
         return _json(api.whole(reply))
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
-        """What the canary answers, None where it does not. Raises ClientDisconnect."""
         assert self._canary is not None
         work = self._canary.answer(
             request.url.path,
@@ -289,7 +288,6 @@ class Site:
             self._charge(reply.in_flight.key, reply.in_flight)
 
     def _keep(self, reply: Reply, session: str) -> None:
-        """Remember the conversation where the client may go on from it by the answer's id."""
         if reply.request.said:
             self._gateway.conversations.put(
                 reply.answer_ids[0],

@@ -134,7 +134,6 @@ def _operation(path: str, route: ApiRoute, schemas: Mapping[Any, Object]) -> Obj
 
 
 def _hook(hook: Webhook, schemas: Mapping[Any, Object]) -> Object:
-    """A webhook: its feedback source reads the body."""
     headers = {hook.header: "HMAC-SHA256 of the body, or of timestamp and body, in hexadecimal or base64"}
     if hook.timestamp_header:
         headers[hook.timestamp_header] = "seconds of the epoch or a time of ISO 8601, within five minutes of now"
@@ -165,6 +164,5 @@ def _name(method: str, path: str) -> str:
 
 
 def _one_line(schema: Object) -> Object:
-    """The schema with its description in one line, as a docstring is wrapped for the source."""
     described = schema.get("description")
     return schema | {"description": " ".join(described.split())} if described else schema

@@ -107,7 +107,6 @@ class EventStream:
 
 
 def _rest(whole: Parsed, sent: Parsed) -> Parsed:
-    """What is still to be sent."""
     return Parsed(_left(whole.thought, sent.thought), _left(whole.said, sent.said), whole.calls)
 
 

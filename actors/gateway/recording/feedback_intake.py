@@ -129,7 +129,7 @@ def check_signature(webhook: Webhook, headers: Mapping[str, str], body: bytes, n
         signed = stamp.encode() + body
     expected = hmac.new(webhook.secret, signed, hashlib.sha256).digest()
     given = headers.get(webhook.header, "").removeprefix("sha256=").strip()
-    if not any(hmac.compare_digest(expected, one) for one in _digests(given)):
+    if not any(hmac.compare_digest(expected, digest) for digest in _digests(given)):
         raise ApiError(401, f"{webhook.header}: not the signature of this body", code="invalid_signature")
 
 
@@ -222,7 +222,9 @@ class FeedbackIntake:
                 message = f"the body names an answer that tenant {webhook.tenant!r} was not given"
                 raise ApiError(403, message, kind="permission_error", code="other_tenant")
             found.append(session)
-            consented = consented and (train is None or self._may_record(next(one for one in TRAINS if one == train)))
+            consented = consented and (
+                train is None or self._may_record(next(known for known in TRAINS if known == train))
+            )
         if len(found) > MAX_SESSIONS:
             raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: send several")
         return found, consented

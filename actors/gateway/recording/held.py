@@ -63,7 +63,7 @@ class HeldKeys(Keys):
         for subject, key in tuple(self._held.items()):
             path = self._folder / key.key_id
             # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.
-            forgotten = any(not self._store.get(place_of(one)) for one in self.named(subject))
+            forgotten = any(not self._store.get(place_of(key_id)) for key_id in self.named(subject))
             self._put(place_of(key.key_id), b"" if forgotten else path.read_bytes())
             del self._held[subject]
             path.unlink()

@@ -156,7 +156,7 @@ class Outbox:
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
-        self._queued_bytes -= sum(one.num_bytes for one in batch)
+        self._queued_bytes -= sum(outgoing.num_bytes for outgoing in batch)
         self._in_hand = len(batch)
         if not self._queue:
             self._offered.clear()
@@ -165,37 +165,37 @@ class Outbox:
         ready: list[tuple[Outgoing, Control | Block]] = []
         sending: list[asyncio.Task[bool]] = []
         async with asyncio.TaskGroup() as group:
-            for one in batch:
+            for outgoing in batch:
                 await asyncio.sleep(0)  # answers first: a batch at a stretch would keep them all waiting
-                record = await self._prepared(one)
+                record = await self._prepared(outgoing)
                 if record is not None:
-                    ready.append((one, record))
+                    ready.append((outgoing, record))
                     direct = direct and not self._held.num_held  # from here on all go by way of the disk
                     if direct:
-                        sending.append(group.create_task(self._publish(one.topic, record)))
+                        sending.append(group.create_task(self._publish(outgoing.topic, record)))
         unsent = self._unsent(ready[: len(sending)], [task.result() for task in sending]) + ready[len(sending) :]
         if unsent:
             await self._to_disk(unsent)
         self._in_hand = 0
 
-    async def _prepared(self, one: Outgoing) -> Control | Block | None:
+    async def _prepared(self, outgoing: Outgoing) -> Control | Block | None:
         try:
-            record = await one.prepare()
+            record = await outgoing.prepare()
         except Exception:  # a processor's or our own mistake: this record is lost, the others are not
-            _log.exception("outgoing_not_prepared topic=%s", one.topic.name)
-            self._shed([one], "not prepared")
+            _log.exception("outgoing_not_prepared topic=%s", outgoing.topic.name)
+            self._shed([outgoing], "not prepared")
             return None
         if record is None:
-            _tell(one, False)
+            _tell(outgoing, False)
         return record
 
     def _unsent(
         self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
     ) -> list[tuple[Outgoing, Control | Block]]:
         """What the broker did not confirm; the senders of the rest get word that it is kept."""
-        for (one, _), sent in zip(ready, confirmed, strict=True):
+        for (outgoing, _), sent in zip(ready, confirmed, strict=True):
             if sent:
-                _tell(one, True)
+                _tell(outgoing, True)
         return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
 
     async def _publish(self, topic: Topic, record: Control | Block) -> bool:
@@ -235,7 +235,7 @@ class Outbox:
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        ones = [one for one, _ in unsent]
+        ones = [outgoing for outgoing, _ in unsent]
         async with self._disk:
             # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
             if self.direct:
@@ -252,13 +252,15 @@ class Outbox:
                 self._shed(ones, "spool lost")
             else:
                 self._metrics.counter("spooled").inc(len(ones))
-                for one in ones:
-                    _tell(one, True)
+                for outgoing in ones:
+                    _tell(outgoing, True)
         self._say_spooled()
         self._to_drain.set()
 
     def _append(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        self._spool.append([msgspec.msgpack.encode(Spooled(one.topic.name, encode(record))) for one, record in unsent])
+        self._spool.append(
+            [msgspec.msgpack.encode(Spooled(outgoing.topic.name, encode(record))) for outgoing, record in unsent]
+        )
 
     async def _drain_segment(self) -> bool:
         """Send the oldest segment, or give it up where it cannot be read; False where the broker does not answer."""
@@ -325,14 +327,14 @@ class Outbox:
 
     def _shed(self, ones: Sequence[Outgoing], reason: str) -> None:
         self._metrics.counter("shed", reason=reason).inc(len(ones))
-        for one in ones:
-            _tell(one, False)
+        for outgoing in ones:
+            _tell(outgoing, False)
 
     def _say_spooled(self) -> None:
         self._metrics.gauge("spool_records").set(len(self._spool))
         self._metrics.gauge("spool_bytes").set(self._spool.num_bytes)
 
 
-def _tell(one: Outgoing, kept: bool) -> None:
-    if one.kept is not None and not one.kept.done():
-        one.kept.set_result(kept)
+def _tell(outgoing: Outgoing, kept: bool) -> None:
+    if outgoing.kept is not None and not outgoing.kept.done():
+        outgoing.kept.set_result(kept)

@@ -76,7 +76,7 @@ def render(prompt: Prompt, tokenizer: PromptTokenizer) -> list[int]:
         return list(prompt.tokens)
     if prompt.chat is None:
         return tokenizer.encode(prompt.plain[0].content)
-    return tokenizer.encode_request([dict(one) for one in prompt.chat], [dict(one) for one in prompt.tools])
+    return tokenizer.encode_request([dict(message) for message in prompt.chat], [dict(tool) for tool in prompt.tools])
 
 
 class Recorder:
@@ -106,15 +106,17 @@ class Recorder:
     async def block(self, served: Served) -> Block | None:
         """What is to be written; None where all of it was dropped, with the reason counted."""
         num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
-        num_chars = sum(len(one.content) for one in served.prompt.plain) + sum(len(one.text) for one in served.answers)
+        num_chars = sum(len(part.content) for part in served.prompt.plain) + sum(
+            len(answer.text) for answer in served.answers
+        )
         is_long = num_tokens > THREAD_TOKENS or num_chars > THREAD_CHARS or bool(served.prompt.tools)
         kept = await asyncio.to_thread(self._all, served) if is_long else self._all(served)
         if self._steps and kept:
             outcome = await run_chain(self._steps, kept, Context())
             for gone in outcome.dropped:
                 self._drop(gone.reason)
-            before = {one.id: one for one in kept}
-            kept = [self._respelled(one, before.get(one.id)) for one in outcome.kept]
+            before = {experience.id: experience for experience in kept}
+            kept = [self._respelled(after, before.get(after.id)) for after in outcome.kept]
         if kept and served.prompt.pictures and not await self._deposited(served.prompt):
             kept = []
         block = await self._sealed(Block(tuple(kept)), served.subject) if kept else None
@@ -229,7 +231,7 @@ class Recorder:
             prompt, reply = after.messages, ""
         else:
             prompt, reply = after.messages[:-1], after.messages[-1].content
-        chat = tuple({"role": one.role, "content": one.content, "images": len(one.images)} for one in prompt)
+        chat = tuple({"role": said.role, "content": said.content, "images": len(said.images)} for said in prompt)
         return self._spelled(after, Prompt(plain=prompt, chat=chat), reply, after.messages)
 
     def _spelled(self, experience: Experience, prompt: Prompt, reply: str, messages: tuple[Message, ...]) -> Experience:

@@ -43,7 +43,7 @@ class Tallies:
 
     def answered(self, version: int, trial: int, texts: Sequence[str], asker: Asker) -> None:
         """Answers that came to their end."""
-        refused = [bool(self._refusal and self._refusal.search(one[:OPENING_CHARS])) for one in texts]
+        refused = [bool(self._refusal and self._refusal.search(text[:OPENING_CHARS])) for text in texts]
         self._add(Answered(version=version, trial=trial, answers=len(texts), refused=sum(refused)), asker)
 
     def failed(self, version: int, trial: int, count: int, asker: Asker) -> None:
@@ -54,8 +54,10 @@ class Tallies:
         """As the gateway reports it."""
         lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
-            msgspec.structs.replace(one, clients=tuple(self._clients[place].values())) if place in lately else one
-            for place, one in self._known.items()
+            msgspec.structs.replace(answered, clients=tuple(self._clients[place].values()))
+            if place in lately
+            else answered
+            for place, answered in self._known.items()
         )
 
     def _add(self, more: Answered, asker: Asker) -> None:
@@ -83,7 +85,7 @@ class Tallies:
         asked[asker] = failed, refused
         self.num_seen += seen is None
         if self.num_seen > MAX_SEEN:
-            longest_ago = next(one for one in self._seen.values() if one)
+            longest_ago = next(sessions for sessions in self._seen.values() if sessions)
             del longest_ago[next(iter(longest_ago))]
             self.num_seen -= 1
         name = asker.client if asker.client in clients or len(clients) < MAX_CLIENTS else ""
