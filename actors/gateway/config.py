@@ -19,9 +19,10 @@ class GatewayLimits(Section, frozen=True):
 
     body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
     tokens is refused before they are counted. images: pictures of a conversation. pixels: of all its pictures. tools:
-    functions a request may name. max_tokens: of an answer, and what a request that names none gets (less where the engine's
-    sequences are shorter). choices: n. stops: stop strings. concurrency: answers made at once, those that a canary makes
-    too; more are refused with 429. body_s: a client may take so long to send a body, and the head before it.
+    functions a request may name. max_tokens: of an answer, also where a request names more or none (less where the engine's
+    sequences are shorter). choices: n. stops: stop strings. concurrency: answers made at once, those of a canary included,
+    an eighth of them for keys that hold few; more are refused with 429. body_s: seconds that a client may take for a head,
+    for a body, between two requests, and to read more of an answer; then its connection is closed.
 
     Example: GatewayLimits(max_tokens=2048, concurrency=512)
     """
