@@ -140,8 +140,8 @@ async def pour(writer: asyncio.StreamWriter, piece: bytes, num_bytes: int) -> in
     ("sent", "limit_s", "status", "code"),
     [
         (LONG, 20.0, 431, "request_too_large"),
-        (GET[:-4], 0.2, 408, "timeout"),
-        (CHUNKED + b"5\r\nhe", 0.2, 408, "timeout"),
+        (GET[:-4], 0.8, 408, "timeout"),
+        (CHUNKED + b"5\r\nhe", 0.8, 408, "timeout"),
         (b"\x16\x03\x01 hello\r\n\r\n", 20.0, 400, "not_http"),
         (CHUNKED + b"2\r\nhi\r\n0\r\nx-a: 1\r\n\r\n", 20.0, 400, "trailers"),
     ],
@@ -185,8 +185,9 @@ def test_pipelined_requests_are_few_and_their_connection_holds_no_more() -> None
         async with running() as served, served.connection() as (reader, writer):
             writer.write(SLOW)
             sent = asyncio.create_task(pour(writer, GET * 2000, 32 * 1024 * 1024))
-            await asyncio.sleep(0.3)
-            assert served.num_begun == 1
+            while not served.refused:  # noqa: ASYNC110 (the server sets no event)
+                await asyncio.sleep(0.01)
+            assert served.num_begun <= 1
             assert served.held_bytes() < 256 * 1024
             served.go.set()
             assert (await told(reader))[0] == 200
@@ -247,11 +248,11 @@ def test_an_idle_connection_is_closed_after_the_limit(sent: bytes) -> None:
 
 def test_a_client_that_asks_again_and_again_is_not_taken_for_an_idle_one() -> None:
     async def check() -> None:
-        async with running(0.2) as served, served.connection() as (reader, writer):
-            for _ in range(30):
+        async with running(1.0) as served, served.connection() as (reader, writer):
+            for _ in range(20):
                 writer.write(GET)
                 assert (await told(reader))[0] == 200
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.1)
 
     asyncio.run(check())
 
