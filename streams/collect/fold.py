@@ -38,6 +38,7 @@ from streams.collect.state import State
 from streams.collect.turns import (
     NO_TURN,
     came_ms,
+    closable,
     credited_turns,
     crediting,
     depth_of,
@@ -46,7 +47,6 @@ from streams.collect.turns import (
     joined_again,
     late_credit,
     new_credits,
-    over,
     runs_of,
 )
 
@@ -289,7 +289,7 @@ class _Fold:
 
     async def _close_over(self, group: Group) -> None:
         turns = self.state.turns(group.id)
-        found = over(turns, self.state.now_ms, self.rules.session_ms)
+        found = closable(turns, self.state.now_ms, self.rules.session_ms)
         for run in found.runs:
             await self._close_run(run)
         held = [turn for turn in turns if turn.is_ready and not turn.is_over]

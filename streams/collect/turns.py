@@ -115,11 +115,8 @@ def counting(turn: Group, names: frozenset[str]) -> dict[str, float]:
 MAX_JOINED = 64
 
 
-class Over(NamedTuple):
-    """What of a session is over.
-
-    runs: turns to be closed, each run together. again_ms: when to look again, 0 for never.
-    """
+class ClosableTurns(NamedTuple):
+    """The turns of a session that may close now. runs: turns that close together. again_ms: when to look again, 0 for never."""
 
     runs: list[Sequence[Group]]
     again_ms: int
@@ -135,14 +132,14 @@ def ended_by(came: Group, answer: Experience, turns: Iterable[Group]) -> list[Gr
     return others if answer.part_reason == HISTORY_REWRITTEN else []
 
 
-def over(turns: Iterable[Group], now_ms: int, session_ms: int) -> Over:
-    """What of a session's turns can be closed now."""
+def closable(turns: Iterable[Group], now_ms: int, session_ms: int) -> ClosableTurns:
+    """Return the turns of a session that can be closed now."""
     known = sorted(
         (turn for turn in turns if turn.depth != NO_TURN and not turn.is_closed and turn.winner >= 0),
         key=lambda turn: (turn.depth, turn.id),
     )
     if session_ms == 0:
-        return Over([[turn] for turn in known if turn.is_ready], 0)
+        return ClosableTurns([[turn] for turn in known if turn.is_ready], 0)
     ended, rest = ([turn for turn in known if turn.is_over == is_over] for is_over in (True, False))
     silent_ms = max((came_ms(turn) for turn in rest), default=0) + session_ms
     goes_on = bool(rest) and silent_ms > now_ms
@@ -151,7 +148,7 @@ def over(turns: Iterable[Group], now_ms: int, session_ms: int) -> Over:
         ready = [turn for turn in turns_of if turn.is_ready]
         whole = len(ready) if not may_follow and len(ready) == len(turns_of) else len(ready) // MAX_JOINED * MAX_JOINED
         runs += runs_of(ready[:whole])
-    return Over(runs, silent_ms if goes_on else 0)
+    return ClosableTurns(runs, silent_ms if goes_on else 0)
 
 
 def runs_of(turns: Sequence[Group]) -> list[Sequence[Group]]:

@@ -1,6 +1,6 @@
 """rubric: the weighted share of criteria that an answer meets, as a language model sees it.
 
-Guarantees: those of `streams.scores.judge`; a reply with a verdict too few or too many counts for nothing.
+Guarantees: those of `streams.scores.llm_judge`; a reply with a verdict too few or too many counts for nothing.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from infra.settings.config import decode
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig
-from streams.scores.judge import FRAME, material, only_object
+from streams.scores.llm_judge import FRAME, material, only_object
 
 MAX_CRITERIA = 64
 

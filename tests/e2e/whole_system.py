@@ -156,11 +156,11 @@ use = "streams.scores.code:Code"
 timeout_s = 60
 [[score]]
 name = "judge"
-use = "streams.scores.judge:Judge"
+use = "streams.scores.llm_judge:Judge"
 options = {{ endpoint = {{ url = "{services}/judge", model = "j" }} }}
 [[score]]
 name = "away"
-use = "streams.scores.judge:Judge"
+use = "streams.scores.llm_judge:Judge"
 options = {{ endpoint = {{ url = "http://127.0.0.1:9/v1", model = "j", attempts = 1 }} }}
 [[score]]
 name = "rubric"

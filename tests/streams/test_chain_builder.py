@@ -214,7 +214,7 @@ def test_a_score_with_other_options_asks_another_question() -> None:
     def question(instruction: str) -> str:
         endpoint = {"url": "http://127.0.0.1:1/v1", "model": "judge-1"}
         options = {"endpoint": endpoint, "instruction": instruction}
-        score = ScoreConfig(name="judge", use="streams.scores.judge:Judge", options=options)
+        score = ScoreConfig(name="judge", use="streams.scores.llm_judge:Judge", options=options)
         (step,) = [step for step in build_verify(StreamsConfig(score=(score,))) if step.name == "judge"]
         return step.question
 

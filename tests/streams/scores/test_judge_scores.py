@@ -17,7 +17,7 @@ from infra.chain.processor import Verdict
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig, JudgeLedger
-from streams.scores.judge import Judge, only_object
+from streams.scores.llm_judge import Judge, only_object
 from streams.scores.rubric import Rubric
 
 

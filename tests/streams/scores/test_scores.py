@@ -142,7 +142,7 @@ options = { kind = "box", format = "xywh", threshold = 0.7 }
 
 [[score]]
 name = "judge"
-use = "streams.scores.judge:Judge"
+use = "streams.scores.llm_judge:Judge"
 options = { endpoint = { url = "http://127.0.0.1:9/v1", model = "judge" }, high = 5 }
 
 [[score]]
