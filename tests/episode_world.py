@@ -13,8 +13,7 @@ from random import Random
 
 from actors.config import MasterConfig
 from actors.master.plan import NOTHING, Plan
-from actors.rollout.scheduler import Scheduler
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import Scheduler, issued_of
 from infra.settings.config import Pacing
 from schemas import Block, Closure, Drawn, Experience, Message, PolicyEvent, Span, Task, ids, make_experience
 from trainer.batch.age import PACED, masked_below

@@ -19,7 +19,7 @@ DOORS = {
     "faust": ("streams/stages/hosted.py",),
     "mode": ("streams/stages/hosted.py",),
     "vllm": ("actors/engines/vllm/",),
-    "xgrammar": ("actors/engines/grammar.py", "actors/engines/token_spellings.py"),
+    "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": (
         "trainer/learners/beginning.py",
         "trainer/learners/engines.py",

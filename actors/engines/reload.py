@@ -184,7 +184,6 @@ class PolicyFollower:
             await self._follow(None)
 
     async def _follow(self, summary: Summary | None) -> None:
-        """What was followed before stays in force until this has caught up."""
         self.caught_up.clear()
         since = None if summary is None else summary.of(self._policy)
         feed = PolicyFeed(self._policy, channel=self._channel, since=since)
@@ -225,7 +224,6 @@ class PolicyFollower:
             self._published_ms[message.value.version] = message.timestamp_ms
 
     def _take_over(self, feed: PolicyFeed) -> None:
-        """Go by this feed, once it is not behind."""
         if not self.caught_up.is_set():
             return
         self._feed = feed
@@ -235,7 +233,6 @@ class PolicyFollower:
         self._role.metrics.gauge("policy_version_stable").set(feed.stable.version)
 
     def _next(self) -> PolicyEvent | None:
-        """None where there is nothing to load, or it is not known before all was read."""
         held, wanted = self._engine.version, self._gate.wanted()
         self._feed.forget_below(held)
         if self._feed.lacks(held, pinned=wanted, refused=self._refused):
@@ -299,7 +296,6 @@ class PolicyFollower:
         return fetching.result()
 
     async def _let_evals_end(self) -> None:
-        """Wait for the evals of the held version, within bounds."""
         held = self._engine.version
         if not await self._gate.released(held, self._hold_s):
             self._role.metrics.counter("eval_hold_expired").inc()

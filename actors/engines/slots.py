@@ -16,9 +16,8 @@ from torch import Tensor
 
 from actors.engines.engine import Completion, OnChunk
 from actors.engines.grammar import Matcher
-from actors.engines.request_images import RequestImages
 from actors.engines.shaping import shaped_logits
-from actors.engines.trace import Trace
+from actors.engines.trace import RequestImages, Trace
 from infra.model.routers import Routers
 from infra.model.vision import Vision, model_inputs
 
@@ -210,7 +209,6 @@ class RunningBatch:
         return nullcontext([]) if self._routers is None else self._routers.recorded()
 
     def _keep(self, taken: list[Tensor], rows: Sequence[RunningSequence], which: Sequence[int], num: int) -> None:
-        """To each row the experts of its sequence, `which` of the `num` that were forwarded."""
         if self._routers is None:
             return
         small = np.uint8 if self._routers.num_experts <= 256 else np.uint16
@@ -220,7 +218,6 @@ class RunningBatch:
             row.routing.append(experts_STLk[at])
 
     def _forward(self, sequences: Sequence[Input]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Keys and values of whole sequences, and the logits after the longest ones' last token."""
         length = max(len(tokens) for tokens, _ in sequences)
         padded = torch.zeros(len(sequences), length, dtype=torch.long)  # causal: what pads the end is never looked at
         for index, (tokens, _) in enumerate(sequences):
@@ -260,9 +257,11 @@ class RunningBatch:
         """What the model's forward takes: the tokens, with the features of their images where there are any."""
         places = pictures = None
         vision, length = self._vision, padded.shape[1]
-        if vision is not None and any(one.images for _, one in sequences):
-            pictures = np.stack([one for _, prompt_images in sequences for one in prompt_images.prepared(vision)])
-            found = [vision.places(tokens, len(one.images)) for tokens, one in sequences]
+        if vision is not None and any(pictured.images for _, pictured in sequences):
+            pictures = np.stack(
+                [pictured for _, prompt_images in sequences for pictured in prompt_images.prepared(vision)]
+            )
+            found = [vision.places(tokens, len(pictured.images)) for tokens, pictured in sequences]
             places = np.concatenate([at + index * length for index, at in enumerate(found)])
         return model_inputs(self._model, padded, places, pictures)
 
@@ -301,6 +300,50 @@ class RunningBatch:
             for source, target in zip(sources, targets, strict=True):
                 self.rows[target] = self.rows[source]
         del self.rows[num_left:]
+
+
+CACHED = frozenset(("full_attention", "sliding_attention"))  # kinds of layers whose memory is keys and values
+
+
+def remembers_otherwise(model: Any) -> bool:
+    """Whether some layer of a model has another memory than keys and values."""
+    return not CACHED.issuperset(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+class UncachedBatch(RunningBatch):
+    """Samples from models whose layers remember otherwise than by keys and values (linear attention, state spaces): every step
+    reads all sequences anew.
+    """
+
+    def admit(self, rows: Sequence[RunningSequence], version: int) -> list[RunningSequence]:
+        """Start sequences and sample their first token. Returns those that are finished already."""
+        start = len(self.rows)
+        self.rows += rows
+        return self._sample(start, self._last(self.rows[start:]), version)
+
+    def step(self, version: int) -> list[RunningSequence]:
+        """One more token for every sequence. Returns those it finished."""
+        return self._sample(0, self._last(self.rows), version)
+
+    def rebuild(self, version: int) -> None:
+        """Nothing is kept that could be of older weights."""
+
+    def _last(self, rows: Sequence[RunningSequence]) -> Tensor:
+        """Logits after the last token of each sequence, [B, V]."""
+        sequences = [(*row.prompt, *row.trace.tokens) for row in rows]
+        by_length: dict[int, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            by_length.setdefault(len(sequence), []).append(index)
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        for indexes in by_length.values():
+            inputs = self._inputs(
+                [(sequences[index], rows[index].pictures) for index in indexes],
+                torch.tensor([sequences[index] for index in indexes]),
+            )
+            logits = self._model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
+            for index, row_logits in zip(indexes, logits, strict=True):
+                found[index] = row_logits
+        return torch.stack(found)
 
 
 def _shaped(logits_BV: Tensor, temperatures_B: Tensor, rows: Sequence[RunningSequence]) -> Tensor:

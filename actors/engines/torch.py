@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from actors.engines.adapted import AdapterGate
 from actors.engines.checks import (
     ProbeGate,
     changed_names,
@@ -30,17 +29,14 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Chunk, Completion, EngineStopped, KvMode, LoadReport, OnChunk, Sampling
-from actors.engines.grammar import STUCK, Grammars
-from actors.engines.request_images import RequestImages
-from actors.engines.slots import RunningBatch, RunningSequence
-from actors.engines.token_spellings import folder_vocabulary
-from actors.engines.trace import Trace
-from actors.engines.uncached import UncachedBatch, remembers_otherwise
-from infra.model.adapter import put_adapter, remove_adapter
-from infra.model.model import folder_tensors, load_into, load_model, model_folder, model_tensors, unlike
+from actors.engines.grammar import STUCK, Grammars, folder_vocabulary
+from actors.engines.slots import RunningBatch, RunningSequence, UncachedBatch, remembers_otherwise
+from actors.engines.trace import RequestImages, Trace
+from infra.model.adapter import adapter_shapes, base_hash, prepare, put_adapter, remove_adapter
+from infra.model.model import folder_tensors, load_into, load_model, meta_model, model_folder, model_tensors, unlike
 from infra.model.routers import Routers
 from infra.model.vision import load_vision, probe_inputs
-from infra.policies.adapter import Adapter
+from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor
 from infra.store.images import Pixels
@@ -330,3 +326,37 @@ class TorchEngine:
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(EngineStopped(f"the engine's thread died: {error}"))
+
+
+class AdapterGate:
+    """Whether versions fit what an engine serves. folder: its model, the base. One for the life of an engine."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._base = ""
+        self._shapes: tuple[Adapter, dict[str, tuple[int, ...]]] | None = None
+
+    def check(self, policy: Policy, serving: Adapter | None, *, whole: bool) -> None:
+        """Raise PolicyRefused for an adapter of another base or with other tensors than it says, and for a change between
+        adapters and whole models, of which an engine keeps no second copy. Blocks: the first time it reads the folder.
+
+        serving: what the engine has on its base now. whole: it has loaded a whole model since it started.
+        """
+        who = f"policy {policy.version}"
+        adapter = policy.adapter
+        if (adapter is None and serving is not None) or (adapter is not None and whole):
+            raise PolicyRefused(
+                f"{who}: it is {described(adapter)}, the engine serves {described(serving)}; start the engine again to take it"
+            )
+        if adapter is None:
+            return
+        self._base = self._base or base_hash(self._folder)
+        if adapter.base != self._base:
+            raise PolicyRefused(
+                f"{who}: its adapter belongs to base {adapter.base[:12]}, the engine's model {self._folder} is "
+                f"{self._base[:12]}; expected the policy.model that the trainer has"
+            )
+        if self._shapes is None or self._shapes[0] != adapter:
+            prepare()
+            self._shapes = (adapter, adapter_shapes(meta_model(self._folder), adapter))
+        check_tensors(policy, self._shapes[1])

@@ -11,6 +11,7 @@ does not start.
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from actors.program import inside
-from actors.program.door import ProgramSocket
+from actors.program.inside import joined_to
 from actors.program.launch import ProgramInput, in_thread_of_its_own, printed, variables
 from actors.rollout.failure import EpisodeFailed
 from infra.sandbox.child import SandboxChild
@@ -26,6 +27,31 @@ from infra.sandbox.command import PROGRAM, SandboxLimits
 from infra.sandbox.sandbox import Sandbox
 from infra.settings.config import Section, Table, decode
 from schemas.errors import ConfigError, SandboxUnavailable
+
+
+class EpisodeSocket:
+    """path: of the socket, in a folder that this user alone enters; a sandbox shows it to one program."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-")
+        self._server: asyncio.Server | None = None
+        self.path = str(Path(self._folder.name) / "policy.sock")
+
+    async def open(self, port: int) -> None:
+        """Lead to this port of the loopback until the event loop ends; again is fine."""
+        if (
+            self._server is not None
+            and self._server.is_serving()
+            and self._server.get_loop() is asyncio.get_running_loop()
+        ):
+            return
+
+        async def inward() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await asyncio.open_connection("127.0.0.1", port)
+
+        self._server = await asyncio.start_unix_server(joined_to(inward), self.path, backlog=1024)
+        os.chmod(self.path, 0o666)  # a program in a sandbox is another user
+
 
 SCRIPT = "inside.py"
 ADDRESS = f"http://127.0.0.1:{inside.PORT}"
@@ -56,7 +82,7 @@ class Confined:
     def __init__(self, options: Confinement) -> None:
         asked = decode({**msgspec.structs.asdict(LIMITS), **options.limits}, SandboxLimits, "program.sandbox.limits")
         folders = [path for folder in options.folders for path in _readable(folder)]
-        self._door = ProgramSocket()
+        self._door = EpisodeSocket()
         folders.append(f"{sys.base_prefix}/bin")  # an environment's python is a link to one of there
         try:
             self._sandbox = Sandbox(asked, readable=(*folders, self._door.path), concurrency=AT_ONCE, sockets=True)

@@ -9,21 +9,53 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import os
 import signal
 import ssl
 import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
+from msgspec import Meta
 
-from actors.program.aside import Aside
 from actors.rollout.failure import EpisodeFailed
 from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
+from schemas import Score
+
+
+class AgentLoop:
+    """Begins with the first function, and lasts as long as the process: a program may keep its clients from one to the next."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """What `work` returns there."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="programs", daemon=True).start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(work), self._loop))
+
+
+async def _guarded(work: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await work()
+    except asyncio.CancelledError as error:
+        own = asyncio.current_task()
+        if own is not None and own.cancelling():
+            raise
+        raise RuntimeError("it was cancelled by itself") from error
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+    ) as error:  # they would end the loop, and with it all functions that run in it
+        raise RuntimeError(repr(error)) from error
+
 
 MAX_OUTPUT_BYTES = 1024 * 1024
 LAST_WORDS = 300
@@ -41,18 +73,18 @@ class ProgramInput(msgspec.Struct, frozen=True):
     task: Mapping[str, Any]
 
 
-async def call(function: Callable[..., Any], access: ProgramInput, aside: Aside) -> Any:
+async def call(function: Callable[..., Any], access: ProgramInput, agents: AgentLoop) -> Any:
     """What a function returns. It is called with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
 
-    base_url: with /v1, as OpenAI's clients take it. aside: where an async one runs.
+    base_url: with /v1, as OpenAI's clients take it. agents: where an async one runs.
     """
     given = {"task": access.task, "base_url": f"{access.base_url}/v1", "key": access.key, "model": access.model}
     taken = inspect.signature(function).parameters
-    every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     given = given if every else {name: value for name, value in given.items() if name in taken}
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await aside.run(lambda: function(**given))
+            return await agents.run(lambda: function(**given))
         return await in_thread_of_its_own(lambda: function(**given))
     except (asyncio.CancelledError, EpisodeFailed):
         raise
@@ -157,7 +189,6 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
 
 
 def _end(process: Process) -> None:
-    """End it, and what it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -197,3 +228,61 @@ async def ask_service(url: str, access: ProgramInput, tls: ssl.SSLContext | None
         return msgspec.json.decode(content) if content else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise EpisodeFailed("reward", f"{url} answered no JSON: {error}") from error
+
+
+NAME = "program"  # of a reward without a name
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TurnResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one turn, as {"id": "hr-…", "rewards": {"helpful": 1}}. id: of the response that the program got. rewards:
+    names to values.
+    """
+
+    id: str
+    rewards: Annotated[dict[Name, float], Meta(max_length=64)]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """reward: of the whole, under the name "program". rewards: by name. turns: of single turns. answer: kept as a note. end:
+    how the episode ended, where the last turn does not say.
+
+    Example: {"reward": 1.0, "turns": [{"id": "hr-…", "rewards": {"format": 0.5}}]}
+    """
+
+    reward: float | None = None
+    rewards: Annotated[dict[Name, float], Meta(max_length=64)] = {}
+    turns: Annotated[tuple[TurnResult, ...], Meta(max_length=4096)] = ()
+    answer: Annotated[str, Meta(max_length=65_536)] | None = None
+    end: Literal["terminal", "truncated"] | None = None
+
+    def scores(self) -> tuple[Score, ...]:
+        """Of the whole episode. Raises EpisodeFailed."""
+        whole = {} if self.reward is None else {NAME: self.reward}
+        return tuple(Score(name=name, value=finite(name, value)) for name, value in {**whole, **self.rewards}.items())
+
+
+def result_of(said: Any) -> Result:
+    """What a function returned or a program printed. Raises EpisodeFailed, with the cause "reward"."""
+    if isinstance(said, Result):
+        return said
+    if said is None:
+        return Result()
+    if isinstance(said, int | float):
+        return Result(reward=float(said))
+    try:
+        return msgspec.convert(said, Result)
+    except msgspec.ValidationError as error:
+        raise EpisodeFailed(
+            "reward", f"the program's result: {error}; expected nothing, a number, or {FIELDS}"
+        ) from error
+
+
+def finite(name: str, value: float) -> float:
+    """The value. Raises EpisodeFailed where it is not a number."""
+    if not math.isfinite(value):
+        raise EpisodeFailed("reward", f"the program's result: {name}: got {value}, expected a finite number")
+    return value
+
+
+FIELDS = "an object with reward, rewards, turns, answer or end"

@@ -14,11 +14,9 @@ from typing import Any, Literal, cast
 
 from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
-from actors.program.aside import Aside
 from actors.program.confine import Confined, Confinement
 from actors.program.episode import EpisodeLimits, ProgramEpisode, RequestTokenizer
-from actors.program.launch import ProgramInput, ask_service, call, run_command
-from actors.program.result import Result, finite, result_of
+from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, result_of, run_command
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import CachedTokenizer, Session
@@ -74,7 +72,7 @@ class Program:
         """Finds the function at the start of the role rather than in its first episode. Raises ConfigError."""
         self._options = decode(options, ProgramOptions, "program")
         self._function = _function(self._options)
-        self._aside = Aside()
+        self._agents = AgentLoop()
         self._site = ProgramSite(self._options.listen)
         self._parser: AnswerParser | None = None
         self._preparing = asyncio.Lock()
@@ -128,7 +126,7 @@ class Program:
             return await run_command(self._options.command, access, self._options.environment)
         if self._options.url:
             return await ask_service(self._options.url, access, self._tls)
-        return await call(self._function, access, self._aside)
+        return await call(self._function, access, self._agents)
 
 
 def _function(options: ProgramOptions) -> Callable[..., Any]:
@@ -143,13 +141,13 @@ def given(task: Task, images: ImageReader | None = None) -> dict[str, Any]:
     BadImage, StoreError.
     """
     messages = [
-        {"role": one.role, "content": _content(one, images) if one.images else one.content} for one in task.messages
+        {"role": message.role, "content": _content(message, images) if message.images else message.content}
+        for message in task.messages
     ]
     return {"id": task.id, "messages": messages, "meta": dict(task.meta)}
 
 
 def _content(message: Message, images: ImageReader | None) -> list[dict[str, Any]]:
-    """Parts of a message, the pictures first."""
     if images is None:
         raise ValueError(f"messages: got {len(message.images)} images, expected none: this session reads no store")
     parts: list[dict[str, Any]] = []

@@ -22,9 +22,8 @@ from actors.config import ExploreConfig
 from actors.engines.engine import Engine
 from actors.engines.reload import PolicyFollower
 from actors.rollout.rollout import RolloutRuntime, give_up, pass_over, run_group
-from actors.rollout.scheduler import Scheduler
+from actors.rollout.scheduler import Scheduler, groups_over
 from actors.rollout.session import CachedTokenizer, ChatTokenizer
-from actors.rollout.stop import groups_over
 from actors.rollout.workflow import Workflows
 from infra.log.bus import CommitRefused, Partition, Reader
 from infra.log.log import LogMessage
@@ -92,7 +91,6 @@ async def run_explorer(
 
 
 async def _take_tasks(reader: Reader, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
-    """Commit, then hand over. Nothing is read while too much waits."""
     clock = asyncio.get_running_loop().time
     started = clock()
     log = runtime.role.log
@@ -144,7 +142,6 @@ async def _accept(message: LogMessage, runtime: RolloutRuntime, scheduler: Sched
 
 
 async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
-    """Start what may start, after every change."""
     async with asyncio.TaskGroup() as group:
         while True:
             scheduler.changed.clear()
@@ -175,7 +172,6 @@ async def _hear(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
 
 
 async def _drain(scheduler: Scheduler, drain_s: float, stop: asyncio.Event, halt: asyncio.Event) -> None:
-    """At a stop let running groups finish, within bounds, then halt everything."""
     await stop.wait()
     scheduler.closed = True
     clock = asyncio.get_running_loop().time
@@ -208,7 +204,7 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         report = msgspec.structs.replace(
             _progress(runtime, "serving", "working"),
             holds=holds,
-            partitions={TASKS.name: tuple(sorted(one.index for one in reader.positions()))},
+            partitions={TASKS.name: tuple(sorted(partition.index for partition in reader.positions()))},
         )
         await runtime.role.log.publish(REPORTS, report)
         await asyncio.sleep(runtime.config.report_s)
@@ -219,7 +215,6 @@ def _loading(role: Role) -> Progress:
 
 
 def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:
-    """All that was counted so far."""
     return Progress(
         role="explore",
         instance=runtime.role.instance,

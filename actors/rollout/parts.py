@@ -8,12 +8,50 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from actors.engines.engine import Completion
 from actors.rollout.continuation import Decoder, SampledTurn, added_tokens, words
-from actors.rollout.routing import RoutedTokens
-from schemas import Message, Score, Span
+from schemas import Experience, Message, Score, Span
 from schemas.parts import HISTORY_REWRITTEN as HISTORY_REWRITTEN
+from schemas.wire.routing import with_routing
+
+TOO_LARGE = "too large"
+
+Rows = npt.NDArray[np.unsignedinteger]
+
+
+class RoutedTokens(msgspec.Struct):
+    """The experts of one growing token sequence, turn by turn. A token keeps those that it went to first: when its
+    successor was sampled, or, of what no engine sampled, when the next turn was. given: whether every turn's engine
+    gave them. rows: of each turn those that are new. num: tokens that they cover.
+    """
+
+    rows: list[Rows] = []
+    num: int = 0
+    given: bool = True
+
+    def add(self, found: Rows | None) -> None:
+        """What a turn's engine recorded of the whole sequence so far, None where it records nothing."""
+        self.given = self.given and found is not None
+        if found is not None:
+            self.rows.append(found[self.num :])
+            self.num = len(found)
+
+    def all(self) -> Rows | None:
+        """[tokens, layers, k], None where some of them, or all, were not given."""
+        return np.concatenate(self.rows) if self.rows and self.given else None
+
+
+def with_recorded(experience: Experience, rows: Rows | None, max_bytes: int) -> tuple[Experience, str]:
+    """The experience with its experts, and "" or why it goes without them. rows: of its first tokens."""
+    if rows is None:
+        return experience, ""
+    if rows.nbytes > max_bytes:
+        return experience, TOO_LARGE
+    return with_routing(experience, rows), ""
+
 
 Conversation = tuple[Message, ...]
 # What the template writes behind the turn of a part that has so many messages, None where it cannot be found.
@@ -106,7 +144,7 @@ class Parts:
                 return Found(part, part.tokens + tail, "")
             reason = reason or TEMPLATE_DIFFERS
         if self.all and not reason:
-            begun = any(one.conversation[:1] == conversation[:1] for one in self.all)
+            begun = any(part.conversation[:1] == conversation[:1] for part in self.all)
             reason = HISTORY_REWRITTEN if begun else OTHER
         return Found(None, list(rendered), reason)
 
@@ -119,6 +157,6 @@ class Parts:
 def _same(given: Conversation, known: Conversation) -> bool:
     """Whether it is the same conversation: answers may come back without what was thought, and without blanks around them."""
     return all(
-        one == other or (one.role == other.role == "assistant" and words(one.content) == words(other.content))
-        for one, other in zip(given, known, strict=True)
+        left == other or (left.role == other.role == "assistant" and words(left.content) == words(other.content))
+        for left, other in zip(given, known, strict=True)
     )

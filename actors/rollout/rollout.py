@@ -16,10 +16,9 @@ from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
 from actors.rollout.environment import EnvironmentFailed
 from actors.rollout.failure import EpisodeFailed
-from actors.rollout.routing import with_recorded
+from actors.rollout.parts import with_recorded
+from actors.rollout.scheduler import Stop, issued_of
 from actors.rollout.session import ChatTokenizer, Session
-from actors.rollout.stop import Stop
-from actors.rollout.waiting import issued_of
 from actors.rollout.workflow import Workflow, Workflows
 from infra.log.log import Log
 from infra.roles.role import Role
@@ -81,14 +80,14 @@ async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = Non
         running: dict[asyncio.Task[_Ended], tuple[int, Session]] = {}
         for episode in range(issued.num_episodes):
             session = Session(runtime.engine, runtime.tokenizer, sampling, runtime.images)
-            one = group.create_task(_run_episode(task, episode, workflow, session, runtime))
-            running[one] = episode, session
-            stop.watch(one)
+            episode_task = group.create_task(_run_episode(task, episode, workflow, session, runtime))
+            running[episode_task] = episode, session
+            stop.watch(episode_task)
         num_whole = 0
         while running:
             done, _ = await asyncio.wait(running, timeout=runtime.config.linger_s)
-            ended = [_ended(one, *running.pop(one), stop, runtime) for one in done]
-            num_whole += sum(bool(one.experiences) and not one.failure for one in ended)
+            ended = [_ended(episode_task, *running.pop(episode_task), stop, runtime) for episode_task in done]
+            num_whole += sum(bool(end.experiences) and not end.failure for end in ended)
             if 0 < issued.enough <= num_whole:
                 stop.now(ENOUGH)
             if ended:
@@ -104,10 +103,12 @@ async def give_up(task: Task, reason: str, runtime: RolloutRuntime) -> None:
     await _publish([_Ended(episode, [], stopped=reason) for episode in episodes], issued, runtime)
 
 
-def _ended(one: asyncio.Task[_Ended], episode: int, session: Session, stop: Stop, runtime: RolloutRuntime) -> _Ended:
+def _ended(
+    episode_task: asyncio.Task[_Ended], episode: int, session: Session, stop: Stop, runtime: RolloutRuntime
+) -> _Ended:
     """How an episode ended; what was sampled of one that was stopped goes no further, and is counted."""
-    if not one.cancelled():
-        return one.result()
+    if not episode_task.cancelled():
+        return episode_task.result()
     runtime.role.metrics.counter("episodes_cancelled", reason=stop.reason).inc()
     runtime.role.metrics.counter("tokens_cancelled", reason=stop.reason).inc(session.num_sampled)
     return _Ended(episode, [], stopped=stop.reason)
@@ -171,12 +172,11 @@ def _experiences(
 
 
 def _routed(found: list[Experience], session: Session, runtime: RolloutRuntime) -> list[Experience]:
-    """The experiences with the experts of their tokens, as far as these were recorded and are not too large."""
     metrics, limit = runtime.role.metrics, runtime.config.max_routing_bytes
     routed = []
     for experience, rows in zip(found, session.routing, strict=True):
-        one, reason = with_recorded(experience, rows, limit)
-        routed.append(one)
+        with_rows, reason = with_recorded(experience, rows, limit)
+        routed.append(with_rows)
         if reason:
             metrics.counter("routing_dropped", reason=reason).inc()
         elif rows is not None:
@@ -185,7 +185,6 @@ def _routed(found: list[Experience], session: Session, runtime: RolloutRuntime) 
 
 
 async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRuntime, reason: str = FAILED) -> None:
-    """Blocks of what was recorded, drop markers (or an eval's closure) for what was not."""
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]

@@ -1,13 +1,137 @@
-"""The explorer's scheduler: what waits, what runs, and who must be woken. Shared by its loops in one event loop."""
+"""The explorer's scheduler: what waits, what runs, and who must be woken. Shared by its loops in one event loop.
+
+Guarantees: a group starts only under a version it allows, the oldest first; an eval only under exactly its version; the
+same attempt never starts twice, and of two attempts of one group that both wait only the newer starts.
+"""
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from heapq import heapify, heappop, heappush
 
-from actors.rollout.stop import Stop
-from actors.rollout.waiting import Waiting, issued_of
-from schemas import Task
+from schemas import Closure, Drawn, Issued, Task
+
+_MAX_REMEMBERED = 20_000
+
+
+class Waiting:
+    """Tasks that were taken and not started: rollouts by (min_version, sequence), evals by version."""
+
+    def __init__(self) -> None:
+        self._rollouts: list[tuple[int, int, int, Task]] = []
+        self._evals: dict[int, deque[Task]] = {}
+        self._attempts: dict[str, int] = {}
+        self._count = 0
+        self._num_evals = 0
+
+    def __len__(self) -> int:
+        return len(self._rollouts) + self._num_evals
+
+    def add(self, task: Task) -> bool:
+        """Take a task; False if this attempt, or a newer one, was taken before."""
+        issued = issued_of(task)
+        if issued.attempt <= self._attempts.get(issued.group, -1):
+            return False
+        self._attempts[issued.group] = issued.attempt
+        if len(self._attempts) > _MAX_REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
+        if issued.suite:
+            self._evals.setdefault(issued.version, deque()).append(task)
+            self._num_evals += 1
+        else:
+            self._count += 1
+            heappush(self._rollouts, (issued.min_version, issued.sequence, self._count, task))
+        return True
+
+    def rollout(self, version: int) -> Task | None:
+        """The next group that `version` may sample; it no longer waits."""
+        while self._rollouts and self._rollouts[0][0] <= version:
+            task = heappop(self._rollouts)[3]
+            issued = issued_of(task)
+            if issued.attempt >= self._attempts.get(issued.group, issued.attempt):
+                return task
+        return None
+
+    def peek_episodes(self, version: int) -> int:
+        """Episodes of the next group that `version` may sample, 0 if there is none."""
+        if not self._rollouts or self._rollouts[0][0] > version:
+            return 0
+        return issued_of(self._rollouts[0][3]).num_episodes
+
+    def eval(self, version: int) -> Task | None:
+        """The next eval of exactly `version`; it no longer waits."""
+        tasks = self._evals.get(version)
+        if not tasks:
+            return None
+        task = tasks.popleft()
+        self._num_evals -= 1
+        if not tasks:
+            del self._evals[version]
+        return task
+
+    def passed(self, version: int) -> list[Task]:
+        """Evals of versions below `version`: this engine cannot answer them any more, so they no longer wait."""
+        old = [known for known in self._evals if known < version]
+        tasks = [task for known in old for task in self._evals.pop(known)]
+        self._num_evals -= len(tasks)
+        return tasks
+
+    def remove(self, group: str) -> list[Task]:
+        """Rollouts of a group, which no longer wait."""
+        gone = [waiting for waiting in self._rollouts if issued_of(waiting[3]).group == group]
+        if gone:
+            self._rollouts = [waiting for waiting in self._rollouts if waiting not in gone]
+            heapify(self._rollouts)
+        return [waiting[3] for waiting in gone]
+
+    def held(self) -> Iterator[Issued]:
+        """Of each task that waits, how it is to be run."""
+        for *_, task in self._rollouts:
+            yield issued_of(task)
+        for tasks in self._evals.values():
+            yield from map(issued_of, tasks)
+
+    def versions(self) -> frozenset[int]:
+        """Versions that evals wait for."""
+        return frozenset(self._evals)
+
+
+def issued_of(task: Task) -> Issued:
+    """How the master wants the task run; raises ValueError for a task that was not issued."""
+    if task.issued is None:
+        raise ValueError(f"task {task.id}: got no `issued`, expected one on every record of `tasks`")
+    return task.issued
+
+
+class Stop:
+    """Of one group that runs. reason: why it was stopped, "" while it was not."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._episodes: list[asyncio.Task[object]] = []
+
+    def watch(self, episode: "asyncio.Task[object]") -> None:
+        """Let an episode be stopped, at once where the group is already."""
+        self._episodes.append(episode)
+        if self.reason:
+            episode.cancel()
+
+    def now(self, reason: str) -> None:
+        """Stop what has not ended; the first reason stays."""
+        if self.reason:
+            return
+        self.reason = reason
+        for episode in self._episodes:
+            episode.cancel()
+
+
+def groups_over(record: object) -> tuple[str, ...]:
+    """Groups of which nothing can be trained any more that is not there yet, as a record of `progress` tells."""
+    if isinstance(record, Closure) and record.revision == 0 and record.sequence >= 0:  # evals have none
+        return (record.group,)
+    return tuple(record.dropped) if isinstance(record, Drawn) else ()
 
 
 class Scheduler:
@@ -126,7 +250,10 @@ class Scheduler:
     def holds(self, limit: int) -> dict[str, int]:
         """Groups and eval tasks that run or wait, to their newest attempt; those that run first, at most `limit`."""
         held: dict[str, int] = {}
-        for group, attempt in (*sorted(self._running), *((one.group, one.attempt) for one in self.waiting.held())):
+        for group, attempt in (
+            *sorted(self._running),
+            *((issued.group, issued.attempt) for issued in self.waiting.held()),
+        ):
             if group in held or len(held) < limit:
                 held[group] = max(attempt, held.get(group, 0))
         return held

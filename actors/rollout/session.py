@@ -20,8 +20,7 @@ from typing import Protocol, TypedDict, Unpack
 
 from actors.engines.engine import Engine, Sampling
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
-from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
-from actors.rollout.routing import Rows
+from actors.rollout.parts import Conversation, Found, GrowingPart, Parts, Rows
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, make_experience
 from schemas.fields import Meta
@@ -178,7 +177,6 @@ class Session:
         return self.tokenizer.encode_chat(conversation)
 
     async def _shown(self, conversation: Conversation) -> tuple[Pixels, ...]:
-        """The pixels of the conversation's images, which are recorded by reference alone."""
         images = images_of(conversation)
         if not images:
             return ()
@@ -187,8 +185,6 @@ class Session:
         return await asyncio.to_thread(self.images.read_all, images)
 
     async def _place(self, conversation: Conversation, rendered: Sequence[int]) -> Found:
-        """Where the next turn goes."""
-
         def follow(turn: SampledTurn, known: int) -> list[int] | None:
             return following_tokens(
                 self.tokenizer.encode_chat,
@@ -251,5 +247,4 @@ class CachedTokenizer:
 
 
 def _header(fields: SessionHeader, part: GrowingPart, *, scores: tuple[Score, ...]) -> SessionHeader:
-    """Header fields of one part, which has verdicts of its own."""
     return {**fields, "scores": (*part.scores, *scores)}

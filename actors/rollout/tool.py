@@ -173,7 +173,6 @@ async def answer(call: ParsedCall, tools: Sequence[ToolSpec], *, timeout_s: floa
 
 
 def _text(result: object) -> str:
-    """What a tool returned, as the policy reads it, cut to a length that leaves room for more turns."""
     if not isinstance(result, str):
         try:
             result = msgspec.json.encode(result).decode()

@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from actors.tasksets.taskset import Demonstration
+from actors.tasksets.taskset import Demonstration, write_rows
 from schemas import Message, Task
 
 HELD_OUT = "held-out"
@@ -66,11 +66,7 @@ def arithmetic_demonstrations(
 
 def write_arithmetic(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
     """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
-    tasks.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in arithmetic(seed=seed)))
-    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in arithmetic_demonstrations(seed=seed)))
-    return tasks, experts
+    return write_rows(folder, arithmetic(seed=seed), arithmetic_demonstrations(seed=seed))
 
 
 def _task(pair: Pair, split: str) -> Task:

@@ -32,7 +32,7 @@ def read_apart(path: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[tuple[s
     """Every row of a Parquet file or a folder, or in words why one cannot be had. Raises ConfigError."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(one or os.getcwd() for one in sys.path),
+        "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
         "ARROW_DEFAULT_MEMORY_POOL": "system",
     }
     command = [sys.executable, "-P", "-m", "actors.tasksets.arrow", str(path), str(memory_bytes)]

@@ -91,7 +91,6 @@ def count_rows(path: Path) -> int | None:
 
 
 def _cells(path: Path) -> Iterator[tuple[str, Cells | Broken]]:
-    """The rows with where they are, read by the kind of file."""
     if path.is_dir() or path.suffix == ".parquet":
         from actors.tasksets.arrow import read_apart
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-import msgspec
-
-from actors.tasksets.taskset import Demonstration
+from actors.tasksets.taskset import Demonstration, write_rows
 from schemas import Message, Task
 
 HIGHER, LOWER, INVALID = ">", "<", "?"
@@ -66,11 +64,7 @@ def guess_demonstrations(
 
 def write_guess(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
     """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
-    tasks.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in guess()))
-    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in guess_demonstrations(seed=seed)))
-    return tasks, experts
+    return write_rows(folder, guess(), guess_demonstrations(seed=seed))
 
 
 def _question(high: int) -> Message:

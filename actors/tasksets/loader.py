@@ -2,25 +2,31 @@
 
 Guarantees: a second load of the same rows adds nothing (ids already in the log are left out, and counted); what the
 file repeats is loaded once; a row that cannot be read stops the load with its file and line, and what was loaded before
-stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows.
+stays. A demonstration or pair longer than the model's context is handed to `on_broken`, and the next one follows. A row with
+images is loaded only once every image it names lies in the store, as it was named and as one that can be shown. A success rate
+that a run has recorded travels with the task, in its meta, so that the tasks stage makes the same difficulty of it every time.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 
-from actors.tasksets.files import Broken, OnBroken
-from actors.tasksets.preferences import pair_block, pair_group
+from actors.master.curriculum import smoothed
+from actors.master.evaluation import parse_eval_group
+from actors.tasksets.files import Broken, OnBroken, Row
 from actors.tasksets.taskset import Demonstration, Preference
 from infra.log.log import Log
 from infra.model.model import Tokenizer
-from schemas import Block, Control, Experience, Message, Span, Task, make_experience
-from schemas.experience import MAX_TOKENS
-from schemas.ids import experience_id, group_id
-from schemas.topics import EXPERTS, TASKSET_RAW, Topic
+from infra.store.images import deposit_image, images_of
+from infra.store.store import BLOBS, Store
+from schemas import Block, Closure, Control, Experience, Image, Message, Span, Task, make_experience
+from schemas.errors import BadImage, NotInStore
+from schemas.experience import CHOSEN, MAX_TOKENS, REJECTED
+from schemas.ids import experience_id, group_id, task_of
+from schemas.topics import EXPERTS, PROGRESS, TASKSET_RAW, Topic
 
-Row = TypeVar("Row")
 Progress = Callable[[int], None]
 
 ORIGIN = "load"
@@ -78,7 +84,7 @@ async def load_preferences(
 
 def _fitting(block: Block, where: str, max_tokens: int, on_broken: OnBroken) -> Block | None:
     """The block, or None where a member of it is too long, which is reported."""
-    longest = max(one.num_tokens for one in block.experiences)
+    longest = max(member.num_tokens for member in block.experiences)
     if longest <= max_tokens:
         return block
     on_broken(Broken(where, f"got {longest} tokens, expected at most {max_tokens}, which is the model's context"))
@@ -159,3 +165,102 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
             batch = []
     if batch:
         yield batch
+
+
+FOLDER = "images"  # beside the file: one file for each image, named by its sha256
+
+
+def with_images(rows: Iterable[Row], file: Path, store: Store, on_broken: OnBroken) -> Iterator[Row]:
+    """The rows of `file` whose images are in the store, put there from its `images` folder. Blocking."""
+    known: set[Image] = set()
+    for row in rows:
+        try:
+            for image in images_of(row.messages):
+                if image not in known:
+                    _bring(image, file.parent / FOLDER, store)
+                    known.add(image)
+        except BadImage as error:
+            on_broken(Broken(f"{file}: {row.id}", str(error)))
+        else:
+            yield row
+
+
+def _bring(image: Image, folder: Path, store: Store) -> None:
+    path = folder / image.sha256
+    try:
+        deposit_image(store, image, path.read_bytes())
+    except OSError as error:
+        try:
+            size = store.size(BLOBS + image.sha256)
+        except NotInStore:
+            size = -1
+        if size != image.size:
+            raise BadImage(
+                "missing", f"{path} cannot be read ({error.strerror}), and the store has no such image"
+            ) from error
+
+
+ORIGIN = "load"
+
+
+def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:
+    """Both sides, ended by the end token, as not sampled."""
+    prompt = tokenizer.encode_chat(row.messages)
+    group = pair_group(row)
+    return Block(
+        tuple(
+            make_experience(
+                tokens=(tokens := [*prompt, *tokenizer.encode(text), tokenizer.eos_ids[0]]),
+                logprobs=[0.0] * (len(tokens) - len(prompt)),
+                messages=(*row.messages, Message(role="assistant", content=text)),
+                id=experience_id(group, attempt=0, episode=episode),
+                group=group,
+                episode=episode,
+                group_size=2,
+                lane="human",
+                origin=ORIGIN,
+                subject=row.subject,
+                spans=(Span(start=len(prompt), stop=len(tokens), version=-1, ratio=False),),
+                kind=side,
+                task=row.id,
+                meta=row.meta,
+            )
+            for episode, (side, text) in enumerate(((CHOSEN, row.chosen), (REJECTED, row.rejected)))
+        )
+    )
+
+
+def pair_group(row: Preference) -> str:
+    """Group of a pair; two pairs of one prompt have each their own."""
+    sides = hashlib.blake2b(f"{row.chosen}\x00{row.rejected}".encode(), digest_size=6).hexdigest()
+    return group_id(f"pair-{row.id}-{sides}", 0)
+
+
+def different(rows: Iterable[Preference], on_broken: OnBroken) -> Iterator[Preference]:
+    """The rows whose sides differ; the others are handed to `on_broken`, named by their id."""
+    for row in rows:
+        if row.chosen == row.rejected:
+            on_broken(Broken(f"pair {row.id}", "got equal sides, expected one that is preferred to the other"))
+        else:
+            yield row
+
+
+async def recorded_rates(log: Log) -> dict[str, float]:
+    """Task id to success rate, as the master's curriculum has it, over all closures that the log still holds."""
+    rates: dict[str, float] = {}
+    async for message in log.read_all(PROGRESS):
+        closure = message.value
+        if not isinstance(closure, Closure) or closure.lane != "usual" or parse_eval_group(closure.group) is not None:
+            continue
+        if closure.mean_reward is not None and closure.revision == 0:
+            task = task_of(closure.group)
+            rates[task] = smoothed(rates.get(task), closure.mean_reward)
+    return rates
+
+
+def rated(tasks: Iterable[Task], rates: Mapping[str, float], field: str) -> Iterator[Task]:
+    """The tasks; one that has a recorded rate with it in `meta[field]`, in place of what its row said."""
+    for task in tasks:
+        if task.id in rates:
+            task = msgspec.structs.replace(task, meta={**task.meta, field: rates[task.id]})
+        yield task

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from actors.tasksets.taskset import Demonstration
+from actors.tasksets.taskset import Demonstration, write_rows
 from infra.store.images import image_named
 from schemas import Image, Message, Task
 from schemas.errors import ConfigError
@@ -93,8 +93,8 @@ def drawn(kinds: tuple[Kind, ...], count: int, random: Random) -> list[Drawing]:
     """Pictures of the kinds in turn, all different."""
     found: dict[bytes, Drawing] = {}
     while len(found) < count:
-        one = draw(kinds[len(found) % len(kinds)], random)
-        found.setdefault(one.picture, one)
+        drawing = draw(kinds[len(found) % len(kinds)], random)
+        found.setdefault(drawing.picture, drawing)
     return list(found.values())
 
 
@@ -113,18 +113,14 @@ def write_shapes(
     pictures = drawn(kinds, num_train + num_held_out + num_dev + num_shown, random)
     splits = [HELD_OUT] * num_held_out + [DEV] * num_dev + [TRAIN] * num_train
     (folder / IMAGES).mkdir(parents=True, exist_ok=True)
-    for one in pictures:
-        (folder / IMAGES / one.image.sha256).write_bytes(one.picture)
+    for drawing in pictures:
+        (folder / IMAGES / drawing.image.sha256).write_bytes(drawing.picture)
     shown = pictures[len(splits) :]
-    rows = [task_of(one, split) for one, split in zip(pictures, splits, strict=False)]
-    tasks, experts = folder / "tasks.jsonl", folder / "experts.jsonl"
-    tasks.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    experts.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in glances(shown, random)))
-    return tasks, experts
+    rows = [task_of(drawing, split) for drawing, split in zip(pictures, splits, strict=False)]
+    return write_rows(folder, rows, glances(shown, random))
 
 
 def _count(pen: "ImageDraw", random: Random, size: int) -> str:
-    """One to MOST shapes, each within a cell of its own."""
     wanted, columns = random.randint(1, MOST), size // CELL
     for cell in random.sample(range(columns * columns), wanted):
         side = random.randint(4, 6)
@@ -135,7 +131,6 @@ def _count(pen: "ImageDraw", random: Random, size: int) -> str:
 
 
 def _read(pen: "ImageDraw", random: Random, size: int) -> str:
-    """Two digits."""
     from PIL import ImageFont
 
     number = f"{random.randint(0, 99):02d}"

@@ -3,7 +3,8 @@
 A taskset is a function or struct named by `use`; called, it yields tasks, the same ones in the same order every time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -54,3 +55,12 @@ class Preference(Struct, frozen=True):
     rejected: str
     subject: str = ""
     meta: Meta = msgspec.field(default_factory=dict)
+
+
+def write_rows(folder: Path, tasks: Iterable[Task], demonstrations: Iterable[Demonstration]) -> tuple[Path, Path]:
+    """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / "tasks.jsonl", folder / "experts.jsonl"
+    for path, rows in zip(paths, (tasks, demonstrations), strict=True):
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    return paths

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.engines.scripted import ScriptedEngine
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import issued_of
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas import EvalResult, Experience, Issued, Task

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from actors.config import EvalSuite, MasterConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import Plan
-from actors.rollout.scheduler import Scheduler
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import Scheduler, issued_of
 from infra.settings.config import Pacing
 from schemas import Message, PolicyEvent, Progress, Task
 from schemas.reports import MAX_HELD

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from actors.tasksets.files import Broken
-from actors.tasksets.loader import LoadResult, expert, load_experts, load_preferences, load_tasks
-from actors.tasksets.preferences import different, pair_block
+from actors.tasksets.loader import LoadResult, different, expert, load_experts, load_preferences, load_tasks, pair_block
 from actors.tasksets.taskset import Demonstration, Preference
 from schemas import Message, Task
 from schemas.experience import pair_fault

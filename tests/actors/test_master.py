@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from actors.config import CanaryConfig, EvalSuite, GateConfig, PeopleConfig, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S, run_master
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import issued_of
 from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish

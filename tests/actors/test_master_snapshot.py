@@ -15,7 +15,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.master.kept import packed, put_back
 from actors.master.plan import Plan
 from actors.master.snapshot import FORMAT, SnapshotHead, Snapshots, Unfit, opened, require_reach, shaping, summed
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import issued_of
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus

@@ -1,14 +1,17 @@
 """MCP servers as tools, over both transports: real servers, as processes; what they do wrong is an episode's, and no more."""
 
 import asyncio
+import gzip
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,33 @@ def test_a_service_that_is_away_fails_the_episode_and_is_found_again() -> None:
         with http_server(port):
             results = [asked(server, "price", item="chair") for _ in range(2)]
             assert results[-1].text == "5"
+
+
+class Bomb(BaseHTTPRequestHandler):
+    """Answers all with 64 MiB, compressed to some 64 KiB."""
+
+    def do_POST(self) -> None:
+        body = gzip.compress(bytes(64 * 2**20))
+        self.send_response(200)
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Encoding": "gzip",
+            "Content-Length": str(len(body)),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_compressed_answer_is_refused_before_it_is_decoded() -> None:
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Bomb) as service,
+        closing(McpServer(url=f"http://127.0.0.1:{service.server_port}/mcp")) as server,
+    ):
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        with pytest.raises(EpisodeFailed, match="Content-Encoding 'gzip'"):
+            asyncio.run(server.tools())
+        service.shutdown()
 
 
 def test_many_calls_at_once_share_one_server() -> None:

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from actors.config import MasterConfig
 from actors.master.placing import SILENT_MS, Placing
 from actors.master.plan import NOTHING, Plan
-from actors.rollout.scheduler import Scheduler
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import Scheduler, issued_of
 from infra.log.placing import key_of, partition_for
 from infra.roles.process import MISSING_S
 from infra.settings.config import Pacing

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from actors.config import EvalSuite, MasterConfig, StopRule
 from actors.master.evaluation import VERSION_PASSED, parse_eval_group
 from actors.master.plan import NOTHING, Plan
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import issued_of
 from infra.settings.config import Floor, Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 from tests.actors.acting import eval_tasks, reissues, rollouts

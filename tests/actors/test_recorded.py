@@ -4,8 +4,7 @@ import asyncio
 from pathlib import Path
 
 from actors.master.curriculum import smoothed
-from actors.tasksets.loader import load_tasks
-from actors.tasksets.recorded import rated, recorded_rates
+from actors.tasksets.loader import load_tasks, rated, recorded_rates
 from infra.log.log import Log
 from schemas import Closure, DeadLetter, Task
 from schemas.topics import DEAD_LETTERS, PROGRESS, TASKSET

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from actors.config import ExploreConfig
 from actors.engines.engine import Completion
-from actors.rollout.routing import TOO_LARGE, with_recorded
+from actors.rollout.parts import TOO_LARGE, with_recorded
 from actors.rollout.session import Session
 from infra.settings.config import decode
 from schemas import Message

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors.tasksets.files import Broken, read_rows
-from actors.tasksets.image_files import FOLDER, with_images
+from actors.tasksets.loader import FOLDER, with_images
 from actors.tasksets.shapes import (
     DEV,
     HELD_OUT,

@@ -12,8 +12,8 @@ from actors.config import ExploreConfig, MasterConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import rollout
 from actors.rollout.explorer import run_explorer
+from actors.rollout.scheduler import Stop, groups_over
 from actors.rollout.session import Session
-from actors.rollout.stop import Stop, groups_over
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas import Closure, Drawn, DropMarker, Score, Task

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.rollout.waiting import Waiting, issued_of
+from actors.rollout.scheduler import Waiting, issued_of
 from schemas import Issued, Message, Task
 
 

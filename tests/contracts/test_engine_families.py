@@ -15,7 +15,6 @@ from tests.infra.tiny_families import build_family
 from tests.tiny_models import FAMILIES, build_tiny_model
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.slow
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
 
 
@@ -31,6 +30,7 @@ def vllm_engine(folder: str) -> Engine:
     return VllmEngine(model=folder, max_num_seqs=8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", sorted(FAMILIES.keys() - {"cohere", "qwen2.5-vl", "qwen3-vl"})
 )  # those are refused by name
@@ -38,6 +38,7 @@ def test_three_versions_of_a_family_are_trained_published_loaded_and_proved(tmp_
     three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llava", "qwen3.5"])
 def test_three_adapters_of_a_family_are_too(tmp_path: Path, family: str) -> None:
     three_versions(str(build_tiny_model(tmp_path / family, family)), torch_engine, LoraConfig(rank=4))
@@ -46,11 +47,10 @@ def test_three_adapters_of_a_family_are_too(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        ("qwen3_moe", False),
-        ("llama", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         *(
-            pytest.param(family, True, marks=pytest.mark.full)
-            for family in ("qwen2", "gemma2", "gemma3_text", "granite")
+            pytest.param(family, family != "qwen3_moe", marks=pytest.mark.full)
+            for family in ("qwen3_moe", "qwen2", "gemma2", "gemma3_text", "granite")
         ),
     ],
 )

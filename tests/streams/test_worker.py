@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from actors.tasksets.preferences import pair_block
+from actors.tasksets.loader import pair_block
 from actors.tasksets.taskset import Preference
 from infra.chain.chain import Context, new_memories, run_chain
 from infra.log.access import PLAINTEXT

@@ -1,6 +1,6 @@
 """An adapter put into a slot of vLLM's model, and read back there.
 
-The comparison is of exact sums of the bits, see `actors.engines.vllm.held`, of every matrix that this worker has whole.
+The comparison is of exact sums of the bits of every matrix that this worker has whole (`weight_checksums`).
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from actors.engines.vllm.held import HoldsOther, Sums, same, sums
+from actors.engines.vllm.weight_checksums import HoldsOther, Sums, same, sums
 
 
 def add_adapter(runner: Any, request: Any) -> None:
@@ -69,7 +69,6 @@ def _sent(folder: Path, dtype: torch.dtype) -> dict[str, tuple[torch.Size, Sums]
 
 
 def _places(model: Any) -> dict[str, tuple[Any, int]]:
-    """Every module that takes an adapter, and its number among those that vLLM made one of."""
     adapters = model.lora_manager
     return {
         part: (module, index)
@@ -79,7 +78,6 @@ def _places(model: Any) -> dict[str, tuple[Any, int]]:
 
 
 def _module_of(model: Any, name: str) -> tuple[str, bool]:
-    """The module of a matrix by vLLM's name, and whether the matrix is A."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)

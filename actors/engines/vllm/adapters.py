@@ -14,9 +14,73 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actors.engines.engine import EngineStopped
-from actors.engines.vllm.attempts import Attempts
+from actors.engines.engine import EngineStopped, KvMode
 from schemas.errors import ConfigError, PolicyRefused
+
+
+class Attempts:
+    """Labels of load attempts. Tokens of one that is undecided must not leave; those of a refused one never do.
+
+    kv: what a load does with the keys and values of running requests. Where they are kept, those of a request are at most as
+    old as the label it began under, and as the last attempt at which they were rebuilt after all (a refused one is undone so).
+    """
+
+    def __init__(self, kv: KvMode = "rebuild") -> None:
+        self.keeps = kv == "keep"
+        self._rebuilt: list[str] = []  # one for each refused attempt
+        self._count = 0
+        self._undecided: dict[str, asyncio.Future[bool]] = {}
+        self._refused: set[str] = set()
+
+    def begin(self, version: int, *, proved: bool = False) -> str:
+        """The label of a new attempt to serve `version`. proved: its weights were served before, and nothing that was computed
+        since is kept.
+        """
+        self._count += 1
+        label = f"{version}.{self._count}"
+        if proved and self.keeps:
+            self._rebuilt.append(label)
+        if not proved:
+            self._undecided[label] = asyncio.get_running_loop().create_future()
+        return label
+
+    def decide(self, label: str, accepted: bool) -> None:
+        """Give the verdict; all that wait for it continue."""
+        if not accepted:
+            self._refused.add(label)
+        self._undecided.pop(label).set_result(accepted)
+
+    def fail(self, label: str, error: Exception) -> None:
+        """There will be no verdict: all that wait for it get the error."""
+        verdict = self._undecided[label]  # stays, so that later waiters get it too
+        verdict.set_exception(error)
+        verdict.exception()  # perhaps no caller waits any more
+
+    def is_proved(self, label: str) -> bool:
+        """Whether tokens of this attempt may leave now."""
+        return label not in self._undecided and label not in self._refused
+
+    async def accepted(self, label: str) -> bool:
+        """The verdict, once there is one."""
+        verdict = self._undecided.get(label)
+        return label not in self._refused if verdict is None else await asyncio.shield(verdict)
+
+    def kv_of(self, label: str, born: str) -> int:
+        """Oldest version of the keys and values of a request that began under `born`, where it samples under `label`."""
+        if not self.keeps or born == label:
+            return self.version_of(label)
+        rebuilt = (other for other in reversed(self._rebuilt) if _number(other) <= _number(label))
+        return self.version_of(max(born, next(rebuilt, born), key=_number))
+
+    @staticmethod
+    def version_of(label: str) -> int:
+        """The policy version an attempt was to serve."""
+        return int(label.partition(".")[0])
+
+
+def _number(label: str) -> int:
+    return int(label.partition(".")[2])
+
 
 _log = logging.getLogger(__name__)
 MIN_SLOTS = 2  # what serves, and what is being proved
@@ -52,26 +116,26 @@ class Adapters:
         return len(self._loaded)
 
     @contextmanager
-    def used(self, one: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
+    def used(self, adapter: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
         """An adapter stays while the `with` lasts: the one that serves, or `one`."""
-        one = one or self.serving
-        one.users += 1
+        adapter = adapter or self.serving
+        adapter.users += 1
         try:
-            yield one
+            yield adapter
         finally:
-            one.users -= 1
-            self._leave_if_unused(one)
+            adapter.users -= 1
+            self._leave_if_unused(adapter)
 
-    async def began(self, one: LoadedAdapter, request_id: str) -> None:
+    async def began(self, adapter: LoadedAdapter, request_id: str) -> None:
         """A request runs under an adapter; if that is to leave, the request stops at once."""
-        one.running.add(request_id)
-        if one.is_leaving:
+        adapter.running.add(request_id)
+        if adapter.is_leaving:
             await self._llm.abort(request_id, internal=True)
 
     async def make_room(self) -> None:
         """Wait until one more may live."""
         while len(self._loaded) >= self._slots:
-            oldest = next(one for one in self._loaded if one is not self.serving)
+            oldest = next(adapter for adapter in self._loaded if adapter is not self.serving)
             _log.info("adapter_left version=%d requests=%d", Attempts.version_of(oldest.label), oldest.users)
             oldest.is_leaving = True
             if oldest.running:
@@ -104,31 +168,31 @@ class Adapters:
             raise PolicyRefused(f"policy {label}: {reason}")
         return adapter, max(took_ms for took_ms, _ in placed)
 
-    def serve(self, one: LoadedAdapter) -> None:
+    def serve(self, adapter: LoadedAdapter) -> None:
         """New requests begin under it."""
-        before, self.serving = self.serving, one
+        before, self.serving = self.serving, adapter
         self.retire(before)
 
-    def retire(self, one: LoadedAdapter) -> None:
+    def retire(self, adapter: LoadedAdapter) -> None:
         """No request begins under it any more: it leaves with the last that runs."""
-        one.is_retired = True
-        self._leave_if_unused(one)
+        adapter.is_retired = True
+        self._leave_if_unused(adapter)
 
-    def _leave_if_unused(self, one: LoadedAdapter) -> None:
-        if not one.is_retired or one.users:
+    def _leave_if_unused(self, adapter: LoadedAdapter) -> None:
+        if not adapter.is_retired or adapter.users:
             return
-        self._loaded.remove(one)
-        one.unused.set()
-        if one.lora is not None:
-            task = asyncio.get_running_loop().create_task(self._remove(one))
+        self._loaded.remove(adapter)
+        adapter.unused.set()
+        if adapter.lora is not None:
+            task = asyncio.get_running_loop().create_task(self._remove(adapter))
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
 
-    async def _remove(self, one: LoadedAdapter) -> None:
+    async def _remove(self, adapter: LoadedAdapter) -> None:
         try:
-            await self._llm.remove_lora(one.lora.lora_int_id)
+            await self._llm.remove_lora(adapter.lora.lora_int_id)
         except Exception:  # vLLM ends or has ended: the owner of a request learns it from the request
-            _log.warning("adapter_not_removed version=%d", Attempts.version_of(one.label), exc_info=True)
+            _log.warning("adapter_not_removed version=%d", Attempts.version_of(adapter.label), exc_info=True)
 
 
 async def check_adapted(llm: Any, names: Sequence[str], folder: Path) -> None:

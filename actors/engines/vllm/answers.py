@@ -93,7 +93,6 @@ class VllmAnswers:
         return kind(self._tokenizer, request.tools, **self._told), request
 
     def _asked(self, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """The request that a parser is given."""
         more = {"tools": [dict(tool) for tool in tools], "tool_choice": "auto"} if tools else {}
         return self._request(model="", messages=[], **more)
 

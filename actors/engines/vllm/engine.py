@@ -14,7 +14,7 @@ The tensors go through this host's memory, so the workers must run on it.
 
 import asyncio
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,14 +29,10 @@ from actors.engines.checks import (
     check_tensors,
 )
 from actors.engines.engine import Completion, EngineStopped, KvMode, LoadReport, OnChunk, Sampling
-from actors.engines.judge import SchemaCompiler
-from actors.engines.once_per_schema import OncePerSchema
-from actors.engines.request_images import RequestImages
-from actors.engines.token_spellings import TokenSpellings, folder_vocabulary
-from actors.engines.vllm.adapters import Adapters, check_adapted
-from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.routing import layers_that_route, routing_options
+from actors.engines.grammar import Grammars, folder_vocabulary
+from actors.engines.trace import RequestImages
+from actors.engines.vllm.adapters import Adapters, Attempts, check_adapted
+from actors.engines.vllm.requests import Requests, layers_that_route, stream, whole
 from actors.engines.vllm.settings import (
     GRAMMARS,
     argument_names,
@@ -47,8 +43,8 @@ from actors.engines.vllm.settings import (
     errors_of_children,
     give_cache,
     load_libraries,
+    routing_options,
 )
-from actors.engines.vllm.streaming import stream, whole
 from actors.engines.vllm.swap import Scores, Swap, parts_of
 from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_folder
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
@@ -63,11 +59,16 @@ from schemas.errors import ConfigError, PolicyRefused
 
 
 class VllmEngine:
-    """model: a folder, or a name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest
-    calls that become one request. routing: record the experts of each token, for `trainer.routing = "replay"`; on a GPU only,
-    and not for answers that are streamed. lora: rank, alpha and targets where versions are adapters of the model; `max_loras`
-    of them live at once. kv: what a reload does with the keys and values of running requests; a request under an adapter
-    keeps its version, and them with it.
+    """Serves a model with vLLM.
+
+    model: folder, or name in the local Hugging Face cache. options: vLLM's engine arguments. group_max_tokens: longest calls
+    that become one request. routing: record the experts of each token, for `trainer.routing = "replay"`; on a GPU only, and not
+    for answers that are streamed. lora: rank, alpha and targets where versions are adapters of the model; `max_loras` of them
+    live at once. kv: what a reload does with the keys and values of running requests; a request under an adapter keeps its
+    version, and them with it.
+
+    On a CPU `kv_cache_memory_bytes`, memory for keys and values, is by default enough for `max_num_seqs` requests of
+    `max_model_len` tokens, at most 1 GiB where one request does not need more, and at most half of the free memory.
     """
 
     def __init__(
@@ -91,9 +92,7 @@ class VllmEngine:
         self._llm: Any = None
         self._requests: Requests | None = None
         self._swap: Swap | None = None
-        self._schemas = OncePerSchema(self._check_schema)
-        self._vocabulary: TokenSpellings | None = None
-        self._judge: SchemaCompiler | None = None
+        self._grammars = Grammars(lambda: folder_vocabulary(str(self._folder), self._num_vocabulary), keeps=False)
         self._attempts = Attempts("keep" if self._keeps else "rebuild")
         self.version_files = VersionFiles()
         self._version = 0
@@ -145,6 +144,8 @@ class VllmEngine:
         await asyncio.to_thread(self._build)
         config = self._llm.model_config
         self._num_vocabulary = int(config.get_vocab_size())
+        # Published under both names; vLLM would keep two copies.
+        self._tied = ("lm_head.weight",) if config.hf_text_config.tie_word_embeddings else ()
         self._max_model_len = int(config.max_model_len)
         self._gate = ProbeGate(str(config.dtype).removeprefix("torch."))
         label = self._attempts.begin(0, proved=True)
@@ -178,9 +179,7 @@ class VllmEngine:
             await requests.close()
         if self._adapters is not None:
             await self._adapters.close()
-        self._schemas.close()
-        if self._judge is not None:
-            self._judge.close()
+        self._grammars.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = requests = self._swap = None
@@ -213,15 +212,8 @@ class VllmEngine:
         that took no longer than the deadline on one thread here. Schemas arrive there one after the other, as they pass here,
         so they do not pile up; what vLLM let go of is compiled again, within the same time.
         """
-        await self._schemas.of(json_schema)
-
-    def _check_schema(self, json_schema: str) -> None:
-        if self._vocabulary is None or self._judge is None:
-            self._vocabulary = folder_vocabulary(str(self._folder), self._num_vocabulary)
-            self._running().special = self._vocabulary.special
-            self._judge = SchemaCompiler(self._vocabulary.spellings)
-        self._vocabulary.check(json_schema)
-        self._judge.check(json_schema)
+        await self._grammars.compiled(json_schema)
+        self._running().special = self._grammars.vocabulary.special
 
     async def load(self, policy: Policy) -> LoadReport:
         """Swap the weights while requests run. A cancelled call still finishes its swap."""
@@ -235,8 +227,8 @@ class VllmEngine:
         """Logprob of every token but the first; waits for a load that is under way."""
         async with self._loading:
             requests = self._running()
-            with nullcontext() if self._adapters is None else self._adapters.used() as one:
-                scores: tuple[float, ...] = await (await requests.submit_score(tokens, one))()
+            with nullcontext() if self._adapters is None else self._adapters.used() as adapter:
+                scores: tuple[float, ...] = await (await requests.submit_score(tokens, adapter))()
             return scores
 
     async def core_memory_mb(self) -> float:
@@ -251,7 +243,7 @@ class VllmEngine:
     def _read_folder(self) -> None:
         """What a policy will be compared with. Raises ConfigError for an adapter that does not fit the folder's model."""
         if self._lora is not None:
-            rank, alpha, targets = (self._lora[one] for one in ("rank", "alpha", "targets"))
+            rank, alpha, targets = (self._lora[name] for name in ("rank", "alpha", "targets"))
             self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
             model = meta_model(self._folder)
             self._names = tuple(model.state_dict())
@@ -328,22 +320,21 @@ class VllmEngine:
             return LoadReport(pause_ms, difference)
 
     async def _load_adapter(self, policy: Policy, adapter: Adapter, adapters: Adapters) -> LoadReport:
-        """Prove an adapter beside the one that serves, then let new requests begin under it."""
         await asyncio.to_thread(self._check_adapter, policy)
         await adapters.make_room()
         label = self._attempts.begin(policy.version, proved=True)  # no request has it before the verdict
         with TemporaryDirectory(prefix="headrace-adapter-") as folder:
             await asyncio.to_thread(write_adapter_folder, Path(folder), adapter, policy.tensors)
-            one, took_ms = await adapters.add(label, folder)
+            loaded, took_ms = await adapters.add(label, folder)
         try:
-            with adapters.used(one):
+            with adapters.used(loaded):
                 sequences = policy.probe.sequences if policy.probe else ()
-                pending = [await self._running().submit_score(tokens, one) for tokens in sequences]
+                pending = [await self._running().submit_score(tokens, loaded) for tokens in sequences]
                 difference = self._gate.check(policy, [await scores() for scores in pending])
         except BaseException:
-            adapters.retire(one)
+            adapters.retire(loaded)
             raise
-        adapters.serve(one)
+        adapters.serve(loaded)
         self._version = policy.version
         return LoadReport(took_ms, difference)
 
@@ -356,7 +347,7 @@ class VllmEngine:
         try:
             file = await asyncio.to_thread(in_a_file, self.version_files, self._held)
             label = self._attempts.begin(self._version, proved=True)
-            await self._put(file, parts_of(self._held, self._held), label, None, keep=False)
+            await self._put(file, self._parts(self._held, self._held), label, None, keep=False)
         except PolicyRefused as error:
             raise EngineStopped(str(error)) from error
 
@@ -368,10 +359,12 @@ class VllmEngine:
         return await self._swap.put(file.path, parts, label, probe, keep=keep)
 
     def _check(self, policy: Policy) -> list[list[str]]:
-        """The names of the tensors to send, in parts."""
         check_tensors(policy, {name: tuple(tensor.shape) for name, tensor in self._held.items()})
         check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len - 1)
-        return parts_of(changed_names(self._held, policy.tensors), policy.tensors)
+        return self._parts(changed_names(self._held, policy.tensors), policy.tensors)
+
+    def _parts(self, changed: Iterable[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        return parts_of(changed, {name: tensor for name, tensor in tensors.items() if name not in self._tied})
 
 
 def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:

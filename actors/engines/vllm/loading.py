@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.engines.vllm.held import Expected, Held, is_packed, sums, sums_of
+from actors.engines.vllm.weight_checksums import Expected, WeightChecksums, is_packed, sums, sums_of
 
 
 class Staged(NamedTuple):
@@ -30,26 +30,39 @@ class Staged(NamedTuple):
 
 
 class Stage:
-    """A version on its way into vLLM's model beside its steps. Nothing of the model changes before `take_over`."""
+    """A version on its way into vLLM's model beside its steps. Nothing of the model changes before `take_over`.
 
-    def __init__(self, config: Any, model: Any, held: Held) -> None:
-        self._config = config
-        self._model = model
+    Use `close` at its end, whether the model took over or not.
+    """
+
+    def __init__(self, model: Any, held: WeightChecksums) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
         self._held = held
+        self._made: dict[int, Any] = {}
+        self._stand_in = _stand_in(model, self._made)
+        self._modules = {name: self._made[id(module)] for name, module in held.modules.items()}
+        layerwise.initialize_layerwise_reload(self._stand_in)
+        for module in self._modules.values():  # it keeps what is loaded: nothing has to be copied elsewhere
+            layerwise.get_layerwise_info(module).kernel_tensors = None
         self._staged: dict[str, Staged] = {}
         self._expected: dict[str, Expected] = {}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load some tensors, all sources of every fused module among them."""
-        made: dict[int, Any] = {}
-        stand_in = _stand_in(self._model, made)
-        try:
-            modules = {name: made[id(module)] for name, module in self._held.modules.items()}
-            expected = load(self._config, stand_in, modules, tensors, self._held)
-            self._expected |= expected
-            self._staged |= {name: _staged(modules[name]) for name in expected}
-        finally:
-            _take_apart(set(made.values()))
+        """Load some tensors, all sources of every fused module among them. Raises what vLLM's loaders raise."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        new = {name: module for name, module in self._modules.items() if name not in self._staged}
+        with noting(new, self._held) as noted:
+            self._stand_in.load_weights(tensors.items())
+            loaded = _loaded(new)
+            for name in loaded:
+                info = layerwise.get_layerwise_info(new[name])
+                if info.can_load():  # part of it is padding, which no tensor fills
+                    layerwise._layerwise_process(new[name], info)
+        self._expected |= expected_of(loaded, new, noted, tensors)
+        self._staged |= {name: _staged(new[name]) for name in loaded}
+        check_copied(tensors.values(), (new[name] for name in loaded))
 
     def take_over(self) -> None:
         """Have the model compute with what was loaded."""
@@ -63,44 +76,58 @@ class Stage:
                 module.cpu_linear = staged.kernel
         self._held.expect(self._expected)
 
+    def close(self) -> None:
+        """Cut the references between modules, their parameters and what vLLM knows of them."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-def load_in_place(config: Any, model: Any, held: Held, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load some tensors into vLLM's model while no step runs."""
+        for module in set(self._made.values()):
+            if (info := LAYERWISE_INFO.pop(module, None)) is not None:
+                vars(info).clear()
+            for name in ("_parameters", "_buffers", "_modules"):
+                module.__dict__[name].clear()
+            module.__dict__.clear()
+        vars(self).clear()
+
+
+def load_in_place(config: Any, model: Any, held: WeightChecksums, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load some tensors into vLLM's model while no step runs. Raises what vLLM's loaders raise."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
     with _experts_packed_again(model):
-        held.expect(load(config, model, held.modules, tensors, held))
+        with noting(held.modules, held) as noted:
+            layerwise.initialize_layerwise_reload(model)
+            model.load_weights(tensors.items())
+            loaded = _loaded(held.modules)
+            layerwise.finalize_layerwise_reload(model, config.model_config)
+        check_copied(tensors.values(), (held.modules[name] for name in loaded))
+        held.expect(expected_of(loaded, held.modules, noted, tensors))
 
 
-def load(
-    config: Any, model: Any, modules: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], held: Held
+def expected_of(
+    loaded: Iterable[str],
+    modules: Mapping[str, Any],
+    noted: Mapping[str, Expected],
+    tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Expected]:
-    """Load tensors into a model or its stand-in; what each module that was loaded should hold, by name.
-
-    modules: those of the model with parameters. Raises what vLLM's loaders raise, and RuntimeError where a module would keep
-    the memory of a tensor that was sent, which is a file's.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        get_layerwise_info,
-        initialize_layerwise_reload,
-    )
-
-    expected: dict[str, Expected] = {}
-    with _noting({id(module): name for name, module in modules.items()}, held, expected):
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors.items())
-        infos = {name: get_layerwise_info(module) for name, module in modules.items()}
-        loaded = [name for name, info in infos.items() if info.load_numel > 0 or not info.can_load()]
-        finalize_layerwise_reload(model, config.model_config)
+    """What each module that was loaded should hold: as noted, or as it was sent where vLLM makes nothing of it."""
+    expected = {name: noted[name] for name in loaded if name in noted}
     for name in loaded:
-        if name not in expected:  # vLLM makes nothing of what it was sent
-            held_now = sums_of(modules[name])
-            for part in held_now:
-                value, given = modules[name]._parameters[part], tensors.get(f"{name}.{part}")
-                if given is not None and given.shape == value.shape:
-                    held_now[part] = sums(given.to(value.dtype))
-            expected[name] = Expected(held_now)
-    check_copied(tensors.values(), model)
+        if name in noted:
+            continue
+        found = sums_of(modules[name])
+        for part in found:
+            value, given = modules[name]._parameters[part], tensors.get(f"{name}.{part}")
+            if given is not None and given.shape == value.shape:
+                found[part] = sums(given.to(value.dtype))
+        expected[name] = Expected(found)
     return expected
+
+
+def _loaded(modules: Mapping[str, Any]) -> list[str]:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    infos = {name: get_layerwise_info(module) for name, module in modules.items()}
+    return [name for name, info in infos.items() if info.load_numel > 0 or not info.can_load()]
 
 
 def can_be_staged(model: Any) -> bool:
@@ -128,20 +155,23 @@ def can_be_staged(model: Any) -> bool:
     return on_cpu and not supports_multimodal(model) and all(map(is_plain, model.modules()))
 
 
-def check_copied(tensors: Iterable[torch.Tensor], model: Any) -> None:
-    """Raise RuntimeError where the model has the memory of the file and no copy of it."""
+def check_copied(tensors: Iterable[torch.Tensor], modules: Iterable[Any]) -> None:
+    """Raise RuntimeError where a module has the memory of the file and no copy of it."""
     of_file = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.numel() and value.untyped_storage().data_ptr() in of_file:
-            raise RuntimeError(f"{name} lies in the file itself, expected a copy")
+    for module in modules:
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if value.numel() and value.untyped_storage().data_ptr() in of_file:
+                raise RuntimeError(f"{name} lies in the file itself, expected a copy")
 
 
 @contextmanager
-def _noting(names: Mapping[int, str], held: Held, expected: dict[str, Expected]) -> Iterator[None]:
+def noting(modules: Mapping[str, Any], held: WeightChecksums) -> Iterator[dict[str, Expected]]:
     """Note what each module should hold where vLLM's loaders have filled it: columns before vLLM packs it, sums afterwards."""
+    names = {id(module): name for name, module in modules.items()}
+    noted: dict[str, Expected] = {}
 
-    def noting(process: Callable[[Any], None]) -> Callable[[Any], None]:
-        def noted(module: Any) -> None:
+    def with_a_note(process: Callable[[Any], None]) -> Callable[[Any], None]:
+        def processed(module: Any) -> None:
             name = names.get(id(module), "")
             at: tuple[int, ...] = ()
             columns: torch.Tensor | None = None
@@ -150,9 +180,9 @@ def _noting(names: Mapping[int, str], held: Held, expected: dict[str, Expected])
                 columns = module.weight.detach()[:, list(at)].clone()
             process(module)
             if name:
-                expected[name] = Expected(sums_of(module), at, columns)
+                noted[name] = Expected(sums_of(module), at, columns)
 
-        return noted
+        return processed
 
     methods: dict[int, Any] = {
         id(method): method
@@ -160,9 +190,9 @@ def _noting(names: Mapping[int, str], held: Held, expected: dict[str, Expected])
         if hasattr(method := getattr(module, "quant_method", None), "process_weights_after_loading")
     }
     for method in methods.values():
-        method.process_weights_after_loading = noting(method.process_weights_after_loading)
+        method.process_weights_after_loading = with_a_note(method.process_weights_after_loading)
     try:
-        yield
+        yield noted
     finally:
         for method in methods.values():
             del method.process_weights_after_loading
@@ -191,7 +221,8 @@ def _experts_packed_again(model: Any) -> Iterator[None]:
 
 
 def _staged(module: Any) -> Staged:
-    values = {**module._parameters, **module._buffers}
+    buffers = {name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    values = {**module._parameters, **buffers}
     tensors = {name: value.data for name, value in values.items() if value is not None and value.numel()}
     return Staged(tensors, getattr(module, "cpu_linear", None))
 
@@ -227,7 +258,6 @@ def _stand_in(module: Any, made: dict[int, Any]) -> Any:
 
 
 def _bound(tensor: torch.Tensor, known: torch.Tensor, module: Any, stand_in: Any) -> torch.Tensor:
-    """A tensor with the class and the loaders of another. Loaders that are methods of the module become the stand-in's."""
     from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
     found = {}
@@ -240,15 +270,3 @@ def _bound(tensor: torch.Tensor, known: torch.Tensor, module: Any, stand_in: Any
     tensor.__class__ = known.__class__
     tensor.__dict__ = found
     return tensor
-
-
-def _take_apart(modules: Iterable[Any]) -> None:
-    """Cut the references between modules and their parameters, and what vLLM keeps of them."""
-    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-    for module in modules:
-        if (info := LAYERWISE_INFO.pop(module, None)) is not None:
-            vars(info).clear()  # it knows loaders that know it
-        for name in ("_parameters", "_buffers", "_modules"):
-            module.__dict__[name].clear()
-        module.__dict__.clear()

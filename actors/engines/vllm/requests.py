@@ -5,23 +5,25 @@ less; since it answers when its last member ends, only short ones are joined. Se
 """
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
-from actors.engines.engine import Completion, EngineStopped, Sampling, Shaping
-from actors.engines.request_images import RequestImages
-from actors.engines.trace import Start, begin, spans
-from actors.engines.vllm.adapters import Adapters, LoadedAdapter
-from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.inputs import Input, probe_input, prompt_input
-from actors.engines.vllm.routing import RoutedRows
-from infra.model.vision import Vision
+from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling, Shaping
+from actors.engines.trace import RequestImages, Start, Trace, begin, spans
+from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
+from infra.model.vision import Prepared, Vision
 
+Input = dict[str, Any]  # as vLLM's `add_request` takes it, past its own renderer
 Waiting = asyncio.Future[Completion]
 Label = tuple[str, int]  # of a load attempt, and the index of its first token
 # vLLM's output, where each attempt's tokens begin in it, and the label it began under.
@@ -31,7 +33,36 @@ NO_IMAGES = RequestImages()
 NEVER = -100.0  # the lowest logit bias there is
 MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 
+_OF_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\b")
+
 _log = logging.getLogger(__name__)
+
+
+class RoutedRows(msgspec.Struct):
+    """The experts of one completion, which may take several requests.
+
+    layers: those that route; () where none are asked for. rows: [tokens, layers, k] of each request. num: tokens that
+    they cover. lost: whether vLLM did not give some.
+    """
+
+    layers: tuple[int, ...] = ()
+    rows: list[npt.NDArray[np.unsignedinteger[Any]]] = []
+    num: int = 0
+    lost: bool = False
+
+    def add(self, found: npt.NDArray[np.unsignedinteger[Any]] | None, stop: int) -> None:
+        """A request's rows [tokens read, all layers, k], up to `stop`; those that an earlier request gave are kept."""
+        if not self.layers or stop <= self.num:
+            return
+        if found is None or len(found) < stop:
+            self.lost = True
+            return
+        self.rows.append(found[self.num : stop, list(self.layers)])
+        self.num = stop
+
+    def all(self) -> npt.NDArray[np.unsignedinteger[Any]] | None:
+        """[tokens, layers, k], None where vLLM did not give them all."""
+        return np.concatenate(self.rows) if self.rows and not self.lost else None
 
 
 class Requests:
@@ -102,33 +133,33 @@ class Requests:
         """
         born = self.born
         seen = await self._input(prompt, pictures, born)
-        with self._weights() as one:
-            queue = await self._submit(seen, self._streamed_params(sampling), one)
+        with self._weights() as adapter:
+            queue = await self._submit(seen, self._streamed_params(sampling), adapter)
             state = self._llm.output_processor.request_states.get(queue.request_id)
             try:
-                yield queue, one, state, born
+                yield queue, adapter, state, born
             finally:
                 try:
                     if queue.request_id in self._llm.output_processor.request_states:
                         await self._llm.abort(queue.request_id, internal=True)
                 finally:
                     queue.close()
-                    if one is not None:
-                        one.running.discard(queue.request_id)
+                    if adapter is not None:
+                        adapter.running.discard(queue.request_id)
 
     def failure(self, error: Exception) -> Exception:
         """What a caller gets: EngineStopped where vLLM's process is gone."""
         return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
-    async def submit_score(self, tokens: Sequence[int], one: LoadedAdapter | None = None) -> Callable[[], Any]:
-        """Send tokens to be scored before every other request; the result's call awaits the logprobs. one: the adapter,
+    async def submit_score(self, tokens: Sequence[int], adapter: LoadedAdapter | None = None) -> Callable[[], Any]:
+        """Send tokens to be scored before every other request; the result's call awaits the logprobs. adapter: the adapter,
         which stays meanwhile, None for none.
         """
         seen = probe_input(tokens, self._vision, self._salt(self.born))
-        queue = await self._submit(seen, _score_params(), one, priority=PROBE_PRIORITY)
+        queue = await self._submit(seen, _score_params(), adapter, priority=PROBE_PRIORITY)
 
         async def scores() -> tuple[float, ...]:
-            flat = (await self._answer(queue, one)).prompt_logprobs
+            flat = (await self._answer(queue, adapter)).prompt_logprobs
             if len(flat.logprobs) != len(tokens) - 1:
                 raise RuntimeError(f"vLLM scored {len(flat.logprobs)} tokens, expected {len(tokens) - 1}")
             return tuple(flat.logprobs)
@@ -142,13 +173,13 @@ class Requests:
             if free and sampling.max_tokens <= self._group_max_tokens:
                 self._begin(prompt, pictures, sampling, waiting)
             else:
-                for one in waiting:
-                    self._begin(prompt, pictures, sampling, [one])
+                for caller in waiting:
+                    self._begin(prompt, pictures, sampling, [caller])
 
     def _begin(
         self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
     ) -> None:
-        waiting = [one for one in waiting if not one.done()]
+        waiting = [caller for caller in waiting if not caller.done()]
         if not waiting:
             return
         task = self._loop.create_task(self._serve(prompt, pictures, sampling, waiting))
@@ -162,29 +193,29 @@ class Requests:
             if left == 0:  # all are answered, or all callers are gone
                 task.cancel()
 
-        for one in waiting:
-            one.add_done_callback(ended)
+        for caller in waiting:
+            caller.add_done_callback(ended)
 
     async def _serve(
         self, prompt: tuple[int, ...], pictures: RequestImages, sampling: Sampling, waiting: list[Waiting]
     ) -> None:
         try:
             sampled = await self._sample(prompt, pictures, sampling, len(waiting))
-            for one, found in zip(waiting, sampled, strict=True):
+            for caller, found in zip(waiting, sampled, strict=True):
                 completion = await self._completion(prompt, pictures, sampling, found)
-                if not one.done():
-                    one.set_result(completion)
+                if not caller.done():
+                    caller.set_result(completion)
         except asyncio.CancelledError:
-            for one in waiting:
-                one.cancel()
+            for caller in waiting:
+                caller.cancel()
             raise
         except Exception as error:  # vLLM's own kinds, all of them for the caller
             failure = self.failure(error)
             if failure is not error:
                 failure.__cause__ = error
-            for one in waiting:
-                if not one.done():
-                    one.set_exception(failure)
+            for caller in waiting:
+                if not caller.done():
+                    caller.set_exception(failure)
 
     async def _completion(
         self,
@@ -231,7 +262,7 @@ class Requests:
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
                 tokens, logprobs, starts, routed = [], [], [], RoutedRows(self._routed_layers)
-            left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
             (sampled,) = await self._sample((*prompt, *tokens), pictures, left, 1)
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
@@ -242,12 +273,12 @@ class Requests:
     ) -> list[Sampled]:
         born = self.born
         seen = await self._input(prompt, pictures, born)
-        with self._weights() as one:
-            queue = await self._submit(seen, self._params(sampling, num), one)
-            answer = await self._answer(queue, one)
+        with self._weights() as adapter:
+            queue = await self._submit(seen, self._params(sampling, num), adapter)
+            answer = await self._answer(queue, adapter)
             for output in answer.outputs:
-                check_end(output, one)
-            return [(output, labels_of(output, one), born) for output in answer.outputs]
+                check_end(output, adapter)
+            return [(output, labels_of(output, adapter), born) for output in answer.outputs]
 
     def _weights(self) -> AbstractContextManager[LoadedAdapter | None]:
         """What a request runs under: an adapter, which stays meanwhile, or what vLLM says with each token."""
@@ -262,28 +293,28 @@ class Requests:
     def _salt(self, born: str) -> str:
         return born if self.attempts.keeps else ""
 
-    async def _submit(self, prompt: Input, params: Any, one: LoadedAdapter | None, *, priority: int = 0) -> Any:
+    async def _submit(self, prompt: Input, params: Any, adapter: LoadedAdapter | None, *, priority: int = 0) -> Any:
         """Send a request. One that is cancelled meanwhile is aborted: vLLM must not have a request without its adapter."""
-        sending = asyncio.ensure_future(self._send(prompt, params, one, priority))
+        sending = asyncio.ensure_future(self._send(prompt, params, adapter, priority))
         try:
             return await asyncio.shield(sending)
         except asyncio.CancelledError:
             queue = await sending
             await self._llm.abort(queue.request_id, internal=True)
             queue.close()
-            if one is not None:
-                one.running.discard(queue.request_id)
+            if adapter is not None:
+                adapter.running.discard(queue.request_id)
             raise
 
-    async def _send(self, prompt: Input, params: Any, one: LoadedAdapter | None, priority: int) -> Any:
+    async def _send(self, prompt: Input, params: Any, adapter: LoadedAdapter | None, priority: int) -> Any:
         self._num_requests += 1
-        named = {} if one is None else {"lora_request": one.lora}
+        named = {} if adapter is None else {"lora_request": adapter.lora}
         queue = await self._llm.add_request(str(self._num_requests), prompt, params, priority=priority, **named)
-        if self._adapters is not None and one is not None:
-            await self._adapters.began(one, queue.request_id)
+        if self._adapters is not None and adapter is not None:
+            await self._adapters.began(adapter, queue.request_id)
         return queue
 
-    async def _answer(self, queue: Any, one: LoadedAdapter | None) -> Any:
+    async def _answer(self, queue: Any, adapter: LoadedAdapter | None) -> Any:
         """The one output of a request; cancelling aborts it."""
         try:
             return await queue.get()
@@ -292,24 +323,22 @@ class Requests:
             raise
         finally:
             queue.close()
-            if one is not None:
-                one.running.discard(queue.request_id)
+            if adapter is not None:
+                adapter.running.discard(queue.request_id)
 
 
-def labels_of(output: Any, one: LoadedAdapter | None, state: Any = None) -> list[Label]:
-    """Where the tokens of each load attempt begin. one: the adapter it ran under, if any. state: vLLM's account of a request
-    that runs.
-    """
-    if one is not None:
-        return [(one.label, 0)]
+def labels_of(output: Any, adapter: LoadedAdapter | None, state: Any = None) -> list[Label]:
+    """Where the tokens of each load attempt begin. adapter: that it ran under. state: vLLM's account of a request that runs."""
+    if adapter is not None:
+        return [(adapter.label, 0)]
     if output.weight_versions is not None:
         return [(span.version, span.start) for span in output.weight_versions]
     return list(state.weight_version_starts) if state is not None else []
 
 
-def check_end(output: Any, one: LoadedAdapter | None) -> None:
+def check_end(output: Any, adapter: LoadedAdapter | None) -> None:
     """Raise RuntimeError for a request that vLLM ended before its time, unless its adapter had to leave."""
-    if output.finish_reason not in ("stop", "length") and not (one is not None and one.is_leaving):
+    if output.finish_reason not in ("stop", "length") and not (adapter is not None and adapter.is_leaving):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}, expected 'stop' or 'length'")
 
 
@@ -355,3 +384,137 @@ def _score_params() -> Any:
     params = _sampling_params(Sampling(max_tokens=1), 1)
     params.prompt_logprobs = 0
     return params
+
+
+def layers_that_route(names: Iterable[str]) -> tuple[int, ...]:
+    """The layers that have experts, by the names of the model's tensors: vLLM has a row for every layer, and 0s for others.
+
+    >>> layers_that_route(["model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+    (1,)
+    """
+    return tuple(sorted({int(found[1]) for name in names if (found := _OF_EXPERTS.search(name))}))
+
+
+def prompt_input(tokens: Sequence[int], pictures: RequestImages, vision: Vision | None, salt: str = "") -> Input:
+    """A prompt with what it shows. Prepares the pictures, so call it from a thread where there are any. salt: of text alone."""
+    if vision is None or not pictures.images:
+        return _text_input(tokens, salt)
+    places = vision.places(tokens, len(pictures.images))
+    return _seen_input(tokens, places, pictures.prepared(vision), vision.num_places)
+
+
+def probe_input(tokens: Sequence[int], vision: Vision | None, salt: str = "") -> Input:
+    """A sequence that is scored without its images, see `Vision.probe`."""
+    if vision is None:
+        return _text_input(tokens, salt)
+    places, pictures = vision.probe(tokens)
+    return _seen_input(tokens, places, pictures, vision.num_places) if len(pictures) else _text_input(tokens, salt)
+
+
+def _text_input(tokens: Sequence[int], salt: str) -> Input:
+    return {"type": "token", "prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})}
+
+
+def _seen_input(
+    tokens: Sequence[int], places: npt.NDArray[np.int64], pictures: Sequence[Prepared] | Prepared, num_places: int
+) -> Input:
+    """places: as `Vision.places` gives them, picture after picture."""
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    starts = [int(start) for start in places[::num_places]]
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": list(tokens),
+        "mm_kwargs": {"image": [_item(picture) for picture in pictures]},
+        "mm_hashes": {"image": [_name(picture) for picture in pictures]},
+        "mm_placeholders": {"image": [PlaceholderRange(offset=start, length=num_places) for start in starts]},
+    }
+
+
+def _item(picture: Prepared) -> Any:
+    import torch
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+    def element(data: torch.Tensor, *, keep_on_cpu: bool = False) -> MultiModalFieldElem:
+        return MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
+
+    return MultiModalKwargsItem(
+        pixel_values=element(torch.from_numpy(picture)),
+        num_image_patches=element(torch.tensor(1), keep_on_cpu=True),
+    )
+
+
+def _name(picture: Prepared) -> str:
+    return hashlib.blake2b(repr(picture.shape).encode() + picture.tobytes(), digest_size=16).hexdigest()
+
+
+async def stream(
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk, pictures: RequestImages
+) -> Completion:
+    """Sample one continuation, calling `on_chunk` with proved tokens."""
+    trace = Trace(sampling)
+    with requests.counted():
+        while True:
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(trace.tokens))
+            try:
+                async with requests.opened((*prompt, *trace.tokens), left, pictures) as opened:
+                    if await _follow(requests, opened, trace, on_chunk):
+                        return trace.completion()
+            except Exception as error:
+                failure = requests.failure(error)
+                if failure is error:
+                    raise
+                raise failure from error
+
+
+async def whole(
+    requests: Requests, prompt: Sequence[int], sampling: Sampling, on_chunk: OnChunk | None, pictures: RequestImages
+) -> Completion:
+    """Sample one continuation that may have to begin again, so nothing of it is handed over before its end."""
+    completion = await requests.generate(prompt, sampling, pictures)
+    if on_chunk is not None:
+        for span in completion.spans:
+            cut = slice(span.start, span.stop)
+            on_chunk(Chunk(completion.tokens[cut], completion.logprobs[cut], span.version, span.kv))
+    return completion
+
+
+async def _follow(
+    requests: Requests, opened: tuple[Any, LoadedAdapter | None, Any, str], trace: Trace, on_chunk: OnChunk
+) -> bool:
+    """Take outputs until the request ends (True), shows tokens of a refused policy or is to go on elsewhere (False)."""
+    queue, adapter, state, born = opened
+    num_taken = 0
+    while True:
+        answer = await queue.get()
+        (output,) = answer.outputs
+        tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
+        if len(tokens) != len(logprobs):
+            raise RuntimeError("vLLM returned a different number of tokens and logprobs")
+        runs = _runs(labels_of(output, adapter, state), num_taken, num_taken + len(tokens))
+        for label, start, stop in runs:
+            if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
+                return False
+            version, kv = requests.attempts.version_of(label), requests.attempts.kv_of(label, born)
+            cut = slice(start - num_taken, stop - num_taken)
+            for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
+                trace.add(token, logprob, version, kv)
+            on_chunk(Chunk(tuple(tokens[cut]), tuple(logprobs[cut]), version, -1 if kv == version else kv))
+        num_taken += len(tokens)
+        if answer.finished:
+            check_end(output, adapter)
+            return output.finish_reason in ("stop", "length")
+
+
+def _runs(labels: Sequence[Label], start: int, stop: int) -> list[tuple[str, int, int]]:
+    """Runs of one label each within start to stop.
+
+    >>> _runs([("3.1", 0), ("4.2", 5)], 3, 7)
+    [('3.1', 3, 5), ('4.2', 5, 7)]
+    """
+    ends = [begin for _, begin in labels[1:]] + [stop]
+    runs = [(label, max(begin, start), min(end, stop)) for (label, begin), end in zip(labels, ends, strict=True)]
+    found = [run for run in runs if run[1] < run[2]]
+    if sum(end - begin for _, begin, end in found) != stop - start:
+        raise EngineStopped("vLLM does not say which weights sampled a streamed token")
+    return found

@@ -86,9 +86,9 @@ def argument_names() -> frozenset[str] | None:
     source = Path(found.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
     return frozenset(
         field.target.id
-        for one in ast.parse(source).body
-        if isinstance(one, ast.ClassDef) and one.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in one.body
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
 
@@ -137,7 +137,7 @@ def _workers(options: Mapping[str, object]) -> dict[str, object]:
 
 def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, object]:
     """Engine arguments for versions that are adapters; max_loras of `options` says how many may live at once."""
-    rank = next((one for one in RANKS if one >= adapter.rank), 0)
+    rank = next((rank for rank in RANKS if rank >= adapter.rank), 0)
     if not rank:
         raise ConfigError(f"trainer.lora.rank: got {adapter.rank}, expected at most {RANKS[-1]}, vLLM's largest")
     slots = options.get("max_loras", SLOTS)
@@ -155,6 +155,20 @@ def adapting(adapter: Adapter, options: Mapping[str, object]) -> dict[str, objec
     }
 
 
+def routing_options(asked: bool, *, on_cpu: bool, known: frozenset[str]) -> Mapping[str, object]:
+    """Engine arguments that make vLLM return experts. known: the names it takes. Raises ConfigError where it cannot."""
+    if not asked:
+        return {}
+    if on_cpu:
+        raise ConfigError(
+            "engine.options.routing: vLLM 0.32 returns experts from its Model Runner V2 alone, which needs Triton, and its CPU "
+            'build has none ("Model Runner V2 requires Triton"); leave it out, or use actors.engines.torch:TorchEngine'
+        )
+    if "enable_return_routed_experts" not in known:
+        raise ConfigError("engine.options.routing: this vLLM returns no experts; install 0.32 or later")
+    return {"enable_return_routed_experts": True}
+
+
 def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None:
     """Set the memory for keys and values on a CPU: enough for all requests in flight, at most CACHE_BYTES where one request
     does not need more, and at most half of what is free. config: vLLM's, changed. Raises ConfigError where one request of
@@ -165,23 +179,24 @@ def give_cache(config: Any, free_bytes: Callable[[], int] | None = None) -> None
     token *= model.dtype.itemsize
     block = int(cache.block_size or 128)
     length = int(model.max_model_len)
-    one = (-(-length // block) + 1) * block * token
+    request = (-(-length // block) + 1) * block * token
     free = (free_bytes or _free_bytes)() // (2 * parallel.world_size)
     given = cache.kv_cache_memory_bytes
-    if given is None and one <= free:
-        cache.kv_cache_memory_bytes = min(config.scheduler_config.max_num_seqs * one, max(one, min(CACHE_BYTES, free)))
-    elif one > (given or free):
+    if given is None and request <= free:
+        cache.kv_cache_memory_bytes = min(
+            config.scheduler_config.max_num_seqs * request, max(request, min(CACHE_BYTES, free))
+        )
+    elif request > (given or free):
         fitting = max(0, ((given or free) // token // block - 1) * block)
         setting = "free memory" if given is None else "engine.options.kv_cache_memory_bytes"
         raise ConfigError(
             f"engine.options.max_model_len: got {length}; keys and values of one request of that length take "
-            f"{one / 2**20:,.0f} MiB, and {setting} gives {(given or free) / 2**20:,.0f} MiB; set max_model_len to at most "
-            f"{fitting}" + ("" if given is None else f", or kv_cache_memory_bytes to at least {one}")
+            f"{request / 2**20:,.0f} MiB, and {setting} gives {(given or free) / 2**20:,.0f} MiB; set max_model_len to at most "
+            f"{fitting}" + ("" if given is None else f", or kv_cache_memory_bytes to at least {request}")
         )
 
 
 def _free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that may still be taken, within the limit of the container."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     with suppress(OSError, ValueError):  # no limit
@@ -301,4 +316,4 @@ def _numbers(release: str) -> tuple[int, ...]:
     >>> _numbers("0.32.1rc2+cpu")
     (0, 32)
     """
-    return tuple(int(one) for one in re.findall(r"\d+", release)[:2])
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])

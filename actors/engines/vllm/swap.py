@@ -55,7 +55,7 @@ class Swap:
         """
         core = self._llm.engine_core
         longest_ms = 0.0
-        for index, names in enumerate(parts if self._is_staged else ()):
+        for index, names in enumerate([[], *parts] if self._is_staged and parts else ()):
             longest_ms = max(longest_ms, await self._ask(label, "headrace_stage", str(path), names, index == 0))
         if self._is_overlapped:
             await core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -103,21 +103,19 @@ class Swap:
         return time.perf_counter()
 
     async def _change(self, label: str) -> None:
-        """Requests that are sent from now on begin under the label."""
         self._requests.born = label
 
     def _forgetting(self) -> list[Any]:
-        """Calls after which vLLM has nothing left of what it computed."""
         pictures = [self._llm.reset_encoder_cache()] if self._sees else []
         return [self._llm.reset_prefix_cache(reset_running_requests=True), *pictures]
 
 
 def parts_of(changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES) -> list[list[str]]:
-    """Names of the tensors to send, in the order of `tensors`, cut into parts of about so many bytes.
+    """Names of the tensors to send, in the order of `tensors`, cut into parts of about so many bytes. tensors: that vLLM takes.
 
     vLLM rebuilds a module from all its sources, so each layer with a changed tensor goes whole, and lies in one part.
     """
-    layers = {layer_of(name) for name in changed}
+    layers = {layer_of(name) for name in changed if name in tensors}
     by_layer: dict[str, list[str]] = {}
     for name in tensors:
         by_layer.setdefault(layer_of(name), []).append(name)

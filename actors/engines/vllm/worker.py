@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.engines.vllm.adapter_slots import add_adapter, not_adapted
-from actors.engines.vllm.held import Held, HoldsOther
 from actors.engines.vllm.loading import Stage, can_be_staged, load_in_place
+from actors.engines.vllm.weight_checksums import HoldsOther, WeightChecksums
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
@@ -33,7 +33,7 @@ class WeightsExtension:
 
     model_runner: Any
     vllm_config: Any
-    headrace_held: Held
+    headrace_held: WeightChecksums
     headrace_groups: list[list[str]]
     headrace_stage_of: Stage | None
 
@@ -60,7 +60,7 @@ class WeightsExtension:
         """
         logging.getLogger(_NOISY).setLevel(logging.ERROR)
         model = self.model_runner.get_model()
-        self.headrace_held = Held(model)
+        self.headrace_held = WeightChecksums(model)
         self.headrace_stage_of = None
         is_staged = can_be_staged(model)
         self.headrace_groups = self.headrace_held.groups(GROUP_BYTES if is_staged else math.inf)
@@ -71,9 +71,15 @@ class WeightsExtension:
         milliseconds that it took.
         """
         began_s = time.perf_counter()
-        if is_first or self.headrace_stage_of is None:
-            self.headrace_stage_of = Stage(self.vllm_config, self.model_runner.get_model(), self.headrace_held)
-        reason = _refused(partial(_with_tensors, path, names, self.headrace_stage_of.load))
+
+        def stage() -> None:
+            if is_first:
+                self._headrace_leave()
+                self.headrace_stage_of = Stage(self.model_runner.get_model(), self.headrace_held)
+            assert self.headrace_stage_of is not None
+            _with_tensors(path, names, self.headrace_stage_of.load)
+
+        reason = _refused(stage)
         return (time.perf_counter() - began_s) * 1e3, reason
 
     def headrace_apply(self, path: str, names: list[str]) -> Loaded:
@@ -81,13 +87,12 @@ class WeightsExtension:
         which all processes of a Linux host share.
         """
         began_s = time.perf_counter()
-        stage, self.headrace_stage_of = self.headrace_stage_of, None
-        held, model = self.headrace_held, self.model_runner.get_model()
 
         def apply() -> None:
-            if stage is not None:
-                stage.take_over()
+            if self.headrace_stage_of is not None:
+                self.headrace_stage_of.take_over()
             elif names:
+                model, held = self.model_runner.get_model(), self.headrace_held
                 _with_tensors(path, names, partial(load_in_place, self.vllm_config, model, held))
 
         reason = _refused(apply)
@@ -98,9 +103,15 @@ class WeightsExtension:
     def headrace_compare(self, group: int) -> Loaded:
         """Compare a group of modules with what they should hold; groups beyond this worker's last hold nothing."""
         began_s = time.perf_counter()
+        self._headrace_leave()
         names = self.headrace_groups[group] if group < len(self.headrace_groups) else []
         reason = _refused(lambda: self.headrace_held.check(names))
         return (time.perf_counter() - began_s) * 1e3, reason
+
+    def _headrace_leave(self) -> None:
+        if self.headrace_stage_of is not None:
+            self.headrace_stage_of.close()
+            self.headrace_stage_of = None
 
     def headrace_add_adapter(self, number: int, name: str, path: str) -> Loaded:
         """Make an adapter ready for requests, from a folder as peft writes it; the milliseconds that it took."""

@@ -136,22 +136,21 @@ def _shaped(said: Any, space: Any) -> Any:
     if isinstance(space, spaces.Dict):
         if set(said) != set(space.spaces):
             raise KeyError("other names")
-        return {name: _shaped(said[name], one) for name, one in space.spaces.items()}
+        return {name: _shaped(said[name], item) for name, item in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_shaped(each, one) for each, one in zip(said, space.spaces, strict=True))
+        return tuple(_shaped(each, item) for each, item in zip(said, space.spaces, strict=True))
     if isinstance(space, spaces.Text):
         return said
     return np.asarray(said, dtype=space.dtype)
 
 
 def _plain(value: Any, digits: int) -> Any:
-    """A value of any space as what JSON holds, numbers rounded."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one, digits) for name, one in value.items()}
+        return {str(name): _plain(item, digits) for name, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(one, digits) for one in value]
+        return [_plain(item, digits) for item in value]
     if isinstance(value, float):
         return round(value, digits)
     return value if isinstance(value, str | int | bool | None) else str(value)

@@ -171,9 +171,8 @@ class OpenEnv(msgspec.Struct, kw_only=True, dict=True):
 
 
 def _wrong(said: str, errors: object) -> str:
-    """What the server says of an action, field by field."""
-    found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
-    lines = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in found]
+    found = [fault for fault in errors if isinstance(fault, dict)] if isinstance(errors, list) else []
+    lines = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg', '')}" for fault in found]
     return "\n".join([f"{said}:", *lines] if lines else [said])[:MAX_SHOWN_CHARS]
 
 

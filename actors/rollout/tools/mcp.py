@@ -11,10 +11,11 @@ episode waiting. It may ask for nothing: no sampling, no files, no questions to 
 import asyncio
 import atexit
 import contextlib
+import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx2
 import mcp
@@ -24,6 +25,7 @@ from mcp.client.streamable_http import streamable_http_client
 from actors.rollout.failure import EpisodeFailed
 from actors.rollout.tool import ToolResult, ToolSpec, sound_tool
 from actors.rollout.tools.mcp_stdio import StdioServer
+from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces
 from infra.settings.plugin import describe
 from infra.settings.secret import bearer
 from schemas.errors import ConfigError
@@ -83,9 +85,9 @@ class McpServer:
         """What it offers, as it was when it was first asked. Raises EpisodeFailed where it cannot be reached or asked."""
         if not self._tools:
             listed = (await self._at_home(self._connected())).listed
-            self._tools = tuple(self._tool(one) for one in listed if not self._only or one.name in self._only)
-            if missing := set(self._only) - {one.name for one in self._tools}:
-                names = ", ".join(one.name for one in listed)
+            self._tools = tuple(self._tool(tool) for tool in listed if not self._only or tool.name in self._only)
+            if missing := set(self._only) - {tool.name for tool in self._tools}:
+                names = ", ".join(tool.name for tool in listed)
                 raise EpisodeFailed("tool", f"{self._name} has no {', '.join(sorted(missing))}; it offers {names}")
         return self._tools
 
@@ -157,7 +159,6 @@ class McpServer:
         return opened
 
     async def _hold(self, opened: "_Open") -> None:
-        """A connection from its beginning to its end, in one task, as its library wants it."""
         now_s = asyncio.get_running_loop().time
         await asyncio.sleep(max(0.0, self._started_s + RESTART_S - now_s()))
         self._started_s = now_s()
@@ -189,9 +190,8 @@ class McpServer:
                     watch.cancel()
         else:
             limits = httpx2.Timeout(self._start_s, read=None)
-            bounded = _BoundedTransport(httpx2.AsyncHTTPTransport())
             async with (
-                httpx2.AsyncClient(transport=bounded, headers=self._headers, timeout=limits) as client,
+                httpx2.AsyncClient(transport=_BoundedTransport(), headers=self._headers, timeout=limits) as client,
                 streamable_http_client(self._url, http_client=client) as streams,
             ):
                 yield streams
@@ -247,38 +247,35 @@ class _Home:
             self.loop.close()
 
 
-class _BoundedTransport(httpx2.AsyncBaseTransport):
-    """No JSON body is longer than MAX_ANSWER_BYTES. (Of a stream of events each is bounded by its reader.)"""
-
-    def __init__(self, below: httpx2.AsyncBaseTransport) -> None:
-        self._below = below
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    """Asks for uncompressed answers and bounds their bodies. The reader of a stream of events bounds each event."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """As the transport below, without redirects to elsewhere."""
-        response = await self._below.handle_async_request(request)
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            response.stream = _BoundedStream(response.stream)
+        """Send a request."""
+        request.headers.update(IDENTITY)
+        response = await super().handle_async_request(request)
+        limit = (
+            sys.maxsize
+            if response.headers.get("content-type", "").startswith("text/event-stream")
+            else MAX_ANSWER_BYTES
+        )
+        response.stream = _BoundedStream(response, limit)
         return response
-
-    async def aclose(self) -> None:
-        """Close the transport below."""
-        await self._below.aclose()
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, below: Any) -> None:
-        self._below = below
+    def __init__(self, response: httpx2.Response, limit: int) -> None:
+        self._headers, self._raw, self._limit = response.headers, response.stream, limit
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        read = 0
-        async for piece in self._below:
-            read += len(piece)
-            if read > MAX_ANSWER_BYTES:
-                raise httpx2.ReadError(f"an answer over {MAX_ANSWER_BYTES} bytes")
-            yield piece
+        try:
+            async for piece in bounded_pieces(self._headers, cast(AsyncIterable[bytes], self._raw), self._limit):
+                yield piece
+        except AnswerRefused as error:
+            raise httpx2.ReadError(str(error)) from error
 
     async def aclose(self) -> None:
-        await self._below.aclose()
+        await cast(httpx2.AsyncByteStream, self._raw).aclose()
 
 
 def text_of(result: mcp_types.CallToolResult) -> str:
@@ -319,7 +316,6 @@ async def _leave_at_end(opened: _Open, server: StdioServer) -> None:
 
 
 def _first(error: Exception) -> Exception:
-    """What went wrong first, of a group of errors."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -87,11 +87,11 @@ class Tools:
                 session.finish("truncated", "max_rounds")
                 break
             answers = await self._answers(calls, tools)
-            if broken := next((one.broken for one in answers if one.broken), ""):
+            if broken := next((tool.broken for tool in answers if tool.broken), ""):
                 raise EpisodeFailed("tool", broken)
             made += len(answers)
-            failed += sum(one.failed for one in answers)
-            text = "\n".join(f"<tool_response>\n{one.text}\n</tool_response>" for one in answers)
+            failed += sum(tool.failed for tool in answers)
+            text = "\n".join(f"<tool_response>\n{tool.text}\n</tool_response>" for tool in answers)
             conversation = (*conversation, reply, Message(role=self._options.answers, content=text))
         session.note("tool_calls", made)
         session.note("tool_errors", failed)
@@ -107,7 +107,6 @@ class Tools:
         return tools
 
     async def _answers(self, calls: Sequence[str], tools: Sequence[ToolSpec]) -> list[ToolResult]:
-        """Of all calls of one turn, run at once."""
         most, timeout_s = self._options.max_calls, self._options.timeout_s
         asked = [answer(read_call(text), tools, timeout_s=timeout_s) for text in calls[:most]]
         answers = list(await asyncio.gather(*asked))

@@ -65,9 +65,7 @@ async def run_load_tasks(
     rates_from: app whose log tells how often they succeeded there.
     """
     from actors.tasksets.files import count_rows, read_rows
-    from actors.tasksets.image_files import with_images
-    from actors.tasksets.loader import load_tasks
-    from actors.tasksets.recorded import rated
+    from actors.tasksets.loader import load_tasks, rated, with_images
     from schemas import Task
 
     if (file is None) == (not use):
@@ -93,7 +91,7 @@ async def run_load_tasks(
 
 async def rates_of(log: "Log", app: str) -> dict[str, float]:
     """What another app of the same broker has recorded. Raises ConfigError where it has no topics."""
-    from actors.tasksets.recorded import recorded_rates
+    from actors.tasksets.loader import recorded_rates
     from infra.log.log import Log
 
     other = Log(log.bus, app)
@@ -112,9 +110,7 @@ async def run_load_answers(
 ) -> int:
     """Load the demonstrations, or the preference pairs, of a file. split: of demonstrations."""
     from actors.tasksets.files import count_rows, read_rows
-    from actors.tasksets.image_files import with_images
-    from actors.tasksets.loader import load_experts, load_preferences
-    from actors.tasksets.preferences import different
+    from actors.tasksets.loader import different, load_experts, load_preferences, with_images
     from actors.tasksets.taskset import Demonstration, Preference
     from infra.model.model import context_tokens, load_tokenizer
 

@@ -3,15 +3,22 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actors.engines.engine import Sampling, SchemaNotTried, SchemaRefused
-from actors.engines.grammar import Grammars
-from actors.engines.once_per_schema import MAX_KEPT, OncePerSchema
-from actors.engines.token_spellings import TokenSpellings, byte_vocabulary, folder_vocabulary
+from actors.engines.grammar import (
+    MAX_KEPT,
+    SHORT_CHARS,
+    CompilerProcess,
+    Grammars,
+    TokenSpellings,
+    byte_vocabulary,
+    folder_vocabulary,
+)
 from infra.cli.demo.char_model import SPECIAL_TOKENS, VOCABULARY_SIZE, build_char_model
 
 STOP = 256
@@ -68,26 +75,34 @@ def test_no_more_than_so_many_are_kept() -> None:
     asyncio.run(check())
 
 
+class Checking(TokenSpellings):
+    """A vocabulary whose check of a schema is the test's."""
+
+    def __init__(self, check: Callable[[str], None]) -> None:
+        super().__init__(byte_vocabulary(260).spellings)
+        self.check = check  # type: ignore[method-assign]
+
+
 def test_a_schema_that_is_refused_is_looked_at_once_and_holds_no_thread_that_others_share() -> None:
     async def check() -> None:
         go, looked_at = threading.Event(), []
 
-        def make(json_schema: str) -> str:
+        def refuse(json_schema: str) -> None:
             looked_at.append(json_schema)
             go.wait(60)
             raise SchemaRefused("it takes too long")
 
-        schemas = OncePerSchema(make)
-        asked = [asyncio.create_task(schemas.of(str(number % 10))) for number in range(1000)]
+        grammars = Grammars(lambda: Checking(refuse))
+        asked = [asyncio.create_task(grammars.compiled(str(number % 10))) for number in range(1000)]
         await asyncio.sleep(0)
         assert await asyncio.to_thread(lambda: "free") == "free"
         go.set()
         found = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(one, SchemaRefused) for one in found)
+        assert all(isinstance(error, SchemaRefused) for error in found)
         with pytest.raises(SchemaRefused, match="takes too long"):
-            await schemas.of("0")
+            await grammars.compiled("0")
         assert sorted(looked_at) == [str(number) for number in range(10)]
-        schemas.close()
+        grammars.close()
 
     asyncio.run(check())
 
@@ -97,16 +112,15 @@ def test_what_failed_for_other_reasons_than_its_schema_is_tried_again(error: Exc
     async def check() -> None:
         errors = [error]
 
-        def make(json_schema: str) -> str:
+        def fail_once(json_schema: str) -> None:
             if errors:
                 raise errors.pop()
-            return json_schema
 
-        schemas = OncePerSchema(make)
+        grammars = Grammars(lambda: Checking(fail_once))
         with pytest.raises(type(error)):
-            await schemas.of(TEXT)
-        assert await schemas.of(TEXT) == TEXT
-        schemas.close()
+            await grammars.compiled(TEXT)
+        assert await grammars.compiled(TEXT) is not None
+        grammars.close()
 
     asyncio.run(check())
 
@@ -153,3 +167,75 @@ def test_a_vocabulary_that_lacks_what_json_may_need_is_refused(missing: str) -> 
     vocabulary = TokenSpellings([bytes([code]) for code in range(32, 127) if chr(code) != missing])
     with pytest.raises(SchemaRefused, match="cannot spell it"):
         vocabulary.check(TEXT)
+
+
+def large(number: int) -> str:
+    """A schema that is looked at, each another."""
+    names = [f"property{index}of{number}" for index in range(40)]
+    text = json.dumps({"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names})
+    assert len(text) > SHORT_CHARS
+    return text
+
+
+def slow(number: int) -> str:
+    """A schema that takes the processor for long, over any vocabulary."""
+    properties = {f"property{index}of{number}": {"type": "string"} for index in range(250)}
+    return json.dumps({"type": "object", "properties": properties, "required": [], "additionalProperties": True})
+
+
+@pytest.mark.slow  # the process takes seconds to start
+def test_what_takes_longer_than_the_deadline_is_refused_and_the_next_schema_finds_a_process() -> None:
+    vocabulary = byte_vocabulary(260)
+    compiler = CompilerProcess(vocabulary.spellings)
+    compiler.check('{"type": "string"}')
+    assert compiler._process is None, "a short one needs none"
+    compiler.check(large(0))
+    first = compiler._process
+    compiler.check(large(1))
+    assert compiler._process is first
+    compiler._deadline_s = 0.001
+    with pytest.raises(SchemaRefused, match=r"takes longer than 0\.001 s"):
+        compiler.check(slow(2))
+    assert first is not None and first.poll() is not None, "it was ended"
+    compiler._deadline_s = 60.0
+    compiler.check(large(2))
+    compiler._process.kill()
+    compiler.check(large(3))
+    compiler.close()
+    with pytest.raises(SchemaRefused, match="no process"):
+        compiler.check(large(4))
+
+
+@pytest.mark.slow  # the process takes seconds to start
+def test_grammars_are_refused_by_the_deadline_and_compiled_within_it() -> None:
+    async def check() -> None:
+        strict = Grammars(lambda: byte_vocabulary(260), deadline_s=0.001)
+        with pytest.raises(SchemaRefused, match="takes longer"):
+            await strict.compiled(slow(0))
+        assert await strict.compiled('{"type": "string"}') is not None
+        strict.close()
+        usual = Grammars(lambda: byte_vocabulary(260), deadline_s=60.0)
+        assert await usual.compiled(large(0)) is not None
+        with pytest.raises(SchemaRefused, match="not a schema"):
+            await usual.compiled(large(0).replace("string", "strong"))
+        usual.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.slow  # the process takes seconds to start
+def test_closing_lets_go_of_whoever_waits() -> None:
+    compiler, told = CompilerProcess(byte_vocabulary(260).spellings), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(SchemaRefused):
+            compiler.check(large(0))
+        told.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while compiler._process is None:
+        thread.join(0.01)
+    compiler.close()
+    thread.join(60)
+    assert told.is_set()

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from actors.engines.engine import Chunk, Sampling
-from actors.engines.request_images import RequestImages
-from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.streaming import stream
+from actors.engines.trace import RequestImages
+from actors.engines.vllm.adapters import Attempts
+from actors.engines.vllm.requests import Requests, stream
 from actors.engines.vllm.swap import Swap
 from schemas import Span
 from schemas.errors import PolicyRefused
@@ -89,7 +88,7 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
 def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> None:
     sent, old, new = asyncio.run(sent_around_a_load(keep=True))
     orders = [one for one in sent if one not in (old, new)]
-    assert orders == ["begin", "stage", "stage", "pause", "apply", "label", "resume", "compare", "compare"]
+    assert orders == ["begin", "stage", "stage", "stage", "pause", "apply", "label", "resume", "compare", "compare"]
     assert new not in sent[: sent.index("pause")] and old in sent
     assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
 
@@ -97,7 +96,7 @@ def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> Non
 def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
     orders = [one for one in sent if one]
-    assert orders[2:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
+    assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
 
 
 def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from actors.engines.engine import Sampling
-from actors.engines.vllm.adapters import Adapters, LoadedAdapter
-from actors.engines.vllm.attempts import Attempts
+from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from actors.engines.vllm.requests import Requests
 from schemas import Span
 from schemas.errors import PolicyRefused

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from actors.engines.engine import Chunk, EngineStopped, Sampling
-from actors.engines.request_images import RequestImages
-from actors.engines.vllm.attempts import Attempts
+from actors.engines.trace import RequestImages
+from actors.engines.vllm.adapters import Attempts
 from actors.engines.vllm.engine import VllmEngine
-from actors.engines.vllm.inputs import probe_input, prompt_input
 from actors.engines.vllm.loading import check_copied
-from actors.engines.vllm.requests import Requests
+from actors.engines.vllm.requests import Requests, probe_input, prompt_input, whole
 from actors.engines.vllm.settings import (
     CPU_ENVIRONMENT,
     REQUIRED,
@@ -33,7 +32,6 @@ from actors.engines.vllm.settings import (
     environment,
     give_cache,
 )
-from actors.engines.vllm.streaming import whole
 from actors.engines.vllm.swap import parts_of
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter
@@ -256,6 +254,7 @@ def test_a_partial_reload_sends_whole_layers_and_modules_each_in_one_part() -> N
     assert parts_of({"lm_head.weight"}, model) == [["lm_head.weight"]]
     assert parts_of((), model) == []
     assert parts_of({"model.embed_tokens.weight"}, model) == [list(model)]
+    assert parts_of({"tied.weight"}, model) == []
     embedding, *others = model
     assert parts_of(model, model, part_bytes=120) == [[embedding], others[:3], others[3:]]
     model = tensors(("embed.weight", 1000), ("projector.linear_1.bias", 1), ("projector.linear_1.weight", 10))
@@ -266,10 +265,10 @@ def test_a_model_that_keeps_the_memory_of_the_file_is_refused_and_one_with_copie
     sent = {"l": torch.arange(8.0), "s": torch.arange(4.0)}
     model = torch.nn.Module()
     model.register_buffer("l", sent["l"].clone())
-    check_copied(sent.values(), model)
+    check_copied(sent.values(), [model])
     model.register_buffer("part", sent["s"][:2])
     with pytest.raises(RuntimeError, match="part lies in the file itself"):
-        check_copied(sent.values(), model)
+        check_copied(sent.values(), [model])
 
 
 def cpu_config(*, length: int, given: int | None = None, requests: int = 256, layers: int = 30, heads: int = 3) -> Any:

@@ -18,7 +18,6 @@ from tests.infra.tiny_families import build_family
 from tests.variables import variables
 from trainer.config import LoraConfig
 
-pytestmark = pytest.mark.slow
 TEXT = (1, *range(20, 60))
 MATRIX = "model.layers.1.self_attn.o_proj"
 
@@ -112,9 +111,9 @@ def alive(worker: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "tied", "dtype", "faults"),
     [
-        ("qwen3", True, "bfloat16", (*FAULTS, stale_head)),
+        pytest.param("qwen3", True, "bfloat16", (*FAULTS, stale_head), marks=pytest.mark.slow),
         pytest.param("qwen3", False, "float32", FAULTS, marks=pytest.mark.full),
-        ("qwen3_moe", False, "float32", (*FAULTS, swapped_experts)),
+        pytest.param("qwen3_moe", False, "float32", (*FAULTS, swapped_experts), marks=pytest.mark.full),
         pytest.param("qwen3_moe", True, "bfloat16", (*FAULTS, swapped_experts), marks=pytest.mark.full),
     ],
 )
@@ -167,6 +166,7 @@ def test_a_version_is_held_to_the_bit_or_refused_and_leaves_memory_when_it_is_re
         asyncio.run(main())
 
 
+@pytest.mark.full
 def test_in_bfloat16_an_adapter_that_vllm_holds_otherwise_than_it_was_sent_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from actors.engines.engine import Sampling
-from actors.engines.vllm.attempts import Attempts
-from actors.engines.vllm.requests import Requests
-from actors.engines.vllm.routing import RoutedRows, layers_that_route, routing_options
+from actors.engines.vllm.adapters import Attempts
+from actors.engines.vllm.requests import Requests, RoutedRows, layers_that_route
+from actors.engines.vllm.settings import routing_options
 from schemas.errors import ConfigError
 from tests.actors.engines.test_vllm_parts import FakeVllm, answered
 

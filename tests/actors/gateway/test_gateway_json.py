@@ -14,9 +14,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from actors.engines.engine import SchemaNotTried
-from actors.engines.grammar import Matcher
+from actors.engines.grammar import Matcher, byte_vocabulary, make_compiler
 from actors.engines.scripted import ScriptedEngine
-from actors.engines.token_spellings import byte_vocabulary, make_compiler
 from actors.gateway.answering.requests import read_chat
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
@@ -26,7 +25,7 @@ from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded
 ASK: list[Any] = [{"role": "user", "content": "How warm is it in Zürich?"}]
 OBJECT: Any = {"type": "json_object"}
 DECODE = ByteTokenizer().decode
-COMPILE = make_compiler(byte_vocabulary(VOCABULARY))
+COMPILE = make_compiler(byte_vocabulary(VOCABULARY).spellings)
 
 
 class Weather(pydantic.BaseModel):

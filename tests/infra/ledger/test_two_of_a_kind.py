@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
-from actors.rollout.waiting import issued_of
+from actors.rollout.scheduler import issued_of
 from infra.ledger.drain import drain
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log

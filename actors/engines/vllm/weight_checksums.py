@@ -36,7 +36,7 @@ class Expected(NamedTuple):
     columns: torch.Tensor | None = None
 
 
-class Held:
+class WeightChecksums:
     """What the modules of a worker's model should hold; at first what they hold.
 
     modules: those with parameters, by name. Modules that share one matrix share one kernel too: a model with tied embeddings
@@ -90,6 +90,8 @@ class Held:
         """Raise HoldsOther, naming the first of these modules that holds something else."""
         for name in names:
             module, expected = self.modules[name], self._expected[name]
+            if _is_same(module, self.modules.get(self._tied.get(name, ""))):
+                continue
             found = sums_of(module)
             if found.keys() != expected.sums.keys() or not all(
                 same(expected.sums[part], held) for part, held in found.items()
@@ -111,6 +113,9 @@ def sums(tensor: torch.Tensor) -> Sums:
     """The bits of each row and of each column, added modulo 2^64; all but the last dimension are rows."""
     data = tensor.detach().contiguous()
     bits = data.view(INTEGERS[data.element_size()]).reshape(-1, data.shape[-1] if data.dim() else 1)
+    if bits.device.type == "cpu":  # an eighth of torch's time
+        rows, columns = (bits.numpy().sum(axis, dtype=np.int64) for axis in (1, 0))
+        return torch.from_numpy(rows), torch.from_numpy(columns)
     return bits.sum(1, dtype=torch.int64).cpu(), bits.sum(0, dtype=torch.int64).cpu()
 
 
@@ -135,6 +140,16 @@ def is_packed(module: Any) -> bool:
 def same(left: Sums, right: Sums) -> bool:
     """Whether two sums are of the same bits."""
     return torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
+
+
+def _is_same(module: Any, source: Any) -> bool:
+    parts = [name for name, value in module._parameters.items() if value is not None]
+    return (
+        source is not None
+        and parts == ["weight"]
+        and module.weight is source.weight
+        and getattr(module, "cpu_linear", None) is getattr(source, "cpu_linear", None)
+    )
 
 
 def _width(module: Any) -> int:
