@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
+from infra.store.store import Store
 from schemas.errors import NotInStore, StoreError
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.hostile import BOMB
@@ -16,8 +17,8 @@ from tests.simulator.watch import RunWatch
 SOUND_READS = 12  # behind one that was altered: who fetches again from the anchor is answered, else nobody ever serves
 
 
-class ClientStore:
-    """A Store: what one process has of the shared one."""
+class ClientStore(Store):
+    """The shared store as one process sees it."""
 
     def __init__(self, shared: MemoryStore, process: Process, faults: Faults, watch: RunWatch) -> None:
         self._shared = shared

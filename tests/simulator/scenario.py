@@ -103,7 +103,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             evals=(suite,) if self.num_suite else (),
             # Of two tasks nothing is certain: it decides by `max_drop` alone, and by no more than two results.
             gate=GateConfig(
-                suites={SUITE: GateSuite(max_drop=MAX_DROP, alpha=0.6, over=1000)} if self.num_suite else {}
+                suites={SUITE: GateSuite(max_drop=MAX_DROP, alpha=0.6, window=1000)} if self.num_suite else {}
             ),
         )
 
