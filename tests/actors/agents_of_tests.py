@@ -162,13 +162,6 @@ async def asks_too_often(base_url: str, key: str) -> None:
             await client.completions.create(model="m", prompt=f"{number}")
 
 
-async def is_of_tomorrow(base_url: str, key: str) -> None:
-    """Anthropic's client with a field that is not there yet."""
-    asked: Any = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
-    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
-        await client.messages.create(**asked, extra_body={"tomorrow": 1})
-
-
 async def leaves_in_mid_stream(base_url: str, key: str) -> None:
     """Reads one event, and is gone."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:

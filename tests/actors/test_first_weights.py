@@ -46,8 +46,8 @@ class FolderEngine(ScriptedEngine):
 
 
 def published(store: Store, num_versions: int = 5) -> tuple[list[PolicyEvent], list[dict[str, Tensor]]]:
-    """An anchor and deltas from it."""
-    table = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
+    """An anchor and deltas from it: only 16-bit values have deltas."""
+    table = np.random.default_rng(5).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float16)
     events: list[PolicyEvent] = []
     weights: list[dict[str, Tensor]] = []
     for version in range(num_versions):

@@ -20,9 +20,8 @@ GOOD = [*PROMPT, *b"Hello.", EOS, *b"<user>and?", EOS, *b"<assistant>", *b"Hello
 BAD = {
     "asks_nothing": ("agent", "ended without an answer of the policy"),
     "raises": ("agent", "LookupError"),
-    "invents_a_key": ("agent", "no episode that runs has this key"),
+    "invents_a_key": ("agent", "no running episode has this key"),
     "asks_too_often": ("agent", "has used its 8 requests"),
-    "is_of_tomorrow": ("agent", "tomorrow: unknown field"),
     "leaves_in_mid_stream": ("agent", "ended without an answer of the policy"),
     "sends_no_json": ("agent", "ended without an answer of the policy"),
     "steals_a_key": ("agent", "ended without an answer of the policy"),

@@ -204,7 +204,7 @@ def test_what_a_killed_trainer_left_unfinished_goes_when_the_next_one_tidies() -
         rig.store.put(
             f"policies/main/{max(tokens_of(rig), key=int)}/anchors/2/{'b' * 32}.safetensors", b"being written"
         )
-        assert second.prune(-1, 0) == 1 and second.prune(-1, 0) == 0
+        assert second.prune(-1) == 1 and second.prune(-1) == 0
         assert not [key for key in rig.store.keys("") if "a" * 32 in key]
         assert [key for key in rig.store.keys("") if "b" * 32 in key]
 

