@@ -79,6 +79,10 @@ class Connection(asyncio.Transport):
         """See asyncio.Transport."""
         self._written += data
 
+    def get_write_buffer_size(self) -> int:
+        """Nothing: the peer reads at once."""
+        return 0
+
     def is_closing(self) -> bool:
         """See asyncio.Transport."""
         return self._is_closing

@@ -101,16 +101,16 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
-    (sources / "trainer" / "packing.py").write_text((sources / "trainer" / "batch" / "batch.py").read_text())
-    moved = ("trainer/batch/inputs.py", "from trainer.batch.batch import", "from trainer.packing import")
+    (sources / "trainer" / "places.py").write_text((sources / "trainer" / "batch" / "paths.py").read_text())
+    moved = ("trainer/learners/forward.py", "from trainer.batch.paths import", "from trainer.places import")
     assert edited(sources, moved) == before
 
 
 def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, before: str) -> None:
     (sources / "trainer" / "other.py").write_text(
-        "PackedBatch = TrainItem = object\n\n\ndef pack(*items):\n    return items\n"
+        "def Paths(*given):\n    return given\ndef unpacked(*given):\n    return given\n"
     )
-    other = ("trainer/batch/inputs.py", "from trainer.batch.batch import", "from trainer.other import")
+    other = ("trainer/learners/forward.py", "from trainer.batch.paths import", "from trainer.other import")
     assert edited(sources, other) != before
 
 

@@ -1,6 +1,7 @@
 """A canary answers a sticky share of sessions, and whatever becomes of it, nobody goes without an answer."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -375,10 +376,13 @@ def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_eve
                 client = stable.client(key)
                 for number in range(120):
                     await client.completions.create(model="main", prompt="Hi", max_tokens=2, user=f"u{number}")
-                for one in await stable.recorded(120):  # as collect closes them
+                now_ms = int(time.time() * 1000)
+                for at, one in enumerate(await stable.recorded(120)):  # as collect closes them
                     reward, trial = float(one.min_version == 1), trial_of((one,))
                     closed = Closure(group=one.group, outcome="buffered", lane="live", mean_reward=reward)
-                    await log.publish(PROGRESS, replace(closed, version=one.min_version, trial=trial))
+                    await log.publish(
+                        PROGRESS, replace(closed, version=one.min_version, trial=trial, answered_ms=now_ms + at)
+                    )
                 await until(lambda: any(one.event == "held" for one in policies.of(PolicyEvent)), seconds=60)
                 await serves(canary, 1)
                 done = await client.completions.create(model="main", prompt="Hi", max_tokens=2)
