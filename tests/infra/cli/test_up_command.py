@@ -229,16 +229,15 @@ def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_li
                 ready(tmp_path / "logs" / "process.log")  # from then on it surely bears its own command's name
                 (child,) = [one for one in children_of(process.pid) if "process" in command_of(one)]
                 os.kill(child, signal.SIGTERM)
-            elif line.startswith("process started"):
+            elif line.startswith("process was ended"):
                 break
         process.send_signal(signal.SIGINT)
         heard += process.stdout.readlines()
         stopper.cancel()
     lines = [line.strip() for line in heard if line.startswith("process ")]
-    assert lines[:3] == [
+    assert lines[:2] == [
         "process started",
         "process was ended by a signal that headrace up did not send: it is started again",
-        "process started",
     ], heard
     assert "exit code 143" not in "".join(heard)
 
