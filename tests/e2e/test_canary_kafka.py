@@ -30,7 +30,7 @@ from schemas.names import keyed_session
 from schemas.topics import POLICIES
 from tests.e2e.test_gateway_kafka import ASK, running, table_in
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 SHARE = 0.5
 APP_SECRET = b"known here, so that sessions can be drawn"

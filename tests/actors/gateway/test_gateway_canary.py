@@ -1,18 +1,15 @@
 """A canary answers a sticky share of sessions, and whatever becomes of it, nobody goes without an answer."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from msgspec.structs import replace
 from openai import AsyncOpenAI
 from starlette.responses import StreamingResponse
 
-from actors.config import CanaryConfig, GateConfig, PeopleConfig
 from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import error_event
 from actors.gateway.config import CanaryShare, GatewayConfig
@@ -21,12 +18,11 @@ from actors.gateway.http.canary import Canary, place_of
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from schemas import Closure, PolicyEvent, Progress
-from schemas.topics import POLICIES, PROGRESS, REPORTS
-from streams.collect.decision import trial_of
+from schemas import PolicyEvent, Progress
+from schemas.topics import POLICIES, REPORTS
 from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.gateway.test_gateway_reload import announce, bigram, loaded, serves
-from tests.actors.rig import MASTER, TopicArrivals, master, running, until
+from tests.actors.rig import until
 
 SHARE = 0.5
 
@@ -355,41 +351,3 @@ def test_a_canarys_own_settings_are_those_of_the_gateway_beside_it_but_for_where
     elsewhere = GatewayConfig(canary=CanaryShare(url="http://canary", listen="0.0.0.0:8000")).as_canary()
     assert elsewhere.listen == "0.0.0.0:8000"
     assert GatewayConfig(listen="127.0.0.1:9", channel="canary").as_canary().listen == "127.0.0.1:9"
-
-
-@pytest.mark.slow
-def test_a_canary_that_its_users_rate_down_is_taken_back_by_the_master_while_everybody_is_answered(
-    tmp_path: Path,
-) -> None:
-    async def check() -> PolicyEvent:
-        async with both(tmp_path, SHARE) as (stable, canary):
-            log, policies = stable.log, TopicArrivals(stable.log, POLICIES)
-            key = stable.key()
-            await stable.keys_read(), await canary.keys_read()
-            config = replace(MASTER, gate=GateConfig(canary=CanaryConfig(), people=PeopleConfig(block="1ms")))
-            async with running(master(log, config), asyncio.create_task(policies.listen())):
-                for version in (1, 2):
-                    await announce(stable, version, bigram(version))
-                await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=1, channel="stable"))
-                await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="canary"))
-                await serves(stable, 1), await serves(canary, 2)
-                client = stable.client(key)
-                for number in range(120):
-                    await client.completions.create(model="main", prompt="Hi", max_tokens=2, user=f"u{number}")
-                now_ms = int(time.time() * 1000)
-                for at, one in enumerate(await stable.recorded(120)):  # as collect closes them
-                    reward, trial = float(one.min_version == 1), trial_of((one,))
-                    closed = Closure(group=one.group, outcome="buffered", lane="live", mean_reward=reward)
-                    await log.publish(
-                        PROGRESS, replace(closed, version=one.min_version, trial=trial, answered_ms=now_ms + at)
-                    )
-                await until(lambda: any(one.event == "held" for one in policies.of(PolicyEvent)), seconds=60)
-                await serves(canary, 1)
-                done = await client.completions.create(model="main", prompt="Hi", max_tokens=2)
-                assert done.system_fingerprint == "v1"
-            return next(one for one in policies.of(PolicyEvent) if one.event == "held")
-
-    event = asyncio.run(check())
-    assert (event.version, event.owner, event.channel) == (2, "canary", "stable")
-    assert event.stats["trial/bad"] == event.stats["trial/people"] >= 9 and event.stats["trial/bad_stable"] == 0
-    assert event.reason.startswith("rated down by ")
