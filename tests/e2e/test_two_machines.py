@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
@@ -19,8 +18,9 @@ from infra.cli.demo.init import EXAMPLES
 from infra.local.process import Watched, start_watched
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from schemas import Batch, Block, Fence, PolicyEvent, Rollback, Skip, Span, make_experience, topics
+from schemas import Batch, Fence, PolicyEvent, Rollback, Skip, topics
 from schemas.journal import effective
+from tests.e2e.test_trainer_ranks import block
 
 pytestmark = pytest.mark.full
 
@@ -46,31 +46,6 @@ usual = {{ loss = "dppo" }}
 use = "trainer.learners.deepspeed:DeepSpeedLearner"
 options = {{ stage = 2, sequence_parallel = 2 }}
 """
-
-
-def block(sequence: int) -> Block:
-    """A group of four answers of unequal lengths."""
-    group = f"task-{sequence}.0"
-    random = np.random.default_rng(sequence)
-    found = []
-    for episode in range(4):
-        num = int(random.integers(1, 12))
-        found.append(
-            make_experience(
-                tokens=[1, 20, 21, *random.integers(30, 60, num).tolist()],
-                logprobs=-np.log(128) + random.normal(0, 0.1, num),
-                messages=(),
-                spans=(Span(3, 3 + num, 0),),
-                id=f"{group}.0-{episode}-0",
-                group=group,
-                episode=episode,
-                group_size=4,
-                sequence=sequence,
-                reward=float(episode % 2),
-                advantage=float(episode % 2) * 2 - 1,
-            )
-        )
-    return Block(tuple(found))
 
 
 async def read(kafka: str, app: str, topic: topics.Topic) -> list[object]:
