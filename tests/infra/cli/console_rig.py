@@ -23,7 +23,7 @@ from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import CONSOLE_BOUNDS, command_of, made
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
-from infra.ledger.index import FILE, LogIndex
+from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, left_of, reads_of
 from infra.local.http_server import HttpServer, bound, make_server
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
@@ -311,8 +311,15 @@ class Console:
             await serving
 
     def publish(self, record: Directive | Block | DeadLetter, topic: Topic = topics.POLICIES) -> None:
-        """Put a record into the log that it reads."""
-        asyncio.run_coroutine_threadsafe(self.log.publish(topic, record), self.loop).result(timeout=20)
+        """Put a record into the log, and wait until the console's index has read it."""
+
+        async def put() -> None:
+            await self.log.publish(topic, record)
+            ends = await bounds_now(self.log, PAGED)
+            while any(left_of(ends, await self.reading.rows(reads_of)).values()):  # noqa: ASYNC110 (SQLite tells nobody)
+                await asyncio.sleep(OFTEN_S)
+
+        asyncio.run_coroutine_threadsafe(put(), self.loop).result(timeout=20)
 
     def newest(self, kind: type[Kind], topic: Topic = topics.POLICIES) -> Kind:
         """The newest record of a kind in that log."""
