@@ -29,7 +29,7 @@ REFUSALS = (
     r"\bI(?: am|'m|’m) (?:sorry|unable)\b",
     r"\bI (?:can(?:not|'t|’t)|won(?:'t|’t)) \w+ (?:with|you)\b",
 )
-CONVERSE = "actors.rollout.workflows.converse:converse"
+CONVERSE = "actors.rollout.workflow:converse"
 
 
 class EvalSuite(Section, frozen=True):

@@ -20,9 +20,8 @@ from actors.engines.checks import (
     check_request,
     check_tensors,
 )
-from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling
+from actors.engines.engine import Completion, KvMode, LoadReport, OnChunk, Sampling, shaped_logits
 from actors.engines.grammar import STUCK, Grammars, Matcher, byte_vocabulary
-from actors.engines.shaping import shaped_logits
 from actors.engines.trace import Trace
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, from_numpy, load_tensors, to_numpy

@@ -14,9 +14,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from actors.engines.engine import Completion, OnChunk
+from actors.engines.engine import Completion, OnChunk, shaped_logits
 from actors.engines.grammar import Matcher
-from actors.engines.shaping import shaped_logits
 from actors.engines.trace import RequestImages, Trace
 from infra.model.routers import Routers
 from infra.model.vision import Vision, model_inputs

@@ -21,7 +21,7 @@ import msgspec
 from actors.program import inside
 from actors.program.inside import joined_to
 from actors.program.launch import ProgramInput, in_thread_of_its_own, printed, variables
-from actors.rollout.failure import EpisodeFailed
+from actors.rollout.workflow import EpisodeFailed
 from infra.sandbox.child import SandboxChild
 from infra.sandbox.command import PROGRAM, SandboxLimits
 from infra.sandbox.sandbox import Sandbox

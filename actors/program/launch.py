@@ -22,7 +22,7 @@ import httpx
 import msgspec
 from msgspec import Meta
 
-from actors.rollout.failure import EpisodeFailed
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
 from schemas import Score

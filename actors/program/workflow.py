@@ -18,8 +18,8 @@ from actors.program.confine import Confined, Confinement
 from actors.program.episode import EpisodeLimits, ProgramEpisode, RequestTokenizer
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, result_of, run_command
 from actors.program.site import MODEL, ProgramSite
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import CachedTokenizer, Session
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.config import Positive, Section, decode
 from infra.settings.outside import checked_url, shared_tls
 from infra.settings.plugin import load

@@ -4,13 +4,23 @@ An agent is named by `use`; its options are the fields of a struct. It holds not
 all there is.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from actors.rollout.session import Session
+from infra.settings.config import Section
 from schemas import Message
+
+SYSTEM = """\
+Solve the task step by step. In every turn write what you think, then what you do:
+Thought: what you know and what you want to find out
+Action: one action
+Then wait for the observation."""
+COMPLAINT = 'No action was found: end the turn with one line "Action: ...".'
+_ACTION = re.compile(r"^[ \t]*+Action:[ \t]*+(\S.*+)$", re.MULTILINE)
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,3 +43,43 @@ class Agent(Protocol):
 
     async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
         """Ask `session` for the next message and read the action out of it."""
+
+
+class Chat(Section, frozen=True):
+    """An agent whose whole reply is the action. system: put before the messages of every task, "" for nothing.
+
+    Example: Chat(system="Answer with one number.")
+    """
+
+    system: str = ""
+
+    def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The task's messages behind the system message."""
+        return (*([Message(role="system", content=self.system)] if self.system else []), *messages)
+
+    async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
+        """One reply, blanks around it taken off."""
+        reply = await session.reply(conversation)
+        return Act(reply=reply, action=reply.content.strip())
+
+
+class React(Section, frozen=True):
+    """An agent that thinks, then acts; only the action reaches the environment (ReAct, arXiv 2210.03629, section 2).
+
+    system: the instruction to think and act. complaint: its observation where a turn has no action.
+
+    Example: React()
+    """
+
+    system: str = SYSTEM
+    complaint: str = COMPLAINT
+
+    def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The task's messages behind the system message."""
+        return (Message(role="system", content=self.system), *messages)
+
+    async def act(self, session: Session, conversation: Sequence[Message]) -> Act:
+        """One reply; its last line "Action: …" is the action."""
+        reply = await session.reply(conversation)
+        found = _ACTION.findall(reply.content)
+        return Act(reply=reply, action=found[-1].rstrip(" \t") if found else None, complaint=self.complaint)

@@ -15,11 +15,10 @@ import msgspec
 from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
 from actors.rollout.environment import EnvironmentFailed
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.parts import with_recorded
 from actors.rollout.scheduler import Stop, issued_of
 from actors.rollout.session import ChatTokenizer, Session
-from actors.rollout.workflow import Workflow, Workflows
+from actors.rollout.workflow import EpisodeFailed, Workflow, Workflows
 from infra.log.log import Log
 from infra.roles.role import Role
 from infra.settings.plugin import describe

@@ -4,16 +4,25 @@ Guarantee: a task imports nothing. It names a workflow of the operator's setting
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 from actors.config import CONVERSE
 from actors.rollout.session import Session
 from infra.settings.config import Use
 from infra.settings.plugin import load
-from schemas import Score, Task
+from schemas import Message, Score, Task
 from schemas.errors import ConfigError
 
 SHOWN_CHARS = 80
+Cause = Literal["agent", "environment", "engine", "tool", "reward", "timeout", "workflow"]
+
+
+class EpisodeFailed(Exception):
+    """A failure whose cause a workflow knows, so that causes are counted apart."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
 
 
 class Workflow(Protocol):
@@ -45,3 +54,10 @@ class Workflows:
                 f"task.workflow: got {name[:SHOWN_CHARS]!r}, expected a name of [explore.workflows]; a task imports nothing"
             )
         return self._loaded[name]
+
+
+async def converse(task: Task, session: Session, *, system: str = "") -> tuple[Score, ...]:
+    """Ask once. system: put before the messages of every task."""
+    messages = (Message(role="system", content=system), *task.messages) if system else task.messages
+    await session.reply(messages)
+    return ()

@@ -14,8 +14,8 @@ from actors.config import ExploreConfig
 from actors.engines.engine import ContextFull
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import rollout
-from actors.rollout.agents import react
-from actors.rollout.agents.react import COMPLAINT
+from actors.rollout import agent as react
+from actors.rollout.agent import COMPLAINT
 from actors.rollout.environment import EnvironmentFailed, Outcome
 from actors.rollout.workflow import Workflow, Workflows
 from infra.settings.config import Use
@@ -208,7 +208,7 @@ def test_react_shows_the_environment_only_the_action() -> None:
         return "Thought: hm\nAction: 8" if COMPLAINT in heard else "I think it is 8."
 
     engine = RecordingEngine(thinks)
-    workflow = interact(GUESS, agent={"use": "actors.rollout.agents.react:React", "options": {"system": "act. "}})
+    workflow = interact(GUESS, agent={"use": "actors.rollout.agent:React", "options": {"system": "act. "}})
     (experience,) = play(workflow, engine, issued("8"))
     assert experience.messages[0] == Message(role="system", content="act. ")
     assert [m.content for m in experience.messages if m.role == "user"] == ["go ", COMPLAINT]
@@ -231,7 +231,7 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
         async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), listening):
             plain = issued("yes")
             await log.publish(TASKS, rollout(plain, MASTER, round=0, attempt=0, sequence=0, min_version=0))
-            other = Task(id="u", messages=plain.messages, workflow="actors.rollout.workflows.converse:converse")
+            other = Task(id="u", messages=plain.messages, workflow="actors.rollout.workflow:converse")
             await log.publish(TASKS, rollout(other, MASTER, round=0, attempt=0, sequence=1, min_version=0))
             await until(lambda: len(heard.experiences) == 6)
         return heard.experiences
@@ -246,12 +246,12 @@ def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
     named = {
         "game": Use(use="actors.rollout.workflows.interact:Interact", options={"environment": GUESS, "max_turns": 2})
     }
-    workflows = Workflows("actors.rollout.workflows.converse:converse", {}, named)
+    workflows = Workflows("actors.rollout.workflow:converse", {}, named)
     (experience,) = play(workflows.get("game"), RecordingEngine(lambda heard: "1"), issued("15"))
     assert experience.truncated == "max_turns"
-    assert workflows.get("") is workflows.get("actors.rollout.workflows.converse:converse")
+    assert workflows.get("") is workflows.get("actors.rollout.workflow:converse")
     with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
-        Workflows("actors.rollout.workflows.converse:converse", {}, {"game": Use(use="nowhere:at_all")})
+        Workflows("actors.rollout.workflow:converse", {}, {"game": Use(use="nowhere:at_all")})
 
 
 @settings(max_examples=500)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.tool import ParsedCall, ToolResult, answer
 from actors.rollout.tools.mcp import McpServer
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
 from tests.actors.turns import RecordingEngine, issued, play

@@ -17,9 +17,9 @@ from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.program.site import ProgramSite
 from actors.program.workflow import Program
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.parts import AT_ONCE, OTHER
 from actors.rollout.session import CachedTokenizer, Session
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.plugin import load
 from schemas import Experience, Message, Score, Task
 from schemas.errors import ConfigError

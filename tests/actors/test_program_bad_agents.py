@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.program.workflow import Program
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import CachedTokenizer, Session
+from actors.rollout.workflow import EpisodeFailed
 from schemas import Experience, Score
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, says
 from tests.actors.rig import until

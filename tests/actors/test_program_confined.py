@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.program.workflow import Program
-from actors.rollout.failure import EpisodeFailed
+from actors.rollout.workflow import EpisodeFailed
 from schemas import Score
 from schemas.errors import ConfigError
 from tests.actors.gateway.gateway_rig import EOS

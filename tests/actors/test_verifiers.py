@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from actors.program.workflow import Program
-from actors.rollout.failure import EpisodeFailed
+from actors.rollout.workflow import EpisodeFailed
 from actors.tasksets.files import tasks
 from schemas import Experience, Score, Task
 from tests.actors.gateway.gateway_rig import EOS

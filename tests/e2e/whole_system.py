@@ -104,7 +104,7 @@ evals = [{{ suite = "dev", tasks = 1 }}]
 [explore]
 report_s = 0.2
 [explore.workflows]
-check = {{ use = "actors.rollout.workflows.converse:converse" }}
+check = {{ use = "actors.rollout.workflow:converse" }}
 [explore.workflows.call]
 use = "actors.rollout.workflows.tools:Tools"
 options = {{ tools = [{{ use = "actors.rollout.tools.python:Python" }}], system = "call: " }}
@@ -113,7 +113,7 @@ use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.walk.options]
 max_turns = 3
 environment = {{ use = "actors.rollout.environments.grid:Grid", options = {{ step_cost = 0.2 }} }}
-agent = {{ use = "actors.rollout.agents.react:React", options = {{ system = "think, act. " }} }}
+agent = {{ use = "actors.rollout.agent:React", options = {{ system = "think, act. " }} }}
 [explore.workflows.shop]
 use = "actors.rollout.workflows.interact:Interact"
 [explore.workflows.shop.options]

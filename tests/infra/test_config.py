@@ -15,8 +15,8 @@ from actors.gateway.config import CanaryShare
 from actors.program.launch import ProgramInput, ask_service
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.tools.mcp import McpServer
+from actors.rollout.workflow import EpisodeFailed
 from infra.cli.run.roles import webhooks_of
 from infra.cli.settings import load_settings
 from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s

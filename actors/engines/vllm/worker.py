@@ -7,25 +7,34 @@ returns the reason: vLLM reads the workers' answers up to the first that failed,
 call.
 """
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.engines.vllm.adapter_slots import add_adapter, not_adapted
-from actors.engines.vllm.loading import Stage, can_be_staged, load_in_place
-from actors.engines.vllm.weight_checksums import HoldsOther, WeightChecksums
+import torch
+
+from actors.engines.vllm.loading import (
+    HoldsOther,
+    Stage,
+    Sums,
+    WeightChecksums,
+    can_be_staged,
+    load_in_place,
+    same,
+    sums,
+)
 
 # It warns of every layer without weights (rotary embeddings) at every reload; the probe checks what matters.
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 GROUP_BYTES = 16 * 2**20  # a model on a CPU is compared in groups of about so many bytes, some milliseconds each
 _log = logging.getLogger(__name__)
-Loaded = tuple[
-    float, str
-]  # milliseconds without a step, or when they began; and why the version is refused, "" where it is not
+# Milliseconds without a step, or the time at which they began; and the reason to refuse the version, "" for none.
+Loaded = tuple[float, str]
 
 
 class WeightsExtension:
@@ -141,7 +150,7 @@ def shared_memory() -> list[Path]:
 
 
 def _refused(load: Callable[[], None]) -> str:
-    """Why a version is refused: what loading it raised; "" for nothing."""
+    """The reason to refuse a version: the error of loading it, "" for none."""
     try:
         load()
     except HoldsOther as error:
@@ -157,3 +166,75 @@ def _with_tensors(path: str, names: list[str], load: Callable[[dict[str, Any]], 
 
     with safe_open(path, framework="pt") as file:
         load({name: file.get_tensor(name) for name in names})
+
+
+def add_adapter(runner: Any, request: Any) -> None:
+    """Make an adapter ready for requests. request: names it and its folder.
+
+    Raises HoldsOther where a matrix is not what was sent, and what vLLM's loader raises.
+    """
+    model, manager = runner.get_model(), runner.lora_manager
+    lora = manager._load_adapter(request)
+    sent = _sent(Path(request.lora_path), manager.lora_config.lora_dtype)
+    adapters = model.lora_manager
+    adapters.add_adapter(lora)
+    adapters.activate_adapter(lora.id)
+    held = held_matrices(model, lora.id, {name: shape for name, (shape, _) in sent.items()})
+    for name, value in held:
+        if not same(sent[name][1], sums(value)):
+            raise HoldsOther(name)
+
+
+def not_adapted(model: Any, names: list[str]) -> list[str]:
+    """The matrices of an adapter for which a model has no place. names: as peft writes them."""
+    places = _places(model)
+    return [name for name in names if _parsed_name(model, name)[0] not in places]
+
+
+def held_matrices(model: Any, number: int, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of each matrix of an adapter that this worker's model holds in one piece.
+
+    A worker has no place for a matrix of another worker's layers: `check_adapted` makes sure that some worker has it.
+    """
+    places = _places(model)
+    slot = model.lora_manager.lora_index_to_id.index(number)
+    for name, shape in shapes.items():
+        module_name, is_a = _parsed_name(model, name)
+        if module_name not in places:
+            continue
+        module, index = places[module_name]
+        stacked = module.lora_a_stacked if is_a else module.lora_b_stacked
+        held = stacked[index][slot, 0, : shape[0], : shape[1]]
+        if held.shape == shape:
+            yield name, held
+
+
+def _sent(folder: Path, dtype: torch.dtype) -> dict[str, tuple[torch.Size, Sums]]:
+    """The matrices of an adapter folder as vLLM computes with them: B has the scaling in it."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scaling = config["lora_alpha"] / config["r"]
+    found = {}
+    for name, value in load_file(folder / "adapter_model.safetensors").items():
+        value = value.to(dtype)
+        value = value * scaling if ".lora_B." in name and scaling != 1 else value
+        found[name] = value.shape, sums(value)
+    return found
+
+
+def _places(model: Any) -> dict[str, tuple[Any, int]]:
+    adapters = model.lora_manager
+    return {
+        part: (module, index)
+        for whole, module in adapters.modules.items()
+        for index, part in enumerate(adapters.packed_modules.get(whole, [whole]))
+    }
+
+
+def _parsed_name(model: Any, name: str) -> tuple[str, bool]:
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    module, is_a = parse_fine_tuned_lora_name(name, mapper.get_rename_mapper() if mapper is not None else None)
+    return str(module), bool(is_a)

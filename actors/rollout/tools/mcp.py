@@ -22,9 +22,9 @@ import mcp
 import mcp_types
 from mcp.client.streamable_http import streamable_http_client
 
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.tool import ToolResult, ToolSpec, sound_tool
 from actors.rollout.tools.mcp_stdio import StdioServer
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.outside import IDENTITY, AnswerRefused, bounded_pieces
 from infra.settings.plugin import describe
 from infra.settings.secret import bearer

@@ -20,7 +20,7 @@ from infra.settings.plugin import load
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError
 
-CHAT = Use(use="actors.rollout.agents.chat:Chat")
+CHAT = Use(use="actors.rollout.agent:Chat")
 
 
 class Interact(Section, frozen=True):

@@ -15,9 +15,9 @@ import re
 from collections.abc import Sequence
 
 from actors.engines.engine import ContextFull
-from actors.rollout.failure import EpisodeFailed
 from actors.rollout.session import Session
 from actors.rollout.tool import ToolResult, ToolSpec, answer, load_server, load_tool, read_call
+from actors.rollout.workflow import EpisodeFailed
 from infra.settings.config import Positive, Seconds, Section, Use, decode
 from schemas import Message, Score, Task
 from schemas.errors import ConfigError

@@ -10,8 +10,8 @@ import pytest
 from actors.engines.engine import Chunk, Sampling
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Attempts
+from actors.engines.vllm.engine import Swap
 from actors.engines.vllm.requests import Requests, stream
-from actors.engines.vllm.swap import Swap
 from schemas import Span
 from schemas.errors import PolicyRefused
 from tests.actors.engines.test_vllm_parts import FakeVllm, answered

@@ -16,7 +16,7 @@ import torch
 from actors.engines.engine import Chunk, EngineStopped, Sampling
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Attempts
-from actors.engines.vllm.engine import VllmEngine
+from actors.engines.vllm.engine import VllmEngine, parts_of
 from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input, whole
 from actors.engines.vllm.settings import (
@@ -32,7 +32,6 @@ from actors.engines.vllm.settings import (
     environment,
     give_cache,
 )
-from actors.engines.vllm.swap import parts_of
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, from_numpy

@@ -60,7 +60,7 @@ async def asked(case: Case, look: Callable[[Any], Any]) -> list[Any]:
 
 def shard(worker: Any) -> tuple[int, list[list[float]]]:
     """The rank of a worker, and what it multiplies with in the place of MATRIX."""
-    from actors.engines.vllm.weight_checksums import columns
+    from actors.engines.vllm.loading import columns
 
     module = worker.model_runner.model.get_submodule(MATRIX)
     return int(worker.rank), columns(module, tuple(range(module.input_size_per_partition))).tolist()

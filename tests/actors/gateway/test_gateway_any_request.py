@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.engine import Sampling, Shaping
+from actors.engines.engine import Sampling, Shaping, shaped_logits
 from actors.engines.scripted import ScriptedEngine
-from actors.engines.shaping import shaped_logits
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, engine, says, serving
 
 ASK = [{"role": "user", "content": "Hi"}]
