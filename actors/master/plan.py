@@ -252,7 +252,7 @@ class Plan:
         self._finish = True
 
     def put_back(self) -> None:
-        """Rebuild what follows from a state that was kept: see `actors.master.kept`."""
+        """Rebuild what follows from a state that was kept: see `actors.master.snapshot`."""
         self.evals.put_back()
         if not self._ended:
             self._stopped_ms = None  # the life before was ended by an operator

@@ -1,70 +1,67 @@
-"""A master's state beside the place in the log that it was read up to, in the object store.
+"""Snapshots of a master's state beside the place in the log that it was read up to, in the object store.
 
-    masters/<app>/<lease>-<number>      sum, head, and what `actors.master.kept` packs, in zstd
+    KEPT    attribute -> type: state that cannot be had without the log that was read
+    PARTS   attributes that hold such parts themselves
+
+A class names in KEPT and PARTS what a snapshot holds of it. Everything else is made anew: caches, settings, and what a start
+begins anew.
 
 Guarantee: a master that begins with a snapshot and reads the log from its place on decides as one that read all of it in the
 order in which this one did. The log has no order between topics: whether an eval whose task was issued again is missed, where
 an explorer was past the version when it met the second attempt, depends on whether the first one's answer was read before. So
 none is used that is not whole, that other settings or another log made, or whose place the log has not any more: a line says
-which, and the log is read from its beginning. Two masters at once do no harm: each writes under its own lease, what was taken
-while a later one may have issued is thrown away, and none removes what a later one wrote.
+which, and the log is read from its beginning. Two masters at once do no harm: the position of a snapshot begins with its
+master's lease, what was taken while a later master may have issued is thrown away, and none removes what a later one wrote.
 """
 
 import asyncio
 import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
-import zstandard
 
 from actors.config import MasterConfig
-from actors.master.kept import packed, put_back
 from actors.master.plan import Plan
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from infra.observe.release import release
 from infra.roles.identity import beginning_of
+from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, candidates, prune, read, save
 from infra.store.store import Store
-from schemas.errors import BrokerUnavailable, NotInStore, StoreError
+from schemas.errors import BrokerUnavailable, StoreError
 from schemas.topics import EVALS, POLICIES, PROGRESS, TASKS
 
-FORMAT = 1
-NUM_KEPT = 2
-READ = (TASKS, POLICIES, EVALS, PROGRESS)  # what the log must still hold from the place on
-MAX_BYTES = 1 << 30
+LAYOUT = 2  # of the state
+NUMBERS = 1_000_000  # snapshots of one lease, at most
+STATE = "plan"  # name of the only part
+READ = (TASKS, POLICIES, EVALS, PROGRESS)  # topics that must still hold everything from the place on
 
 _log = logging.getLogger(__name__)
 
 Places = Mapping[str, Mapping[int, int]]  # by topic and partition, the first offset that is not counted
-Bounds = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]  # of each topic where it begins and ends
+Bounds = Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]]  # by topic, its first offsets and its ends
 
 
-class SnapshotHead(msgspec.Struct, frozen=True):
-    """What a snapshot is of. shaping: of the settings that the state rests on. log: how the log begins. clock_ms: its
-    time. format: of the file. release: that wrote it. places: offsets read up to, by topic and partition.
+class SnapshotFacts(msgspec.Struct, frozen=True):
+    """Facts by which a start decides whether to use a snapshot. shaping: digest of the settings that the state rests on. log:
+    digest of the log's beginning. places: offsets read up to, by topic and partition.
 
-    Example: SnapshotHead(format=1, shaping="9f…", log="3a…", release="0.1.0", places={"tasks": {0: 812}})
+    Example: SnapshotFacts(shaping="9f…", log="3a…", places={"tasks": {0: 812}})
     """
 
-    format: int
     shaping: str
     log: str
-    release: str
-    clock_ms: int
     places: dict[str, dict[int, int]]
 
 
-class _Numbered(msgspec.Struct):
-    format: int
-
-
 class Unfit(Exception):
-    """A snapshot that is not used, and why."""
+    """A snapshot that cannot be used; the message says why."""
 
 
 class Snapshots:
-    """Those of one app. `every_s`: between two of them, by `clock` (seconds)."""
+    """Snapshots of one app's masters. every_s: seconds from one to the next, by `clock`."""
 
     def __init__(
         self, log: Log, store: Store, metrics: Metrics, *, app: str, every_s: float, clock: Callable[[], float]
@@ -72,35 +69,26 @@ class Snapshots:
         self._log = log
         self._store = store
         self._metrics = metrics
-        self._folder = f"masters/{app}/"
+        self._series = series(app)
         self._every_s = every_s
         self._clock = clock
         self._due_s = clock()
         self._number = 0
         self._begun = ""
-        self._written: list[str] = []
-        self._waiting: asyncio.Queue[tuple[str, SnapshotHead, bytes]] = asyncio.Queue(maxsize=1)
+        self._waiting: asyncio.Queue[tuple[int, SnapshotFacts, bytes]] = asyncio.Queue(maxsize=1)
 
     async def restored(self, make: Callable[[], Plan], policy: str) -> tuple[Plan, Places]:
-        """A plan as the newest snapshot that fits has it, and where to read on; a new one, and nowhere, without one."""
+        """A plan with the state of the newest snapshot that fits, and where to read on; without one a new plan, and nowhere."""
         begun = await beginning_of(self._log)
         self._begun = "" if begun is None else begun.digest
         bounds = {topic.name: await self._log.bounds(topic) for topic in READ}
         try:
-            keys = await asyncio.to_thread(lambda: sorted(self._store.keys(self._folder), reverse=True))
-            for key in keys:
-                plan = make()
-                try:
-                    head = opened(await asyncio.to_thread(self._store.get, key), plan, policy, self._begun)
-                    require_reach(head.places, bounds)
-                except (Unfit, NotInStore) as error:
-                    self._metrics.counter("master_snapshots", result="unfit").inc()
-                    _log.warning("snapshot_not_used key=%s reason=%s", key, error)
-                    continue
-                _log.info("snapshot_read key=%s clock_ms=%d", key, head.clock_ms)
-                return plan, filled(head.places, bounds)
+            found = await asyncio.to_thread(self._newest, make, policy, bounds)
         except StoreError as error:
             _log.warning("snapshots_not_read error=%s: the log is read from its beginning", error)
+            found = None
+        if found is not None:
+            return found
         for topic in (TASKS, PROGRESS):
             if late := {part: begin for part, begin in bounds[topic.name][0].items() if begin}:
                 _log.warning("log_begins_late topic=%s at=%s: what lay before is not counted", topic.name, late)
@@ -112,80 +100,81 @@ class Snapshots:
             return
         self._due_s = self._clock() + self._every_s
         self._number += 1
-        head = SnapshotHead(
-            format=FORMAT,
-            shaping=shaping(plan.config, policy),
-            log=self._begun,
-            release=release(),
-            clock_ms=plan.clock_ms,
-            places={topic: dict(at) for topic, at in places.items()},
+        facts = SnapshotFacts(
+            shaping(plan.config, policy), self._begun, {topic: dict(at) for topic, at in places.items()}
         )
-        key = f"{self._folder}{plan.token:012d}-{self._number:06d}"
-        self._waiting.put_nowait((key, head, msgspec.json.encode(head) + b"\n" + packed(plan)))
+        self._waiting.put_nowait((plan.token * NUMBERS + self._number, facts, packed(plan)))
 
     async def write(self) -> None:
-        """Write what is handed over, for ever; what fails is tried again with the next one."""
+        """Write what is handed over, without end. After a failure the next snapshot is tried."""
         while True:
-            key, head, data = await self._waiting.get()
+            position, facts, state = await self._waiting.get()
             try:
                 # Asked behind the state: where nothing newer lies in `policies`, no later master had issued anything by then.
-                if head.places[POLICIES.name] != (await self._log.bounds(POLICIES))[1]:
+                if facts.places[POLICIES.name] != (await self._log.bounds(POLICIES))[1]:
                     self._due_s = self._clock()
                     continue
-                size = await asyncio.to_thread(self._put, key, data)
+                size = await asyncio.to_thread(self._put, position, facts, state)
                 self._metrics.counter("master_snapshots", result="written").inc()
                 self._metrics.gauge("master_snapshot_bytes").set(size)
-            except (BrokerUnavailable, StoreError) as error:
+            except (BrokerUnavailable, StoreError, SnapshotDamaged) as error:
                 self._metrics.counter("master_snapshots", result="failed").inc()
-                _log.warning("snapshot_not_written key=%s error=%s", key, error)
+                _log.warning("snapshot_not_written position=%d error=%s", position, error)
 
-    def _put(self, key: str, data: bytes) -> int:
-        sealed = summed(data)
-        self._store.put(key, sealed)
-        self._written = [*self._written, key][-NUM_KEPT:]
-        before = [one for one in self._store.keys(self._folder) if one < self._written[0]]
-        # Of earlier masters' the newest stays until this one has written two of its own.
-        for one in before if len(self._written) == NUM_KEPT else before[:-1]:
-            self._store.delete(one)
-        return len(sealed)
+    def _put(self, position: int, facts: SnapshotFacts, state: bytes) -> int:
+        written = save(self._store, self._series, position, [(STATE, state)], msgspec.to_builtins(facts))
+        prune(self._store, self._series)
+        return written.stored_bytes
+
+    def _newest(self, make: Callable[[], Plan], policy: str, bounds: Bounds) -> tuple[Plan, Places] | None:
+        for snapshot in candidates(self._store, self._series, lambda reason, line: self._refuse(line)):
+            plan = make()
+            try:
+                places = restore(self._store, snapshot, plan, policy, self._begun)
+                require_reach(places, bounds)
+            except Unfit as error:
+                self._refuse(f"snapshot {snapshot.key}: {error}")
+                continue
+            _log.info("snapshot_read key=%s", snapshot.key)
+            return plan, filled(places, bounds)
+        return None
+
+    def _refuse(self, line: str) -> None:
+        self._metrics.counter("master_snapshots", result="unfit").inc()
+        _log.warning("snapshot_not_used %s", line)
+
+
+def series(app: str) -> str:
+    """Name of the snapshots of an app's masters in the store."""
+    return f"{app}/master"
 
 
 def shaping(config: MasterConfig, policy: str) -> str:
     """A digest of the settings that the state rests on: with others the same log is counted otherwise."""
-    found = msgspec.json.encode([policy, config.first_version, config.evals, config.gate, config.stop])
+    found = msgspec.json.encode([LAYOUT, policy, config.first_version, config.evals, config.gate, config.stop])
     return hashlib.blake2b(found, digest_size=16).hexdigest()
 
 
-def summed(data: bytes) -> bytes:
-    """Head and state as they are stored."""
-    head, _, state = data.partition(b"\n")
-    rest = head + b"\n" + zstandard.compress(state, 3)
-    return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
+def restore(store: Store, snapshot: SnapshotManifest, plan: Plan, policy: str, log: str) -> Places:
+    """Put the state of a snapshot into a new plan and return its places. log: digest of the log's beginning.
 
-
-def opened(stored: bytes, plan: Plan, policy: str, begun: str) -> SnapshotHead:
-    """Put the state of a snapshot into a new plan. begun: how the log begins. Raises Unfit; the plan is of no use then."""
-    digest, _, rest = stored.partition(b"\n")
-    if digest != hashlib.sha256(rest).hexdigest().encode():
-        raise Unfit(f"damaged: {len(stored)} bytes whose SHA-256 is not the one they begin with")
-    head_, _, state = rest.partition(b"\n")
+    Raises Unfit; the plan is of no use then.
+    """
     try:
-        if (number := msgspec.json.decode(head_, type=_Numbered).format) != FORMAT:
-            raise Unfit(f"of format {number}, this release reads {FORMAT}: another release wrote it")
-        head = msgspec.json.decode(head_, type=SnapshotHead)
-        if head.log != begun:
-            raise Unfit(f"of the log {head.log[:8]}, this is {begun[:8]}")
-        if head.shaping != shaping(plan.config, policy):
-            raise Unfit("master.evals, gate, stop, first_version or policy.name have changed since")
-        put_back(plan, zstandard.ZstdDecompressor().decompress(state, max_output_size=MAX_BYTES))
-    except (ValueError, zstandard.ZstdError) as error:
+        facts = msgspec.convert(snapshot.about, SnapshotFacts, str_keys=True)
+        if facts.log != log:
+            raise Unfit(f"of the log {facts.log[:8]}, this is {log[:8]}")
+        if facts.shaping != shaping(plan.config, policy):
+            raise Unfit("the release, or master.evals, gate, stop, first_version or policy.name, have changed since")
+        put_back(plan, read(store, snapshot.parts[STATE]))
+    except (ValueError, KeyError, SnapshotDamaged) as error:
         raise Unfit(f"not read: {error}") from error
     plan.put_back()
-    return head
+    return facts.places
 
 
 def filled(places: Places, bounds: Bounds) -> Places:
-    """The places with those of partitions that there were not yet: their beginning."""
+    """The places, with offset 0 for partitions that were not there yet."""
     return {**places, **{name: dict.fromkeys(begins, 0) | dict(places[name]) for name, (begins, _) in bounds.items()}}
 
 
@@ -196,3 +185,31 @@ def require_reach(places: Places, bounds: Bounds) -> None:
             at = places.get(topic, {}).get(part, 0)
             if not begin <= at <= ends[part]:
                 raise Unfit(f"read up to {topic}/{part}@{at}, and the log holds {begin} to {ends[part]}")
+
+
+def packed(part: Any) -> bytes:
+    """The state of an object and of its parts, in msgpack."""
+    return msgspec.msgpack.encode(_state(part))
+
+
+def put_back(part: Any, data: bytes | msgspec.Raw) -> None:
+    """Give a new object the state that was `packed` of another. Raises ValueError; the object is of no use then."""
+    found = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
+    try:
+        for name, kind in part.KEPT.items():
+            value = msgspec.msgpack.decode(found[name], type=kind)
+            is_ordered = isinstance(getattr(part, name), OrderedDict)
+            setattr(part, name, OrderedDict(value) if is_ordered else value)
+        for name in _parts(part):
+            put_back(getattr(part, name), found[name])
+    except KeyError as error:
+        raise ValueError(f"{type(part).__name__}: {error} is not there") from error
+
+
+def _state(part: Any) -> dict[str, Any]:
+    own = {name: getattr(part, name) for name in part.KEPT}
+    return own | {name: _state(getattr(part, name)) for name in _parts(part)}
+
+
+def _parts(part: Any) -> list[str]:
+    return [name for name in getattr(part, "PARTS", ()) if getattr(part, name) is not None]

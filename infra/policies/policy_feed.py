@@ -18,7 +18,7 @@ _CARRIES_WEIGHTS = ("published", "rolled_back")
 class PolicyFeed:
     """Version events of one policy in log order. channel: once the stable channel has a version, what a channel serves is
     wanted and nothing else; of the candidate channel everything. since: of what lies before the events that it is given, None
-    where it is given all. KEPT, PARTS: see `actors.master.kept`.
+    where it is given all. KEPT, PARTS: see `actors.master.snapshot`.
     """
 
     KEPT: ClassVar[dict[str, Any]] = {"stable": Stable, "events": dict[int, PolicyEvent], "newest": int}

@@ -152,7 +152,7 @@ def test_explorers_and_a_master_of_a_read_only_bucket_go_on_and_the_master_says_
                 await until(lambda: any(one.max_version == 1 for one in heard.experiences), seconds=120)
                 await until(lambda: "snapshot_not_written" in caplog.text, seconds=120)
                 here.mint = lambda: limited(minio_server, EVERY)
-                await until(lambda: any(trainers.keys("masters/")), seconds=120)
+                await until(lambda: any(trainers.keys("snapshots/")), seconds=120)
         said = [record.getMessage() for record in caplog.records if "snapshot_not_written" in record.getMessage()]
         assert "AccessDenied" in said[0] and "\n" not in said[0]
 

@@ -5,12 +5,14 @@ Watched: an object under `policies/` never changes, and a policy manifest is wri
 
 from collections.abc import Iterator
 
+from actors.master.snapshot import series
 from infra.policies.manifest import decode_manifest
 from infra.store.memory import MemoryStore
 from infra.store.store import Store
 from schemas.errors import NotInStore, StoreError
 from tests.simulator.faults import Fate, Faults
 from tests.simulator.hostile import BOMB
+from tests.simulator.scenario import APP
 from tests.simulator.virtual_loop import Killed, Process
 from tests.simulator.watch import RunWatch
 
@@ -87,7 +89,7 @@ class ClientStore(Store):
         raise Killed
 
     def _check(self, key: str, data: bytes) -> None:
-        if key.startswith("masters/"):
+        if key.startswith(f"snapshots/{series(APP)}/"):
             self._watch.snapshots[key] = data
         if not key.startswith("policies/"):
             return

@@ -7,9 +7,11 @@ from typing import Any
 from actors.master.evaluation import parse_eval_group
 from actors.master.master import take_in
 from actors.master.plan import Plan
-from actors.master.snapshot import Unfit, opened
+from actors.master.snapshot import Unfit, restore, series
 from infra.log.log import LogMessage
 from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.snapshots import candidates
 from schemas import Block, Closure, Task, topics
 from schemas.fields import VERSION_PASSED
 from schemas.topics import topic_name
@@ -19,6 +21,7 @@ from tests.simulator.world import World
 Logged = dict[str, list[tuple[Any, Any]]]
 FOLLOWED = (topics.TASKSET, topics.POLICIES, topics.EVALS, topics.PROGRESS, topics.REPORTS)
 METRICS = Metrics("settlement")
+WHOLE = "a snapshot is whole"
 
 
 def settle_snapshots(world: World, log: Logged) -> None:
@@ -28,14 +31,17 @@ def settle_snapshots(world: World, log: Logged) -> None:
     begun = _begun(world)
     raced = raced_evals(log)
     told = facts(_read(_plan(world), log, {}), raced)
+    store = MemoryStore()
     for key, data in world.watch.snapshots.items():
-        plan = _plan(world)
+        store.put(key, data)
+    for snapshot in candidates(store, series(APP), lambda reason, line: world.watch.complain(WHOLE, line)):
+        key, plan = snapshot.key, _plan(world)
         try:
-            head = opened(data, plan, world.scenario.floor.policy.name, begun)
+            places = restore(store, snapshot, plan, world.scenario.floor.policy.name, begun)
         except Unfit as error:
-            world.watch.complain("a snapshot is whole", f"{key}: {error}")
+            world.watch.complain(WHOLE, f"{key}: {error}")
             continue
-        found = facts(_read(plan, log, head.places), raced)
+        found = facts(_read(plan, log, places), raced)
         for name, value in found.items():
             if value != told[name]:
                 world.watch.complain(

@@ -71,7 +71,9 @@ class RunWatch:
         self.tensors: dict[int, Mapping[str, Tensor]] = {}
         self.altered: Counter[Process] = Counter()  # reads of policies that gave other bytes
         self.courses: defaultdict[Process, list[Happened]] = defaultdict(list)  # of reading policies and serving them
-        self.snapshots: dict[str, bytes] = {}  # of masters, by key: also those that are removed since
+        self.snapshots: dict[
+            str, bytes
+        ] = {}  # objects of masters' snapshots, by key: also those that are removed since
         self.master_state = ""
         self._first: dict[Identity, tuple[float, Process, Any]] = {}
         self._failed: set[tuple[Process, Identity]] = set()
