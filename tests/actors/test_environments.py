@@ -1,26 +1,40 @@
-"""The built-in worlds: what each says to which action, and that its rewards mean what they say."""
+"""Built-in environments, Gymnasium and OpenEnv: what each answers to an action, and faults that stay its episode's alone."""
 
 import asyncio
 import importlib
 import inspect
+import json
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import httpx
+import numpy as np
 import pytest
-from hypothesis import given
+from gymnasium import spaces
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from websockets.asyncio.server import ServerConnection, serve
 
 from actors.rollout.environment import EnvironmentFailed, GuardedEnvironment, Outcome
 from actors.rollout.environments.grid import MOVES, Grid, draw_map, reachable
 from actors.rollout.environments.guess import Guess
+from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
+from actors.rollout.environments.openenv import OpenEnv
+from actors.rollout.workflows.interact import Interact
+from infra.settings.config import Use
 from schemas import Task
 from schemas.errors import ConfigError
-from tests.actors.turns import issued
+from tests.actors.turns import RecordingEngine, issued, play
 
 
 def played(environment: Any, actions: Sequence[str], task: Task, seed: int = 0) -> list[Outcome]:
@@ -236,3 +250,297 @@ def test_no_verifier_of_reasoning_gym_runs_an_answer() -> None:
         task = Task(id="t", messages=(), meta={"generator": name, "seed": 0, "index": 0})
         with pytest.raises(ConfigError, match="runs the answer as code"):
             ReasoningGym().reset(task, seed=0)
+
+
+HERE = __name__
+
+
+LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False, "render_mode": "ansi"}}
+
+
+NAMES = ["left", "down", "right", "up"]
+
+
+class Oven(gymnasium.Env[Any, Any]):
+    """Every kind of space there is in actions and observations; `step` remembers what it was given."""
+
+    observation_space = spaces.Dict(
+        {"heat": spaces.Box(0, 1, (2,), np.float32), "said": spaces.Text(20), "on": spaces.Discrete(2)}
+    )
+    action_space = spaces.Dict({
+        "turn": spaces.Box(-1.0, 1.0, (2,), np.float32), "door": spaces.Discrete(2, start=1),
+        "lamps": spaces.MultiBinary(3), "both": spaces.Tuple((spaces.Discrete(3), spaces.Text(5))),
+    })  # fmt: skip
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        heat = self.np_random.random(2, dtype=np.float32)
+        return {"heat": heat, "said": "ready", "on": np.int64(0)}, {"options": options}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        hot = {"heat": np.asarray([1 / 3, 0.5], np.float32), "said": "hot", "on": np.int64(1)}
+        return hot, np.float32(0.5), False, True, {}
+
+
+gymnasium.register("headrace/Oven-v0", entry_point=Oven)
+
+
+def moved(text: str) -> int:
+    return NAMES.index(text.removeprefix("go "))
+
+
+def seen(observation: Any, info: Any) -> str:
+    return f"you stand on {observation}, options {info.get('options')}"
+
+
+def test_a_lake_is_crossed_by_the_names_of_its_moves() -> None:
+    world = Gymnasium(**LAKE, actions=NAMES)  # type: ignore[arg-type]
+    first = world.reset(issued(), seed=3)
+    assert first.observation.endswith("FHFH\nFFFH\nHFFG")
+    said = [world.step(move) for move in ("Down", "down ", "right", "right", "down", "right")]
+    world.close()
+    assert [one.reward for one in said] == [0.0] * 5 + [1.0]
+    assert [one.end for one in said] == [None] * 5 + ["terminal"]
+
+
+def test_an_episode_over_the_limit_of_the_environment_is_truncated() -> None:
+    world = Gymnasium(id="FrozenLake-v1", options={"max_episode_steps": 2}, actions=NAMES)
+    assert world.reset(issued(), seed=3).observation == "0"
+    assert [world.step("left").end, world.step("left").end] == [None, "truncated"]
+
+
+def test_what_is_no_action_is_told_so_and_not_stepped() -> None:
+    named, numbered = Gymnasium(**LAKE, actions=NAMES), Gymnasium(**LAKE)  # type: ignore[arg-type]
+    for world, expected in ((named, "one of left, down, right, up"), (numbered, "a number from 0 to 3")):
+        before = world.reset(issued(), seed=3).observation
+        for nonsense in ("hop", "4", "-1", "1.5", "true", "[1]", "", "9" * 400, '"' * 5000):
+            said = world.step(nonsense)
+            assert said.observation.endswith(expected) and said.reward is None and said.end is None
+            assert len(said.observation) < 200
+        assert world.reset(issued(), seed=3).observation == before
+
+
+def test_every_kind_of_space_is_written_and_read() -> None:
+    world = Gymnasium(id="headrace/Oven-v0", digits=2)
+    first = json.loads(world.reset(issued(), seed=3).observation)
+    assert first["said"] == "ready" and first["on"] == 0 and all(one == round(one, 2) for one in first["heat"])
+    fits: dict[str, Any] = {"turn": [0.5, -1], "door": 2, "lamps": [0, 1, 1], "both": [2, "hey"]}
+    assert world.step(json.dumps(fits)) == Outcome(
+        observation='{"heat": [0.33, 0.5], "said": "hot", "on": 1}', reward=0.5, end="truncated"
+    )
+    for name, wrong in {"turn": [0.5], "door": 0, "lamps": [2, 0, 0], "both": [2], "more": 1}.items():
+        assert "expected JSON of Dict" in world.step(json.dumps({**fits, name: wrong})).observation
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=50) | st.recursive(st.none() | st.floats() | st.text(), st.lists).map(json.dumps))
+def test_whatever_the_agent_says_is_stepped_or_answered(said: str) -> None:
+    world = Gymnasium(id="headrace/Oven-v0")
+    world.reset(issued(), seed=3)
+    assert "expected JSON" in world.step(said).observation
+    pole = Gymnasium(id="CartPole-v1")
+    pole.reset(issued(), seed=3)
+    assert pole.step(said).observation
+
+
+def test_the_seed_of_a_group_or_of_its_task_decides_the_world() -> None:
+    def first(task: Task, seed: int) -> str:
+        return Gymnasium(id="headrace/Oven-v0", digits=9).reset(task, seed=seed).observation
+
+    assert first(issued(), 3) == first(issued(), 3) != first(issued(), 4)
+    assert first(issued(meta={"seed": 9}), 3) == first(issued(meta={"seed": 9}), 4) == first(issued(), 9)
+
+
+def test_functions_of_ones_own_write_observations_and_read_actions() -> None:
+    world = Gymnasium(id="FrozenLake-v1", options={"is_slippery": False}, write=f"{HERE}:seen", read=f"{HERE}:moved")
+    assert world.reset(issued(), seed=3).observation == "you stand on 0, options None"
+    assert world.step("go right").observation == "you stand on 1, options None"
+    assert "not in list" in world.step("go home").observation
+    oven = Gymnasium(id="headrace/Oven-v0", write=f"{HERE}:seen")
+    assert oven.reset(issued(meta={"reset": {"hot": 1}}), seed=3).observation.endswith("options {'hot': 1}")
+
+
+def test_a_wrong_setting_is_named_before_the_first_episode_or_in_it() -> None:
+    with pytest.raises(ConfigError, match=r"id: .*Atlantis"):
+        Gymnasium(id="Atlantis-v1")
+    with pytest.raises(ConfigError, match='write: no module "nowhere"'):
+        Gymnasium(id="CartPole-v1", write="nowhere:see")
+    with pytest.raises(ConfigError, match="actions: got 4 names, expected those of Discrete"):
+        Gymnasium(id="CartPole-v1", actions=NAMES).reset(issued(), seed=0)
+
+    async def unknown() -> None:
+        async with GuardedEnvironment(
+            "actors.rollout.environments.gymnasium:Gymnasium", {"id": "nowhere:Lake-v0"}, timeout_s=5
+        ) as world:
+            await world.reset(issued(), seed=0)
+
+    with pytest.raises(EnvironmentFailed, match="nowhere"):
+        asyncio.run(unknown())
+
+
+def test_an_episode_of_interact_is_played_in_a_lake() -> None:
+    """The map is what the policy reads, turn by turn; the reward is that of the turn that earned it."""
+    moves = iter(["down", "down", "right", "right", "hop", "down", "right"])
+    world = Use(use="actors.rollout.environments.gymnasium:Gymnasium", options={**LAKE, "actions": NAMES})
+    workflow = Interact(environment=world, max_turns=9)
+    (one,) = play(workflow, RecordingEngine(lambda prompt: next(moves)), issued())
+    assert one.end == "terminal"
+    assert [score.value for score in one.scores] == [0.0] * 5 + [1.0]
+
+
+USE = "actors.rollout.environments.openenv:OpenEnv"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+PYTHON = ROOT / ".venv/agents/bin/python"
+
+
+needs_openenv = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv/agents with openenv-core: make agents")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([PYTHON, Path(__file__).with_name("openenv_server.py"), str(port)])
+    try:
+        until = time.monotonic() + 120
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def said_to(environment: OpenEnv, *actions: str, **meta: Any) -> list[Outcome]:
+    try:
+        said = [await environment.reset(issued(meta=meta), seed=3)]
+        return said + [await environment.step(action) for action in actions]
+    finally:
+        await environment.close()
+
+
+def pushed(text: str) -> dict[str, Any]:
+    return {"floors": int(text.split()[-1])}
+
+
+def seen_floor(observation: dict[str, Any]) -> str:
+    return f"you see {observation['text']}"
+
+
+@pytest.mark.slow
+@needs_openenv
+def test_a_world_is_played_by_json_or_by_one_field_or_by_functions_of_ones_own(url: str) -> None:
+    async def run() -> None:
+        whole = await said_to(OpenEnv(url=url), '{"floors": 1}', '{"floors": 2}')
+        assert json.loads(whole[0].observation) == {"text": "floor 0 of 3", "floor": 0, "seed": 3, "height": 3}
+        assert [(one.reward, one.end) for one in whole] == [(None, None), (0.0, None), (1.0, "terminal")]
+        one_field = OpenEnv(url=url, field="how", action={"floors": 1}, shown="text")
+        assert [one.observation for one in await said_to(one_field, "gently")] == ["floor 0 of 3", "floor 1"]
+        own = OpenEnv(url=url, read=f"{HERE}:pushed", write=f"{HERE}:seen_floor")
+        said = await said_to(own, "up by 2", "up by much")
+        assert [one.observation for one in said[:2]] == ["you see floor 0 of 3", "you see floor 2"]
+        assert "invalid literal" in said[2].observation and said[2].end is None
+        named = await said_to(OpenEnv(url=url), seed=9, reset={"height": 7})
+        assert json.loads(named[0].observation) == {"text": "floor 0 of 7", "floor": 0, "seed": 9, "height": 7}
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@needs_openenv
+def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> None:
+    async def run() -> None:
+        wrong = ["up", "[1]", '{"floors": "many"}', '{"floors": 1, "speed": 2}', '{"floors": 1}']
+        said = await said_to(OpenEnv(url=url, shown="text"), *wrong)
+        assert [one.observation for one in said[1:3]] == [f"got '{one}', expected a JSON object" for one in wrong[:2]]
+        assert "floors: Input should be a valid integer" in said[3].observation
+        assert "speed: Extra inputs are not permitted" in said[4].observation
+        assert said[5].observation == "floor 1" and not any(one.end for one in said)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@needs_openenv
+def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(url: str) -> None:
+    async def run() -> None:
+        played = await asyncio.gather(*(said_to(OpenEnv(url=url, shown="text"), '{"floors": 3}') for _ in range(6)))
+        assert [one[-1].end for one in played] == ["terminal"] * 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@needs_openenv
+@pytest.mark.parametrize(("how", "says"), [("wildly", "the rope broke"), ("slowly", "timed out"), ("widely", "step: ")])
+def test_a_world_that_breaks_hangs_or_floods_fails_its_episode(url: str, how: str, says: str) -> None:
+    async def run() -> None:
+        options = {"url": url, "field": "how", "action": {"floors": 1}, "shown": "text"}
+        async with GuardedEnvironment(USE, options, timeout_s=3) as world:
+            await world.reset(issued(), seed=3)
+            with pytest.raises(EnvironmentFailed, match=says):
+                await world.step(how)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@needs_openenv
+def test_an_episode_of_interact_is_played_on_a_server(url: str) -> None:
+    moves = iter(['{"floors": 1}', "up", '{"floors": 2}'])
+    world = Use(use=USE, options={"url": url, "shown": "text"})
+    (one,) = play(Interact(environment=world, max_turns=5), RecordingEngine(lambda prompt: next(moves)), issued())
+    assert one.end == "terminal" and [score.value for score in one.scores] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", "no JSON", '{"type": "observation", "data": {}}', '{"type": "state"}', "[" * 100_000, b"\xff"]
+)
+def test_a_message_that_is_no_answer_is_named(answer: str | bytes) -> None:
+    async def run() -> None:
+        async def nonsense(connection: ServerConnection) -> None:
+            await connection.recv()
+            await connection.send(answer)
+
+        async with serve(nonsense, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            environment = OpenEnv(url=f"http://127.0.0.1:{port}")
+            with pytest.raises(RuntimeError, match=r"ws://.*: reset: "):
+                await said_to(environment)
+
+    asyncio.run(run())
+
+
+def test_the_token_of_a_file_is_sent(tmp_path: Path) -> None:
+    heard: list[str | None] = []
+
+    async def run() -> None:
+        async def listen(connection: ServerConnection) -> None:
+            assert connection.request is not None
+            heard.append(connection.request.headers.get("Authorization"))
+
+        (tmp_path / "token").write_text("s3cret\n")
+        async with serve(listen, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            with pytest.raises(RuntimeError) as failed:
+                await said_to(OpenEnv(url=f"http://127.0.0.1:{port}", token_file=str(tmp_path / "token"), retries=0))
+        assert "s3cret" not in str(failed.value)
+
+    asyncio.run(run())
+    assert heard == ["Bearer s3cret"]
+
+
+def test_a_server_that_is_away_or_a_wrong_setting_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"ws://127.0.0.1:9/ws"):
+        asyncio.run(said_to(OpenEnv(url="http://127.0.0.1:9", retries=1)))
+    with pytest.raises(ConfigError, match="expected http"):
+        OpenEnv(url="ws://x")
+    with pytest.raises(ConfigError, match="has no HEADRACE_NO_SUCH"):
+        OpenEnv(url="http://x", token_env="HEADRACE_NO_SUCH")

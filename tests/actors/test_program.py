@@ -12,26 +12,38 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.master.plan import rollout
 from actors.program.site import ProgramSite
 from actors.program.workflow import Program
+from actors.rollout.explorer import run_explorer
 from actors.rollout.parts import AT_ONCE, OTHER
 from actors.rollout.session import CachedTokenizer, Session
 from actors.rollout.workflow import EpisodeFailed
+from infra.observe.metrics import Metrics
 from infra.settings.plugin import load
 from schemas import Experience, Message, Score, Task
 from schemas.errors import ConfigError
+from schemas.topics import EXPERIENCES, TASKS
 from tests.actors import agents_of_tests
 from tests.actors.gateway.gateway_rig import EOS, VOCABULARY, ByteTokenizer, says
-from tests.actors.rig import until
+from tests.actors.rig import EXPLORE, FLOOR, MASTER, TopicArrivals, folder_store, memory_log, running, task, until
 from tests.http_endpoint import http_endpoint
+from tests.role import role_of
 from tests.variables import variables
 
 ROOT = Path(__file__).parents[2]
+
+
 AGENTS = "tests.actors.agents_of_tests"
+
+
 TASK = Task(id="t", messages=(Message(role="user", content="Hi"),), answer="secret", split="train", meta={"level": 1})
+
+
 PROMPT = ByteTokenizer().encode_request([{"role": "user", "content": "Hi"}])
 
 
@@ -333,3 +345,112 @@ def test_a_body_that_ends_after_its_episode_is_not_answered() -> None:
         writer.close()
 
     asyncio.run(check())
+
+
+GOOD = [*PROMPT, *b"Hello.", EOS, *b"<user>and?", EOS, *b"<assistant>", *b"Hello.", EOS]
+
+
+BAD = {
+    "asks_nothing": ("agent", "ended without an answer of the policy"),
+    "raises": ("agent", "LookupError"),
+    "invents_a_key": ("agent", "no running episode has this key"),
+    "asks_too_often": ("agent", "has used its 8 requests"),
+    "leaves_in_mid_stream": ("agent", "ended without an answer of the policy"),
+    "sends_no_json": ("agent", "ended without an answer of the policy"),
+    "steals_a_key": ("agent", "ended without an answer of the policy"),
+    "not_a_number": ("reward", "got nan, expected a finite number"),
+}
+
+
+def beside(name: str) -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience]]:
+    """How a bad episode failed, and what was recorded of the good one that ran meanwhile."""
+
+    async def run() -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience]]:
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."), token_s=0.002)
+        await engine.start()
+        program = Program(use=f"{AGENTS}:good_or_bad", requests=8)
+
+        async def play(meta: dict[str, Any]) -> tuple[tuple[Score, ...], list[Experience]]:
+            session = Session(engine, CachedTokenizer(ChatBytes()), Sampling(max_tokens=64, stop=(EOS,)))
+            scores = await program(replace(TASK, meta=meta), session)
+            return scores, session.experiences(group="t.0", attempt=0, episode=0)
+
+        bad = asyncio.create_task(play({"bad": name}))
+        scores, found = await play({})
+        (failed,) = await asyncio.gather(bad, return_exceptions=True)
+        await until(lambda: not engine.num_running)
+        await engine.close()
+        assert isinstance(failed, EpisodeFailed), failed
+        return failed, scores, found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_a_bad_agent_fails_with_a_typed_cause_and_costs_no_other_episode_anything(name: str) -> None:
+    failed, scores, found = beside(name)
+    cause, message = BAD[name]
+    assert failed.cause == cause and message in str(failed)
+    assert scores == (Score(name="program", value=1.0),)
+    sequences = [one.tokens.tolist() for one in found]
+    assert [tokens for tokens in sequences if tokens[: len(PROMPT)] == PROMPT] == [GOOD]
+    assert len(found) == (2 if name == "steals_a_key" else 1), "what was asked with its key is a part of its own"
+
+
+def test_a_bad_agent_s_requests_end_with_its_episode() -> None:
+    """One that is cut off while it floods leaves nothing running."""
+
+    async def run() -> None:
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("a" * 60), token_s=0.05)
+        await engine.start()
+        session = Session(engine, CachedTokenizer(ChatBytes()), Sampling(max_tokens=64, stop=(EOS,)))
+        playing = asyncio.create_task(Program(use=f"{AGENTS}:floods")(TASK, session))
+        await until(lambda: engine.num_running > 4)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await until(lambda: not engine.num_running)
+        assert not session.num_sampled
+        await engine.close()
+
+    asyncio.run(run())
+
+
+CONFIG = replace(
+    EXPLORE, workflow="actors.workflows.program:Program", options={"use": f"{AGENTS}:two_turns"}, linger_s=5.0
+)
+
+
+FAILING = replace(CONFIG, options={"use": f"{AGENTS}:raises"})
+
+
+def played(folder: Path, config: object) -> tuple[TopicArrivals, Metrics]:
+    """What an explorer publishes of one group of three episodes."""
+
+    async def run() -> tuple[TopicArrivals, Metrics]:
+        log, metrics = await memory_log(), Metrics("explore")
+        heard = TopicArrivals(log, EXPERIENCES)
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
+        role = role_of("explore", FLOOR, log, folder_store(folder), metrics=metrics)
+        explorer = asyncio.create_task(run_explorer(role, config, engine, ChatBytes(), (EOS,)))  # type: ignore[arg-type]
+        issued = rollout(task("add"), MASTER, round=0, attempt=0, sequence=0, min_version=0)
+        async with running(explorer, asyncio.create_task(heard.listen())):
+            await log.publish(TASKS, replace(issued, issued=replace(issued.issued, max_tokens=50)))
+            await until(lambda: len(heard.experiences) == 3, seconds=60.0)
+        return heard, metrics
+
+    return asyncio.run(run())
+
+
+def test_a_group_of_programs_is_published_with_its_rewards(tmp_path: Path) -> None:
+    heard, _ = played(tmp_path, CONFIG)
+    assert len(heard.records) == 1, "one block: they finished together"
+    for one in heard.experiences:
+        assert (one.group, one.group_size, one.part, one.last) == ("add.0", 3, 0, True)
+        assert one.num_sampled == 2 * 7 and len(one.spans) == 2
+        assert Score(name="program", value=1.0) in one.scores and one.answer == "yes"
+
+
+def test_what_failed_is_published_with_its_failure_and_counted_by_its_cause(tmp_path: Path) -> None:
+    heard, metrics = played(tmp_path, FAILING)
+    assert {(one.end, one.failure) for one in heard.experiences} == {("failed", "LookupError: the agent broke")}
+    assert metrics.counters()["episodes_failed{cause=agent}"] == 3.0

@@ -1,18 +1,46 @@
-"""The session records exactly what was sampled, whatever a chat template makes of it afterwards."""
+"""The session records exactly what was sampled, whatever a chat template, a thought or a picture makes of it."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from msgspec.structs import replace
+from openai.types.chat import ChatCompletionMessage
 
+from actors.config import ExploreConfig
 from actors.engines.engine import Completion, LoadReport, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.rollout.parts import TOO_LARGE, with_recorded
 from actors.rollout.session import LONG_CHARS, CachedTokenizer, Session
+from infra.log.log import Log
+from infra.model.model import Tokenizer, load_tokenizer
+from infra.observe.metrics import Metrics
 from infra.policies.policy import Policy
-from infra.store.images import Pixels
-from schemas import Message, Span
+from infra.settings.config import decode
+from infra.store.images import MISSING, Pixels, deposit_image
+from infra.store.memory import MemoryStore
+from schemas import DropMarker, Image, Issued, Message, Span, Task
+from schemas.bulk.sections import MAX_SECTION_BYTES
+from schemas.errors import ConfigError
+from schemas.topics import EXPERIENCES, TASKS, VERIFIED
+from schemas.wire.routing import ABSENT, routing
+from tests.actors.gateway.gateway_rig import EOS as BYTE_EOS
+from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
+from tests.actors.looking import Looking
+from tests.actors.rig import EOS, EXPLORE, FLOOR, CharTokenizer, TopicArrivals, memory_log, running, until
+from tests.eye_model import drawings
+from tests.infra.chat_models import STYLES, build_chat_model
+from tests.role import role_of
 
 BOS, END, NEWLINE = 1, 2, 3
+
+
 FIRST_CHARACTER, FIRST_PAIR = 10, 1000
 
 
@@ -292,3 +320,245 @@ def test_a_long_conversation_is_tokenized_away_from_the_event_loop_and_once_for_
 
     assert asyncio.run(main("x" * (LONG_CHARS + 1))) == [False]
     assert asyncio.run(main("x" * LONG_CHARS)) == [True]
+
+
+TURNS = 20
+
+
+# As Qwen3 has it: what earlier answers thought is left out.
+FORGETS = (
+    "{%- set said = message.content.split('</think>')[-1].lstrip('\\n') if message.role == 'assistant' "
+    "else message.content %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("styles")
+    chatml = STYLES["chatml"]
+    loop = "{%- for message in messages %}"
+    assert loop in chatml.template
+    template = chatml.template.replace(loop, loop + FORGETS).replace("+ message.content }}", "+ said }}")
+    styles = {**STYLES, "forgets": msgspec.structs.replace(chatml, template=template)}
+    return {name: load_tokenizer(build_chat_model(folder / name, style)) for name, style in styles.items()}
+
+
+def thought(number: int) -> str:
+    return f"<think>\nlet me see {number}\n</think>\n\nThe answer is {number}. \n"
+
+
+AGENTS: dict[str, Callable[[str], str]] = {
+    "as it came": lambda text: text,
+    "without blanks around": str.strip,
+    "without the thought": lambda text: text.split("</think>")[1].strip(),
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("style", [*STYLES, "forgets"])
+def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
+    tokenizers: dict[str, Tokenizer], style: str, agent: str
+) -> None:
+    tokenizer = tokenizers[style]
+    end = tokenizer.eos_ids[0]
+    sampled = [(*tokenizer.encode(thought(number)), end) for number in range(TURNS)]
+    answers = [
+        Completion(tokens=one, logprobs=(-1.0,) * len(one), spans=(Span(0, len(one), 0),), stopped=True)
+        for one in sampled
+    ]
+    sampler = Answers(*answers)
+    session = Session(sampler, tokenizer, Sampling(max_tokens=99, stop=tokenizer.eos_ids))
+
+    async def talk() -> None:
+        conversation = [user("begin")]
+        for number in range(TURNS):
+            reply = await session.reply(conversation)
+            sent = msgspec.structs.replace(reply, content=AGENTS[agent](reply.content))
+            conversation += [sent, user(f"and {number}?")]
+
+    asyncio.run(talk())
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
+    assert experience.num_sampled == sum(map(len, sampled)), "each sampled token is in it once"
+    for before, after, one in zip(sampler.prompts, sampler.prompts[1:], sampled, strict=False):
+        assert after[: len(before) + len(one)] == before + one
+    # Behind each answer stands what the template writes behind a plain one.
+    plain = tokenizer.encode_chat([user("?"), Message(role="assistant", content="x"), user("and 3?")])
+    behind = plain[plain.index(end, len(tokenizer.encode_chat([user("?")]))) + 1 :]
+    assert list(sampler.prompts[4][len(sampler.prompts[3]) + len(sampled[3]) :]) == behind
+
+
+class ForgetfulBytes(ByteTokenizer):
+    """Its template leaves out what earlier answers thought."""
+
+    def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
+        said = [{**one, "content": one["content"].split("</think>")[-1].lstrip("\n")} for one in conversation]
+        return super().encode_request(said, tools)
+
+
+def apart(answer: ChatCompletionMessage) -> dict[str, Any]:
+    return answer.model_dump(exclude_none=True)
+
+
+CLIENTS: dict[str, Callable[[ChatCompletionMessage], dict[str, Any]]] = {
+    "as it came": apart,
+    "by the older name": lambda one: {**apart(one), "reasoning": None, "reasoning_content": apart(one)["reasoning"]},
+    "in the content": lambda one: {
+        "role": "assistant",
+        "content": f"<think>{apart(one)['reasoning']}</think>{one.content}",
+    },
+    "without blanks around": lambda one: {**apart(one), "content": (one.content or "").strip()},
+    "without the thought": lambda one: {"role": "assistant", "content": one.content},
+}
+
+
+@pytest.mark.parametrize("agent", CLIENTS)
+def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_sampled(tmp_path: Path, agent: str) -> None:
+    async def check() -> None:
+        texts = [thought(number) for number in range(4)]
+        async with serving(tmp_path, engine(says(*texts)), tokenizer=ForgetfulBytes()) as served:
+            key = served.key()
+            await served.keys_read()
+            client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+            conversation: list[Any] = [{"role": "user", "content": "begin"}]
+            for text in texts:
+                answer = await client.chat.completions.create(model="m", messages=conversation)
+                message = answer.choices[0].message
+                assert f"<think>{apart(message)['reasoning']}</think>{message.content}" == text
+                conversation += [CLIENTS[agent](message), {"role": "user", "content": "and?"}]
+            turns = await served.recorded(4)
+            assert [one.carried for one in turns] == [0, 1, 2, 3]
+            behind = b"<user>and?"
+            for before, after in itertools.pairwise(turns):
+                size = len(before.tokens)
+                assert after.tokens.tolist()[:size] == before.tokens.tolist()
+                assert after.tokens.tolist()[size : size + len(behind) + 1] == [*behind, BYTE_EOS]
+
+    asyncio.run(check())
+
+
+def routed(completion: Completion, num_prompt: int, turn: int) -> Completion:
+    """With rows that say which turn recorded them, and of which token."""
+    num = num_prompt + len(completion.tokens) - 1
+    rows = np.stack([np.full(num, turn), np.arange(num)], 1).astype(np.uint8)
+    return replace(completion, routing=rows[:, None])
+
+
+def two_turns(*, first: bool = True, second: bool = True) -> Session:
+    """One token sequence of two turns. first, second: whether the engine records in it."""
+    asked, said, then = (user("1"),), spell("ab"), user("2")
+    turns = [answer(*said, END), answer(*spell("c"), END)]
+    num_first = len(Spelled().encode_chat(asked))
+    conversation = (*asked, Message(role="assistant", content="ab"), then)
+    num_second = len(Spelled().encode_chat(conversation))
+    given = [
+        routed(turns[0], num_first, 1) if first else turns[0],
+        routed(turns[1], num_second, 2) if second else turns[1],
+    ]
+    session = Session(Answers(*given), Spelled(), SAMPLING)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        reply = await session.reply(asked)
+        await session.reply((*asked, reply, then))
+
+    asyncio.run(run())
+    assert session.num_parts == 1
+    return session
+
+
+def test_a_token_keeps_the_experts_it_first_went_to_and_what_was_observed_has_the_next_turns() -> None:
+    session = two_turns()
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
+    (rows,) = session.routing
+    made, reason = with_recorded(experience, rows, 1000)
+    found = routing(made)
+    assert reason == "" and found[:, 0, 1].tolist() == [*range(experience.num_tokens - 1), ABSENT]
+    read_first = experience.spans[0].stop - 1  # the last token of the first turn was read in the second
+    assert found[:, 0, 0].tolist() == [1] * read_first + [2] * (experience.num_tokens - 1 - read_first) + [ABSENT]
+
+
+@pytest.mark.parametrize("given", [{"first": False}, {"second": False}, {"first": False, "second": False}])
+def test_an_episode_with_a_turn_that_was_not_recorded_has_no_routing(given) -> None:
+    session = two_turns(**given)
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
+    assert session.routing == (None,)
+    assert with_recorded(experience, session.routing[0], 1000) == (experience, "")
+
+
+def test_a_routing_above_its_bound_is_left_out_and_says_why() -> None:
+    session = two_turns()
+    (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
+    (rows,) = session.routing
+    assert with_recorded(experience, rows, rows.nbytes)[1] == ""
+    made, reason = with_recorded(experience, rows, rows.nbytes - 1)
+    assert reason == TOO_LARGE and routing(made) is None
+
+
+def test_the_bound_is_one_that_a_block_can_hold() -> None:
+    with pytest.raises(ConfigError, match=r"max_routing_bytes: got 16777216 .* 15728640"):
+        decode({"max_routing_bytes": MAX_SECTION_BYTES}, ExploreConfig, "explore")
+
+
+def looks() -> Looking:
+    return Looking(seed=1, num_vocabulary=128, max_model_len=64)
+
+
+def issued(name: str, *images: Image) -> Task:
+    task = Task(id=name, messages=(Message(role="user", content="count", images=images),), answer="1")
+    return Task(
+        id=name,
+        messages=task.messages,
+        answer="1",
+        issued=Issued(group=f"{name}.0", attempt=0, num_episodes=2, max_tokens=3),
+    )
+
+
+async def explore(
+    store: MemoryStore, tasks: list[Task], engine: ScriptedEngine
+) -> tuple[TopicArrivals, TopicArrivals, Metrics]:
+    from actors.rollout.explorer import run_explorer
+
+    log: Log = await memory_log(store=store)
+    metrics = Metrics("explore")
+    raw, verified = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, VERIFIED)
+    role = role_of("explore", FLOOR, log, store, metrics=metrics)
+    explorer = run_explorer(role, EXPLORE, engine, CharTokenizer(), (EOS,))
+    roles = [asyncio.create_task(one) for one in (explorer, raw.listen(), verified.listen())]
+    async with running(*roles):
+        await log.publish_all(TASKS, tasks)
+        await until(lambda: len(raw.experiences) + len(verified.of(DropMarker)) >= 2 * len(tasks))
+    return raw, verified, metrics
+
+
+def test_the_engine_is_shown_the_pixels_and_the_experience_keeps_the_references() -> None:
+    store, engine = MemoryStore(), looks()
+    found = drawings(2)
+    for one in found:
+        deposit_image(store, one.image, one.picture)
+    raw, _, _ = asyncio.run(explore(store, [issued("two", *(one.image for one in found))], engine))
+    assert len(engine.seen) == 2 and all(len(images) == 2 for images in engine.seen)
+    first, second = engine.seen[0]
+    assert first.shape == second.shape == (16, 16, 3) and not np.array_equal(first, second)
+    for experience in raw.experiences:
+        assert [image.sha256 for image in experience.messages[0].images] == [one.image.sha256 for one in found]
+
+
+def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_counted() -> None:
+    store = MemoryStore()
+    good, gone = drawings(2)
+    deposit_image(store, good.image, good.picture)
+    tasks = [issued("good", good.image), issued("gone", gone.image)]
+    raw, verified, metrics = asyncio.run(explore(store, tasks, looks()))
+    assert {one.group for one in raw.experiences} == {"good.0"} and len(raw.experiences) == 2
+    assert [stub.group for stub in verified.of(DropMarker)] == ["gone.0"] * 2
+    counted = {name: value for name, value in metrics.counters().items() if "bad_images" in name}
+    assert sum(counted.values()) == 2 and any(MISSING in name for name in counted)
+
+
+def test_an_engine_of_text_alone_refuses_images_by_name() -> None:
+    store = MemoryStore()
+    (one,) = drawings(1)
+    deposit_image(store, one.image, one.picture)
+    engine = ScriptedEngine(seed=1, num_vocabulary=128, max_model_len=64)
+    raw, verified, metrics = asyncio.run(explore(store, [issued("plain", one.image)], engine))
+    assert not raw.experiences and len(verified.of(DropMarker)) == 2
+    assert metrics.counters()["requests_failed"] == 2

@@ -1,16 +1,59 @@
-"""Tasks and demonstrations: where they come from, and that the same source gives the same ones."""
+"""Tasks and demonstrations: files, generators, the loader, and success rates of an earlier run."""
 
+import asyncio
 import json
 from pathlib import Path
+from random import Random
 
+import msgspec
 import pytest
 
+from actors.master.curriculum import smoothed
+from actors.tasksets import arrow
 from actors.tasksets.arithmetic import arithmetic, arithmetic_demonstrations, write_arithmetic
-from actors.tasksets.files import Broken, count_rows, read_rows, tasks
+from actors.tasksets.files import MAX_LINE_BYTES, Broken, count_rows, read_rows, tasks
+from actors.tasksets.loader import (
+    FOLDER,
+    LoadResult,
+    different,
+    expert,
+    load_experts,
+    load_preferences,
+    load_tasks,
+    pair_block,
+    rated,
+    recorded_rates,
+    with_images,
+)
 from actors.tasksets.reasoning_gym import reasoning_gym
-from actors.tasksets.taskset import Demonstration
-from schemas import Message, Task
+from actors.tasksets.shapes import (
+    DEV,
+    HELD_OUT,
+    KINDS,
+    TRAIN,
+    VALIDATION,
+    Drawing,
+    draw,
+    drawn,
+    glances,
+    task_of,
+    write_shapes,
+)
+from actors.tasksets.taskset import Demonstration, Preference
+from infra.log.log import Log
+from infra.policies.tensors import MAX_RANK, load_tensors
+from infra.store.images import ImageReader, images_of
+from infra.store.memory import MemoryStore
+from infra.store.store import BLOBS
+from schemas import Closure, DeadLetter, Message, Span, Task, make_experience
 from schemas.errors import ConfigError
+from schemas.experience import pair_fault
+from schemas.topics import DEAD_LETTERS, EXPERTS, PROGRESS, TASKSET, TASKSET_RAW
+from streams.config import DifficultyConfig, StreamsConfig, TasksConfig
+from streams.scores.vision import Vision
+from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
+from tests.actors.rig import task as plain_task
+from tests.streams.memory_worker import settled, working
 
 
 def operands(task: Task) -> frozenset[str]:
@@ -194,3 +237,327 @@ def test_reasoning_gym_tasks_are_the_same_for_the_same_seed() -> None:
         list(reasoning_gym(generator="no_such_generator"))
     with pytest.raises(ConfigError, match="foo"):
         list(reasoning_gym(generator="chain_sum", options={"foo": 1}))
+
+
+def scored(task: Task, response: str) -> float | None:
+    return Vision()(
+        make_experience(
+            tokens=[0, 0], logprobs=[0.0], messages=(*task.messages, Message(role="assistant", content=response)),
+            id="a.0.0-0-0", group="a.0", episode=0, group_size=1, spans=(Span(1, 2, 0),),
+            answer=task.answer, meta=task.meta,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_answer_is_right_and_that_of_another_picture_is_not(kind: str) -> None:
+    random = Random(3)
+    tasks = [task_of(one, TRAIN) for one in drawn((kind,), 12, random)]  # type: ignore[arg-type]
+    assert all(scored(task, task.answer or "") == 1.0 for task in tasks)
+    wrong = next(one.answer for one in tasks if one.answer != tasks[0].answer)
+    assert scored(tasks[0], wrong or "") == 0.0
+
+
+def test_the_same_seed_draws_the_same_pictures_and_another_kind_is_refused() -> None:
+    assert draw("count", Random(5)) == draw("count", Random(5)) != draw("count", Random(6))
+    with pytest.raises(ConfigError, match="kinds"):
+        draw("paint", Random(5))  # type: ignore[arg-type]
+
+
+def test_who_glances_counts_one_short_more_often_than_not_and_never_too_high() -> None:
+    drawings = [
+        Drawing(kind="count", picture=bytes([at % 256, at // 256]), answer=str(at % 3 + 1)) for at in range(900)
+    ]
+    rows = list(glances(drawings, Random(1)))
+    missed = [int(row.answer or "") - int(row.response) for row in rows]
+    assert {one for row, one in zip(rows, missed, strict=True) if row.answer == "1"} == {0} and set(missed) == {0, 1}
+    assert 0.52 < sum(missed) / 600 < 0.68  # 0.6 of those above one; 4 standard deviations are 0.08
+    assert sum(row.split == VALIDATION for row in rows) == 90
+    boxes = drawn(("box",), 20, Random(2))
+    assert all(row.response == row.answer for row in glances(boxes, Random(3))), "a box has no count to miss"
+
+
+def written(folder: Path) -> tuple[Path, Path]:
+    return write_shapes(folder, num_train=12, num_held_out=4, num_dev=3, num_shown=10)
+
+
+def test_splits_share_no_picture_and_every_one_is_loaded_once(tmp_path: Path) -> None:
+    tasks_file, experts_file = written(tmp_path)
+    store, broken = MemoryStore(), list[Broken]()
+    tasks = list(with_images(read_rows(tasks_file, Task), tasks_file, store, broken.append))
+    shown = list(with_images(read_rows(experts_file, Demonstration), experts_file, store, broken.append))
+    assert not broken and len(tasks) == 19 and len(shown) == 10
+    assert {split: sum(one.split == split for one in tasks) for split in (TRAIN, DEV, HELD_OUT)} == {
+        TRAIN: 12, DEV: 3, HELD_OUT: 4,
+    }  # fmt: skip
+    images = [image for row in (*tasks, *shown) for image in images_of(row.messages)]
+    assert len(set(images)) == 29 == len(list(store.keys(BLOBS)))
+    assert all(pixels.shape == (32, 32, 3) for pixels in ImageReader(store).read_all(images))
+    assert max(len(msgspec.json.encode(task)) for task in tasks) < 400, "a task holds references alone"
+
+
+def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tmp_path: Path) -> None:
+    file, _ = written(tmp_path)
+    tasks = list(read_rows(file, Task))
+    gone, spoiled, again = (images_of(task.messages)[0] for task in tasks[:3])
+    (tmp_path / FOLDER / gone.sha256).unlink()
+    (tmp_path / FOLDER / spoiled.sha256).write_bytes(b"no picture")
+    store, broken = MemoryStore(), list[Broken]()
+    store.put(BLOBS + again.sha256, (tmp_path / FOLDER / again.sha256).read_bytes())
+    (tmp_path / FOLDER / again.sha256).unlink()  # an earlier load brought it
+    loaded = list(with_images(tasks, file, store, broken.append))
+    assert loaded == tasks[2:]
+    assert [tasks[0].id in broken[0].where, "missing" in broken[0].reason] == [True, True]
+    assert [tasks[1].id in broken[1].where, "altered" in broken[1].reason] == [True, True]
+    assert len(broken) == 2
+
+
+def test_tasks_with_images_travel_through_the_log_as_references(tmp_path: Path) -> None:
+    from actors.tasksets.loader import load_tasks
+    from schemas.topics import TASKSET_RAW
+
+    file, _ = written(tmp_path)
+    tasks = list(read_rows(file, Task))
+
+    async def main() -> list[object]:
+        log = await memory_log()
+        await load_tasks(log, tasks)
+        return [message.value async for message in log.read_all(TASKSET_RAW)]
+
+    found = {one.id: one for one in asyncio.run(main()) if isinstance(one, Task)}
+    assert found == {task.id: task for task in tasks}
+
+
+def row(name: str, split: str = "train") -> Demonstration:
+    messages = (Message(role="user", content="37+45="),)
+    return Demonstration(id=name, messages=messages, response="280", answer="280", split=split)
+
+
+async def contents(heard: TopicArrivals) -> None:
+    async for message in heard.log.read_all(heard.topic):
+        heard.records.append(message.value)
+
+
+def test_a_demonstration_is_an_expert_experience_that_nobody_sampled() -> None:
+    experience = expert(row("add-3745", "validation"), CharTokenizer())
+    assert list(experience.tokens) == [*(ord(character) for character in "37+45=280"), EOS]
+    assert (experience.num_prompt, experience.num_sampled) == (6, 4)
+    assert (experience.lane, experience.group, experience.group_size) == ("expert", "expert-add-3745.0", 1)
+    assert [(span.version, span.ratio) for span in experience.spans] == [(-1, False)]
+    assert list(experience.logprobs) == [0.0] * 4
+    assert experience.response == "280"
+    assert (experience.answer, experience.task, experience.held_out) == ("280", "add-3745", True)
+    assert (experience.kind, experience.meta) == ("demonstration", {})
+
+
+def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
+    async def run() -> tuple[LoadResult, LoadResult, list[object], list[int]]:
+        log = await memory_log()
+        progress: list[int] = []
+        tasks = [plain_task("a"), plain_task("b"), plain_task("a")]
+        first = await load_tasks(log, tasks, on_progress=progress.append)
+        second = await load_tasks(log, [*tasks, plain_task("c")])
+        heard = TopicArrivals(log, TASKSET_RAW)
+        await contents(heard)
+        return first, second, heard.records, progress
+
+    first, second, records, progress = asyncio.run(run())
+    assert first == LoadResult(loaded=2, repeated=1, known=0)
+    assert second == LoadResult(loaded=1, repeated=1, known=2)
+    assert sorted(one.id for one in records if isinstance(one, Task)) == ["a", "b", "c"]
+    assert progress == [3]
+
+
+def test_demonstrations_are_loaded_once() -> None:
+    async def run() -> tuple[LoadResult, LoadResult, list[object]]:
+        log = await memory_log()
+        rows = [row(f"add-{index}") for index in range(20)]
+        first = await load_experts(log, rows, CharTokenizer())
+        second = await load_experts(log, rows, CharTokenizer())
+        heard = TopicArrivals(log, EXPERTS)
+        await contents(heard)
+        return first, second, heard.records
+
+    first, second, records = asyncio.run(run())
+    assert (first.loaded, second.loaded, second.known) == (20, 0, 20)
+    assert len(records) == 20
+
+
+def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> None:
+    def rows():  # type: ignore[no-untyped-def]
+        yield from (plain_task(f"task-{index}") for index in range(600))
+        raise ValueError("line 601")
+
+    async def run() -> list[object]:
+        log = await memory_log()
+        with pytest.raises(ValueError, match="601"):
+            await load_tasks(log, rows())
+        heard = TopicArrivals(log, TASKSET_RAW)
+        await contents(heard)
+        return heard.records
+
+    assert len(asyncio.run(run())) == 512
+
+
+def preference(name: str, chosen: str, rejected: str) -> Preference:
+    return Preference(id=name, messages=(Message(role="user", content="2+2="),), chosen=chosen, rejected=rejected)
+
+
+def test_a_pair_is_two_marked_answers_of_one_group_that_nobody_sampled() -> None:
+    one, other = pair_block(preference("q", "4", "five"), CharTokenizer()).experiences
+    assert (one.kind, other.kind) == ("chosen", "rejected")
+    assert (one.response, other.response, one.lane, one.group_size) == ("4", "five", "human", 2)
+    assert list(other.tokens) == [*(ord(character) for character in "2+2=five"), EOS]
+    assert one.group == other.group and one.is_given and not one.spans[0].ratio
+    assert pair_fault((one, other)) == ""
+
+
+def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
+    async def run() -> tuple[LoadResult, list[Broken], LoadResult]:
+        log = await memory_log()
+        rows = [
+            preference("a", "4", "5"),
+            preference("a", "4", "6"),
+            preference("b", "4", "4"),
+            preference("a", "4", "5"),
+        ]
+        broken: list[Broken] = []
+        first = await load_preferences(log, different(rows, broken.append), CharTokenizer())
+        return first, broken, await load_preferences(log, rows[:2], CharTokenizer())
+
+    first, broken, second = asyncio.run(run())
+    assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
+    assert [one.where for one in broken] == ["pair b"]
+
+
+def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
+    async def run() -> tuple[LoadResult, LoadResult, list[Broken]]:
+        log = await memory_log()
+        broken: list[Broken] = []
+        long = msgspec.structs.replace(row("long"), response="280" * 9)
+        experts = await load_experts(
+            log, [row("a"), long, row("b")], CharTokenizer(), max_tokens=10, on_broken=broken.append
+        )
+        pairs = [preference("c", "4", "5"), preference("d", "4", "five and a half"), preference("e", "4", "6")]
+        return (
+            experts,
+            await load_preferences(log, pairs, CharTokenizer(), max_tokens=10, on_broken=broken.append),
+            broken,
+        )
+
+    experts, pairs, broken = asyncio.run(run())
+    assert (experts.loaded, pairs.loaded) == (2, 2)
+    assert [one.where for one in broken] == ["demonstration long", "pair d"]
+    assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"
+
+
+def closure(group: str, mean_reward: float | None, **fields: object) -> Closure:
+    return Closure(group=group, outcome="dropped", mean_reward=mean_reward, **fields)  # type: ignore[arg-type]
+
+
+def test_rates_are_those_of_rollouts_as_the_curriculum_has_them() -> None:
+    async def run() -> dict[str, float]:
+        log = await memory_log()
+        await log.publish_all(
+            PROGRESS,
+            [
+                closure("a.0", 1.0), closure("a.1", 0.0), closure("b.0", None), closure("c.0", 7.0),
+                closure("a.1", 1.0, revision=1), closure("d.0", 1.0, lane="live"), closure("eval-dev-3.0", 1.0),
+            ],
+        )  # fmt: skip
+        return await recorded_rates(log)
+
+    assert asyncio.run(run()) == {"a": smoothed(1.0, 0.0), "c": 1.0}
+
+
+def test_another_app_takes_its_difficulty_from_the_record_and_drops_what_was_too_easy(tmp_path: Path) -> None:
+    async def run() -> tuple[dict[str, float | None], list[str]]:
+        old = await memory_log()
+        await old.publish_all(PROGRESS, [closure("easy.0", 1.0), closure("middle.0", 0.25)])
+        log = Log(old.bus, "next")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        tasks = [
+            plain_task("easy"),
+            plain_task("middle", meta={"success_rate": 0.9}),
+            plain_task("new"),
+            plain_task("told", difficulty=0.7),
+        ]
+        await load_tasks(log, rated(tasks, await recorded_rates(old), "success_rate"))
+        config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
+        async with working(log, config, tmp_path):
+            await settled(log)
+        kept = [one.value async for one in log.read_all(TASKSET) if isinstance(one.value, Task)]
+        letters = [one.value async for one in log.read_all(DEAD_LETTERS) if isinstance(one.value, DeadLetter)]
+        return {one.id: one.difficulty for one in kept}, [one.reason for one in letters]
+
+    difficulty, dropped = asyncio.run(run())
+    assert difficulty == {"middle": 0.75, "new": None, "told": 0.7}
+    assert dropped == ["too easy"]
+
+
+GOOD = b'{"id": "a", "prompt": "37+45="}\n'
+
+
+def rows(path: Path) -> tuple[list[str], list[Broken]]:
+    broken: list[Broken] = []
+    return [row.id for row in read_rows(path, Task, on_broken=broken.append)], broken
+
+
+def test_a_line_without_an_end_is_named_and_the_next_one_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(GOOD + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + GOOD + b"y" * (2 * MAX_LINE_BYTES))
+    found, broken = rows(path)
+    assert found == ["a", "a"]
+    assert [one.where for one in broken] == [f"{path}:2", f"{path}:4"]
+    assert all("got a line of more than 16777216 bytes" in one.reason for one in broken)
+    assert count_rows(path) == 4
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_line_of_just_the_length_that_is_allowed_is_one_line(tmp_path: Path, more: int) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(GOOD.rstrip().ljust(MAX_LINE_BYTES + more) + b"\n" + GOOD)
+    assert count_rows(path) == 2
+    assert len(rows(path)[0]) + len(rows(path)[1]) == 2
+
+
+def test_a_table_with_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.csv"
+    path.write_bytes(b"id,prompt\na," + b"x" * (2 * MAX_LINE_BYTES))
+    with pytest.raises(ConfigError, match="got a line of more than"):
+        rows(path)
+
+
+def test_a_small_parquet_file_that_says_gigabytes_is_refused_within_the_memory_it_may_take(tmp_path: Path) -> None:
+    """2,000 rows that all name one text of 16 MB: 32 GB as rows, for a reader that may take half a gigabyte."""
+    import pyarrow
+    from pyarrow import parquet
+
+    text = pyarrow.array(["x" * (16 * 1024 * 1024)])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), text)
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"prompt": column}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(ConfigError, match="of memory"):
+        list(arrow.read_apart(path, memory_bytes=512 * 1024 * 1024))
+
+
+def test_a_row_that_is_too_large_is_named_and_the_next_one_read(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "large.parquet"
+    table = pyarrow.table({"id": ["a", "b"], "prompt": ["x" * (arrow.MAX_ROW_BYTES + 1), "37+45="]})
+    parquet.write_table(table, path)
+    found, (broken,) = rows(path)
+    assert found == ["b"] and "got a row of" in broken.reason
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [b"[" + b",".join([b"9223372036854775807"] * 40_000) + b"]", b"[1" + b",1" * MAX_RANK + b"]", b"[-1]", b"[1e3]"],
+)
+def test_a_header_of_many_dimensions_is_refused_before_they_are_multiplied(shape: bytes) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": ' + shape + b', "data_offsets": [0, 4]}}'
+    with pytest.raises(ValueError, match="safetensors"):
+        load_tensors(len(header).to_bytes(8, "little") + header + bytes(4))

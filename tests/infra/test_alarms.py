@@ -16,8 +16,8 @@ from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from infra.roles.process import MISSING_S
 from tests.actors.rated import crowd, rated
+from tests.actors.test_evals_and_placing import placing
 from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
-from tests.actors.test_placing import placing
 from tests.infra.cli.test_status_command import progress, state_of
 from tests.own_sources import ROOT
 

@@ -1,27 +1,40 @@
-"""The torch engine under adapters: the learner's logprobs exactly, and nothing that does not fit."""
+"""The torch engine: adapters, names and families of models; and the pace of the scripted engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from actors.engines.engine import Sampling
+from actors.engines.engine import Chunk, Completion, Engine, Sampling
+from actors.engines.reload import HasFolder
+from actors.engines.scripted import ScriptedEngine
 from actors.engines.torch import TorchEngine
-from infra.model.model import model_tensors
+from infra.model.model import load_model, model_tensors
 from infra.policies.policy import Policy
 from infra.policies.tensors import from_numpy, to_numpy
 from schemas.errors import PolicyRefused
+from tests.contracts.engine_case import Case, char_model
 from tests.contracts.test_learner import batch, opened
 from tests.infra.tiny_families import build_family
+from tests.simulator.virtual_loop import VirtualLoop
+from tests.tiny_models import WINDOW, build_tiny_model
+from tests.variables import variables
 from trainer.config import LoraConfig
 from trainer.learners.torch import TorchLearner
 
 pytestmark = pytest.mark.full  # importing transformers alone takes seconds
+
+
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
+
+
 LORA = LoraConfig(rank=4, alpha=8)
 
 
@@ -180,3 +193,95 @@ def test_base_weights_are_never_written(folder: str) -> None:
             assert found is not None and torch.equal(found, torch.from_numpy(to_numpy(tensor).copy())), name
 
     with_engine(folder, use)
+
+
+NAME, COMMIT = "org/tiny-model", "a" * 40
+
+
+def torch_engine() -> Engine:
+    from actors.engines.torch import TorchEngine
+
+    return TorchEngine(model=NAME, seed=3)
+
+
+def vllm_engine() -> Engine:
+    from actors.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(model=NAME, seed=3, max_num_seqs=16)
+
+
+def answers_and_follows(begun: Callable[[], Engine], cache: Path) -> None:
+    """In a process that has the cache's place in its environment from the first import on."""
+    repository = cache / f"models--{NAME.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    _, tensors, reference, _ = char_model(repository / "snapshots" / COMMIT)
+
+    async def check(case: Case) -> None:
+        assert isinstance(case.engine, HasFolder)
+        found = case.engine.folder_weights()
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(to_numpy(found[name]), to_numpy(tensor))
+        for _ in range(2):
+            answer = await case.engine.generate((1, 22, 33), Sampling(max_tokens=9, temperature=0.0))
+            case.assert_reproduced((1, 22, 33), answer, 1.0)
+            await case.load(case.next_policy())
+        assert case.engine.version == 2
+
+    with Case(begun(), tensors, reference, lambda tokens: "") as case:
+        case.run(check)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("begun", [torch_engine, vllm_engine])
+def test_a_model_named_as_in_the_cache_is_served_followed_and_adopted_as_one_in_a_folder(
+    begun: Callable[[], Engine], tmp_path: Path
+) -> None:
+    with (
+        variables(HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1"),
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as another,
+    ):
+        another.submit(answers_and_follows, begun, tmp_path).result()
+
+
+def test_a_token_that_is_given_late_delays_no_other() -> None:
+    loop = VirtualLoop(Random(0))
+
+    def busy(chunk: Chunk) -> None:
+        loop.now_s += 0.09
+
+    async def timed() -> float:
+        engine = ScriptedEngine(token_s=0.1)
+        await engine.start()
+        begin_s = loop.time()
+        await engine.generate((1,), Sampling(max_tokens=20), on_chunk=busy)
+        return loop.time() - begin_s
+
+    assert loop.run_until_complete(timed()) == pytest.approx(20 * 0.1 + 0.09)
+    loop.close()
+
+
+FAMILIES = ("gemma2", "gemma3", "gpt-oss", "llama", "mistral", "phi", "qwen2.5", "qwen3-moe", "qwen3.5")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_logprobs_of_every_family_are_those_of_a_plain_forward(tmp_path: Path, family: str) -> None:
+    folder = build_tiny_model(tmp_path / family, family)
+    prompts = [(1, 20, 30, *range(40, 40 + length)) for length in (0, WINDOW + 4)]
+
+    async def sampled() -> list[Completion]:
+        engine = TorchEngine(model=str(folder), seed=3)
+        await engine.start()
+        try:
+            return await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=20)) for prompt in prompts))
+        finally:
+            await engine.close()
+
+    plain = load_model(str(folder))
+    for prompt, completion in zip(prompts, asyncio.run(sampled()), strict=True):
+        ids = torch.tensor([[*prompt, *completion.tokens]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(plain(input_ids=ids, use_cache=False).logits[0].float(), -1)
+        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-4

@@ -1,0 +1,429 @@
+"""Requests to vLLM without vLLM: keys and values that are kept over a load, adapters side by side, and recorded routing."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engines.engine import Chunk, Sampling
+from actors.engines.trace import RequestImages
+from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
+from actors.engines.vllm.engine import Swap
+from actors.engines.vllm.requests import Requests, RoutedRows, layers_that_route, stream
+from actors.engines.vllm.settings import routing_options
+from schemas import Span
+from schemas.errors import ConfigError, PolicyRefused
+from tests.actors.engines.test_vllm_parts import FakeVllm, Queue, answered
+
+NOTHING = Path("none"), [["part"], ["another"]]
+
+
+class FakeCore(FakeVllm):
+    """Stands in for AsyncLLM: keeps what is sent to its core, in the order of sending. reason: why the worker refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[str] = []
+        self.output_processor = SimpleNamespace(request_states={})
+        self.reason = ""
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        await self.utility("pause")
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+        """Two workers answer."""
+        name = method.removeprefix("headrace_")
+        await self.utility(name)
+        if name == "begin":
+            return [(True, 2), (True, 1)]
+        return [(1.0, ""), (2.0, self.reason if name == "compare" else "")]
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        await self.utility("forget")
+
+    async def update_weight_version(self, label: str) -> None:
+        await self.utility("label")
+
+    async def resume_generation(self) -> None:
+        await self.utility("resume")
+
+    async def utility(self, name: str) -> None:
+        self.sent.append(name)
+        for _ in range(20):
+            await asyncio.sleep(0)  # its answer takes a while, and others send meanwhile
+
+    async def add_request(self, request_id: str, prompt: Any, *args: Any, **named: Any) -> Any:
+        self.sent.append(prompt.get("cache_salt", ""))
+        return await super().add_request(request_id, prompt, *args, **named)
+
+
+def keeping(llm: FakeVllm, attempts: Attempts) -> Requests:
+    return Requests(llm, attempts, group_max_tokens=64, sampling_params=lambda sampling, num: (sampling, num))
+
+
+async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
+    """What reaches vLLM while requests arrive in every turn of the loop: all of it, and the labels before and after."""
+    llm, attempts = FakeCore(), Attempts("keep" if keep else "rebuild")
+    requests = keeping(llm, attempts)
+    requests.born = old = attempts.begin(3, proved=True)
+    new = attempts.begin(4)
+    swap = Swap(llm, requests, sees=False)
+    await swap.begin()
+    calls: list[asyncio.Task[Any]] = []
+    loading: asyncio.Task[Any] | None = None
+    while loading is None or not loading.done():
+        calls.append(asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1, seed=len(calls)))))
+        await asyncio.sleep(0)
+        if len(calls) == 10:
+            loading = asyncio.create_task(swap.put(*NOTHING, new, None, keep=keep))
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    return llm.sent, old, new
+
+
+def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> None:
+    sent, old, new = asyncio.run(sent_around_a_load(keep=True))
+    orders = [one for one in sent if one not in (old, new)]
+    assert orders == ["begin", "stage", "stage", "stage", "pause", "apply", "label", "resume", "compare", "compare"]
+    assert new not in sent[: sent.index("pause")] and old in sent
+    assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
+
+
+def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
+    sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
+    orders = [one for one in sent if one]
+    assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
+
+
+def test_a_load_that_vllm_holds_otherwise_leaves_new_requests_the_salt_of_its_attempt() -> None:
+    async def check() -> None:
+        llm, attempts = FakeCore(), Attempts("keep")
+        requests = keeping(llm, attempts)
+        requests.born, llm.reason = attempts.begin(3, proved=True), "it holds other values in model.norm"
+        swap, bad = Swap(llm, requests, sees=False), attempts.begin(4)
+        await swap.begin()
+        with pytest.raises(PolicyRefused, match=r"it holds other values in model\.norm"):
+            await swap.put(*NOTHING, bad, None, keep=True)
+        assert requests.born == bad, "what it computes is not found by those after it is undone"
+        llm.reason = ""
+        await swap.put(*NOTHING, undone := attempts.begin(3, proved=True), None, keep=False)
+        assert requests.born == undone and llm.sent[-6:-2] == ["apply", "forget", "label", "resume"]
+
+    asyncio.run(check())
+
+
+def test_spans_say_from_which_version_on_keys_and_values_are() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts("keep")
+        requests = keeping(llm, attempts)
+        labels = [attempts.begin(version, proved=version == 3) for version in (3, 4, 5)]
+        for label in labels[1:]:
+            attempts.decide(label, True)
+        requests.born = labels[0]
+        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=4)))
+        _, _, queue = await llm.next()
+        requests.born = labels[2]
+        queue.answer.set_result(answered(([1, 2, 3, 4], [(labels[0], 0, 1), (labels[1], 1, 3), (labels[2], 3, 4)])))
+        assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3), Span(3, 4, 5, kv=3))
+        call = asyncio.create_task(requests.generate((5,), Sampling(max_tokens=1)))
+        _, _, queue = await llm.next()
+        queue.answer.set_result(answered(([1], [(labels[2], 0, 1)])))
+        assert (await call).spans == (Span(0, 1, 5),)
+
+    asyncio.run(check())
+
+
+def test_a_stream_says_it_with_every_chunk() -> None:
+    async def check() -> None:
+        llm, attempts = FakeCore(), Attempts("keep")
+        requests = Requests(llm, attempts, group_max_tokens=64, streamed_params=lambda sampling: sampling)
+        requests.born = old = attempts.begin(3, proved=True)
+        new = attempts.begin(4)
+        attempts.decide(new, True)
+        chunks: list[Chunk] = []
+        call = asyncio.create_task(stream(requests, (5,), Sampling(max_tokens=3), chunks.append, RequestImages()))
+        _, _, queue = await llm.next()
+        answer = answered(([1, 2, 3], [(old, 0, 1), (new, 1, 3)]))
+        answer.finished = True
+        queue.answer.set_result(answer)
+        assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
+        assert [(len(one.tokens), one.version, one.kv) for one in chunks] == [(1, 3, -1), (2, 4, 3)]
+
+    asyncio.run(check())
+
+
+def test_after_a_refused_attempt_keys_and_values_are_those_of_the_served_version() -> None:
+    async def check() -> None:
+        attempts = Attempts("keep")
+        first, second = attempts.begin(3, proved=True), attempts.begin(4)
+        refused = attempts.begin(5)
+        undone = attempts.begin(4, proved=True)
+        attempts.decide(refused, False)
+        later = attempts.begin(6)
+        of = {label: attempts.kv_of(label, first) for label in (first, second, undone, later)}
+        assert of == {first: 3, second: 3, undone: 4, later: 4}
+        assert attempts.kv_of(undone, refused) == 4, "what was read of its prompt under the refused one is read again"
+        assert attempts.kv_of(later, second) == 4
+
+    asyncio.run(check())
+
+
+class AdaptingVllm(FakeVllm):
+    """Also keeps adapters; a request that is aborted answers with what it had: as many tokens as `had` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self.under: dict[str, str] = {}
+        self.queues: dict[str, Queue] = {}
+        self.had = 0
+        self.reason = ""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert method == "headrace_add_adapter"
+        for _ in range(20):
+            await asyncio.sleep(0)  # its answer takes a while
+        self.names[args[0]] = args[1]
+        return [(0.5, ""), (0.25, self.reason)]
+
+    async def remove_lora(self, number: int) -> None:
+        del self.names[number]
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, priority: int = 0, lora_request: Any = None
+    ) -> Queue:
+        queue = await super().add_request(request_id, prompt, params, priority)
+        self.queues[request_id] = queue
+        self.under[request_id] = lora_request.lora_name if lora_request else ""
+        return queue
+
+    async def abort(self, request_ids: str | Sequence[str], internal: bool) -> None:
+        for one in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.aborted.append(one)
+            if not self.queues[one].answer.done():
+                self.queues[one].answer.set_result(ended(range(self.had), "abort"))
+
+
+def ended(tokens: Sequence[int], reason: str = "length") -> Any:
+    output = SimpleNamespace(
+        token_ids=list(tokens),
+        logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)) if len(tokens) else None,
+        finish_reason=reason,
+        weight_versions=None,
+    )
+    return SimpleNamespace(outputs=[output])
+
+
+class Rig:
+    def __init__(self, slots: int) -> None:
+        self.llm, self.attempts = AdaptingVllm(), Attempts()
+        self.adapters = Adapters(self.llm, slots=slots, base=self.attempts.begin(0, proved=True))
+        self.requests = Requests(
+            self.llm,  # type: ignore[arg-type]
+            self.attempts,
+            group_max_tokens=0,
+            adapters=self.adapters,
+            sampling_params=lambda sampling, num: sampling,
+        )
+
+    async def load(self, version: int) -> LoadedAdapter:
+        await self.adapters.make_room()
+        one, took_ms = await self.adapters.add(self.attempts.begin(version, proved=True), "/nowhere")
+        assert took_ms == 0.5
+        self.adapters.serve(one)
+        return one
+
+    def begin(self, tokens: int = 4) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.requests.generate((5,), Sampling(max_tokens=tokens)))
+
+
+def test_a_request_ends_under_the_version_it_began_with_which_then_leaves() -> None:
+    async def check() -> None:
+        rig = Rig(slots=3)
+        await rig.load(1)
+        call = rig.begin()
+        _, _, queue = await rig.llm.next()
+        await rig.load(2)
+        assert list(rig.llm.names.values()) == ["1.2", "2.3"]
+        later = rig.begin()
+        _, _, other = await rig.llm.next()
+        assert list(rig.llm.under.values()) == ["1.2", "2.3"]
+        queue.answer.set_result(ended([7, 8, 9, 10]))
+        assert (await call).spans == (Span(0, 4, 1),)
+        await rig.adapters.close()
+        assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+        other.answer.set_result(ended([7, 8, 9, 10]))
+        assert (await later).spans == (Span(0, 4, 2),)
+        assert not rig.llm.aborted and list(rig.llm.names.values()) == ["2.3"]
+
+    asyncio.run(check())
+
+
+def test_where_no_slot_is_free_the_oldest_requests_go_on_under_the_version_that_serves() -> None:
+    async def check() -> None:
+        rig = Rig(slots=2)
+        rig.llm.had = 3
+        old = rig.begin()
+        await rig.llm.next()  # under the base
+        await rig.load(1)
+        assert rig.adapters.num_loaded == 2
+        loading = asyncio.create_task(rig.load(2))
+        prompt, sampling, queue = await rig.llm.next()
+        assert (prompt, sampling.max_tokens, rig.llm.under[queue.request_id]) == ([5, 0, 1, 2], 1, "1.2")
+        await loading
+        queue.answer.set_result(ended([9]))
+        completion = await old
+        assert completion.tokens == (0, 1, 2, 9)
+        assert completion.spans == (Span(0, 3, 0), Span(3, 4, 1))
+        await rig.adapters.close()
+        assert list(rig.llm.names.values()) == ["2.3"] and rig.adapters.num_loaded == 1
+
+    asyncio.run(check())
+
+
+def test_a_request_that_is_only_being_sent_when_its_version_must_leave_is_sent_again() -> None:
+    async def check() -> None:
+        rig = Rig(slots=2)
+        await rig.load(1)
+        one = rig.adapters.serving
+        with rig.adapters.used(one):  # it was picked, and vLLM does not have it yet
+            await rig.load(2)
+            loading = asyncio.create_task(rig.load(3))
+            while not one.is_leaving:  # noqa: ASYNC110  the load makes it true
+                await asyncio.sleep(0)
+            assert not loading.done()
+            queue = await rig.llm.add_request("x", {"prompt_token_ids": [5]}, None)
+            await rig.adapters.began(one, "x")
+            assert rig.llm.aborted == ["x"] and queue.answer.done()
+        await loading
+        await rig.adapters.close()
+        assert list(rig.llm.names.values()) == ["3.4"]
+
+    asyncio.run(check())
+
+
+def test_a_refused_version_leaves_and_the_one_before_serves_on() -> None:
+    async def check() -> None:
+        rig = Rig(slots=2)
+        served = await rig.load(1)
+        await rig.adapters.make_room()
+        one, _ = await rig.adapters.add(rig.attempts.begin(2, proved=True), "/nowhere")
+        with rig.adapters.used(one):
+            pass  # the probe
+        assert rig.adapters.num_loaded == 2, "it stays until the verdict"
+        rig.adapters.retire(one)
+        await rig.adapters.close()
+        assert rig.adapters.serving is served and list(rig.llm.names.values()) == ["1.2"]
+
+    asyncio.run(check())
+
+
+def test_a_version_that_vllm_does_not_hold_as_it_was_sent_is_refused_and_leaves() -> None:
+    async def check() -> None:
+        rig = Rig(slots=2)
+        await rig.load(1)
+        rig.llm.reason = "after the load vLLM holds other values in model.layers.1"
+        with pytest.raises(PolicyRefused, match=f"policy 2.3: {rig.llm.reason}"):
+            await rig.load(2)
+        await rig.adapters.close()
+        assert list(rig.llm.names.values()) == ["1.2"] and rig.adapters.serving.label == "1.2"
+
+    asyncio.run(check())
+
+
+def test_a_request_that_is_cancelled_while_it_is_sent_is_aborted_before_its_version_may_leave() -> None:
+    async def check() -> None:
+        rig = Rig(slots=3)
+        await rig.load(1)
+        sent, add_request = asyncio.Event(), rig.llm.add_request
+
+        async def slow(request_id: str, prompt: Any, params: Any, **named: Any) -> Queue:
+            await sent.wait()
+            return await add_request(request_id, prompt, params, **named)
+
+        rig.llm.add_request = slow  # type: ignore[method-assign]
+        call = rig.begin()
+        await rig.load(2)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert list(rig.llm.names.values()) == ["1.2", "2.3"], "vLLM may have the request by now"
+        sent.set()
+        while rig.adapters.num_loaded > 1:  # noqa: ASYNC110  the request's end makes it true
+            await asyncio.sleep(0)
+        await rig.adapters.close()
+        assert rig.llm.aborted == ["1"] and list(rig.llm.names.values()) == ["2.3"]
+
+    asyncio.run(check())
+
+
+KNOWN = frozenset({"enable_return_routed_experts"})
+
+
+def test_routing_is_asked_of_a_gpu_build_and_refused_on_a_cpu_by_name() -> None:
+    assert routing_options(False, on_cpu=True, known=frozenset()) == {}
+    assert routing_options(True, on_cpu=False, known=KNOWN) == {"enable_return_routed_experts": True}
+    with pytest.raises(ConfigError, match=r"engine\.options\.routing: .*Model Runner V2 requires Triton.*TorchEngine"):
+        routing_options(True, on_cpu=True, known=KNOWN)
+    with pytest.raises(ConfigError, match="returns no experts"):
+        routing_options(True, on_cpu=False, known=frozenset())
+
+
+def test_layers_without_experts_are_left_out() -> None:
+    names = [
+        f"model.layers.{layer}.mlp.{what}.weight" for layer in (0, 10, 2) for what in ("gate", "experts.1.up_proj")
+    ]
+    assert layers_that_route([*names, "model.layers.3.mlp.shared_expert.up_proj.weight", "lm_head.weight"]) == (
+        0,
+        2,
+        10,
+    )
+
+
+def rows(start: int, stop: int, *, layers: int = 3, k: int = 2) -> np.ndarray:
+    """Rows that say which token they are of."""
+    return np.broadcast_to(np.arange(start, stop, dtype=np.uint8)[:, None, None], (stop - start, layers, k)).copy()
+
+
+def test_a_completion_over_several_requests_keeps_what_its_own_tokens_were_sampled_with() -> None:
+    async def check() -> None:
+        llm, attempts = FakeVllm(), Attempts()
+        requests = Requests(
+            llm,
+            attempts,
+            group_max_tokens=64,
+            routed_layers=(0, 2),
+            sampling_params=lambda sampling, num: (sampling, num),
+        )
+        old, bad = attempts.begin(3, proved=True), attempts.begin(4)
+        call = asyncio.create_task(requests.generate((5, 6), Sampling(max_tokens=4)))
+        _, _, queue = await llm.next()
+        attempts.decide(bad, False)
+        first = answered(([1, 2, 3, 4], [(old, 0, 2), (bad, 2, 4)]))
+        first.outputs[0].routed_experts = rows(0, 5)
+        queue.answer.set_result(first)
+        prompt, _, queue = await llm.next()
+        assert prompt == [5, 6, 1, 2]
+        second = answered(([7, 8], [(old, 0, 2)]))
+        second.outputs[0].routed_experts = rows(100, 105)
+        queue.answer.set_result(second)
+        found = (await call).routing
+        assert found.dtype == np.uint8 and found.shape == (5, 2, 2)
+        assert found[:, 0, 0].tolist() == [0, 1, 2, 103, 104], "5, 6 and 1 as they were when 1 and 2 were sampled"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("given", [None, rows(0, 3)])
+def test_what_vllm_does_not_give_whole_is_not_given_on(given) -> None:
+    routed = RoutedRows((0,))
+    routed.add(rows(0, 3), 3)
+    routed.add(given, 4)
+    assert routed.all() is None
+    assert RoutedRows().all() is None

@@ -1,0 +1,379 @@
+"""The scheduler: what may start under which version, what an explorer says that it holds, and what is stopped and why."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from actors.config import EvalSuite, ExploreConfig, MasterConfig
+from actors.engines.scripted import ScriptedEngine
+from actors.master.plan import Plan, rollout
+from actors.rollout.explorer import run_explorer
+from actors.rollout.scheduler import Scheduler, Stop, Waiting, groups_over, issued_of
+from actors.rollout.session import Session
+from infra.log.log import Log
+from infra.observe.metrics import Metrics
+from infra.settings.config import Pacing
+from schemas import Closure, Drawn, DropMarker, Issued, Message, PolicyEvent, Progress, Score, Task
+from schemas.fields import ENOUGH, GROUP_OVER
+from schemas.reports import MAX_HELD
+from schemas.topics import EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
+from tests.actors.acting import eval_tasks, reissues, rollouts
+from tests.actors.rig import (
+    EOS,
+    EXPLORE,
+    FLOOR,
+    MASTER,
+    CharTokenizer,
+    TopicArrivals,
+    explorer,
+    folder_store,
+    memory_log,
+    running,
+    task,
+    until,
+)
+from tests.actors.test_explorer import ask, issue
+from tests.role import role_of
+
+turn = itertools.count()
+
+
+async def first_two_answer(task: Task, session: Session) -> tuple[Score, ...]:
+    """The first two of a run's episodes answer, the others say one thing and then wait for what never comes."""
+    number = next(turn)
+    await session.reply(task.messages)
+    if number >= 2:
+        await asyncio.Event().wait()
+    return ()
+
+
+async def first_fails(task: Task, session: Session) -> tuple[Score, ...]:
+    """Of three the first fails after it answered, the second answers, and the third waits for what never comes."""
+    number = next(turn)
+    await session.reply(task.messages)
+    if number == 0:
+        raise RuntimeError("the environment fell over")
+    if number == 2:
+        await asyncio.Event().wait()
+    return ()
+
+
+async def never_ends(task: Task, session: Session) -> tuple[Score, ...]:
+    await session.reply(task.messages)
+    await asyncio.Event().wait()
+    return ()
+
+
+def named(name: str, **settings: object) -> ExploreConfig:
+    return replace(EXPLORE, workflow=f"{__name__}:{name}", **settings)
+
+
+class Rig:
+    """An explorer with what it wrote. act: what happens; it ends when `act` returns."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.metrics = Metrics("explore")
+        self.engine = ScriptedEngine()
+        self.answers, self.markers, self.reports = (
+            TopicArrivals(log, EXPERIENCES),
+            TopicArrivals(log, VERIFIED),
+            TopicArrivals(log, REPORTS),
+        )
+
+    def counters(self) -> dict[str, float]:
+        return self.metrics.counters()
+
+    def reasons(self) -> list[str]:
+        return [one.reason for one in self.markers.of(DropMarker)]
+
+
+def play(folder: Path, config: ExploreConfig, act: Callable[[Rig], Awaitable[None]]) -> Rig:
+    global turn
+    turn = itertools.count()
+
+    async def run() -> Rig:
+        rig = Rig(await memory_log())
+        role = role_of("explore", FLOOR, rig.log, folder_store(folder), metrics=rig.metrics)
+        heard = [one.listen() for one in (rig.answers, rig.markers, rig.reports)]
+        loops = [run_explorer(role, config, rig.engine, CharTokenizer(), (EOS,)), *heard]
+        async with running(*(asyncio.create_task(one) for one in loops)):
+            await act(rig)
+        return rig
+
+    return asyncio.run(run())
+
+
+def issue_group(name: str, *, episodes: int = 3, enough: int = 0, min_version: int = 0, attempt: int = 0) -> Task:
+    config = replace(MASTER, num_episodes=episodes, enough=enough)
+    return rollout(task(name), config, round=0, attempt=attempt, sequence=0, min_version=min_version)
+
+
+def test_a_group_ends_when_enough_of_its_episodes_have_and_the_others_are_stopped(tmp_path: Path) -> None:
+    async def act(rig: Rig) -> None:
+        await rig.log.publish(TASKS, issue_group("add", episodes=5, enough=2))
+        await until(lambda: len(rig.markers.records) == 3)
+
+    rig = play(tmp_path, named("first_two_answer"), act)
+    assert len(rig.answers.experiences) == 2
+    assert rig.reasons() == [ENOUGH] * 3, "collect has all five, so the group is complete"
+    assert rig.counters()["episodes_cancelled{reason=enough others}"] == 3
+    assert rig.counters()["tokens_cancelled{reason=enough others}"] >= 3, "one turn each"
+    assert rig.engine.num_running == 0
+
+
+def test_an_episode_that_failed_is_none_of_the_enough(tmp_path: Path) -> None:
+    async def act(rig: Rig) -> None:
+        await rig.log.publish(TASKS, issue_group("add", enough=2))
+        await until(lambda: len(rig.answers.experiences) == 2)
+        published = len(rig.reports.records)
+        await until(lambda: len(rig.reports.records) > published + 3)  # longer than finished episodes linger
+        assert rig.markers.records == []
+
+    play(tmp_path, named("first_fails"), act)
+
+
+def test_what_still_runs_of_a_group_that_was_closed_without_it_is_stopped(tmp_path: Path) -> None:
+    async def act(rig: Rig) -> None:
+        await rig.log.publish(TASKS, issue_group("add", attempt=1))
+        await rig.log.publish(TASKS, issue_group("sub", attempt=1))
+        await until(lambda: rig.metrics.gauges().get("episodes_in_flight") == 6)
+        await rig.log.publish(PROGRESS, Closure(group="add.0", outcome="buffered", sequence=0))
+        await until(lambda: len(rig.markers.records) == 3)
+
+    rig = play(tmp_path, named("never_ends"), act)
+    assert rig.reasons() == [GROUP_OVER] * 3
+    assert {one.group for one in rig.markers.of(DropMarker)} == {"add.0"}
+    assert {one.attempt for one in rig.markers.of(DropMarker)} == {1}, "collect says of that attempt that it is over"
+    assert rig.counters()["episodes_cancelled{reason=group over}"] == 3
+
+
+def test_what_waits_of_a_group_that_is_over_never_starts(tmp_path: Path) -> None:
+    async def act(rig: Rig) -> None:
+        await rig.log.publish(TASKS, issue_group("add", min_version=9))
+        await until(lambda: rig.metrics.gauges().get("tasks_waiting") == 1)
+        await rig.log.publish(PROGRESS, Drawn(token=1, step=1, version=1, groups=(), dropped={"add.0": "stale"}))
+        await until(lambda: len(rig.markers.records) == 3)
+        await until(lambda: rig.metrics.gauges().get("tasks_waiting") == 0)
+
+    rig = play(tmp_path, named("never_ends"), act)
+    assert rig.reasons() == [GROUP_OVER] * 3 and not rig.answers.experiences
+
+
+def test_a_later_verdict_or_an_evals_closure_stops_nothing() -> None:
+    assert groups_over(Closure(group="add.0", outcome="buffered", sequence=0, revision=1)) == ()
+    assert groups_over(Closure(group="eval-dev-3.0", outcome="dropped")) == ()
+    assert groups_over(Closure(group="add.0", outcome="superseded", sequence=0)) == ("add.0",)
+    assert groups_over(ask(3)) == ()
+
+
+def test_an_episode_that_begins_when_its_group_is_stopped_is_stopped_and_the_first_reason_stays() -> None:
+    async def run() -> Stop:
+        stop = Stop()
+        stop.now(ENOUGH)
+        episode = asyncio.create_task(asyncio.sleep(60))
+        stop.watch(episode)
+        stop.now(GROUP_OVER)
+        await asyncio.wait([episode])
+        assert episode.cancelled()
+        return stop
+
+    assert asyncio.run(run()).reason == ENOUGH
+
+
+def test_more_than_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="got enough = 9, expected at most num_episodes = 8"):
+        MasterConfig(enough=9)
+
+
+def waiting_task(
+    group: str, *, attempt: int = 0, sequence: int = 0, min_version: int = 0, pinned: int | None = None
+) -> Task:
+    return Task(
+        id="t",
+        messages=(Message(role="user", content="?"),),
+        issued=Issued(
+            group=group,
+            attempt=attempt,
+            num_episodes=2,
+            max_tokens=4,
+            sequence=sequence,
+            min_version=min_version,
+            suite="" if pinned is None else "dev",
+            version=-1 if pinned is None else pinned,
+        ),
+    )
+
+
+def group_name(found: Task | None) -> str | None:
+    return None if found is None else issued_of(found).group
+
+
+def test_a_group_waits_for_its_version() -> None:
+    waiting = Waiting()
+    waiting.add(waiting_task("a", min_version=2))
+    assert waiting.rollout(1) is None
+    assert group_name(waiting.rollout(2)) == "a"
+    assert len(waiting) == 0
+
+
+def test_groups_start_in_issue_order() -> None:
+    waiting = Waiting()
+    for name, sequence in (("c", 3), ("a", 1), ("b", 2)):
+        waiting.add(waiting_task(name, sequence=sequence))
+    assert [group_name(waiting.rollout(0)) for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_an_eval_starts_only_under_exactly_its_version() -> None:
+    waiting = Waiting()
+    waiting.add(waiting_task("eval-dev-3.0", pinned=3))
+    assert waiting.eval(2) is None
+    assert waiting.versions() == {3}
+    assert group_name(waiting.eval(3)) == "eval-dev-3.0"
+    assert waiting.eval(3) is None
+
+
+def test_evals_of_passed_versions_are_given_up() -> None:
+    waiting = Waiting()
+    waiting.add(waiting_task("eval-dev-3.0", pinned=3))
+    waiting.add(waiting_task("eval-dev-5.0", pinned=5))
+    assert [group_name(passed) for passed in waiting.passed(4)] == ["eval-dev-3.0"]
+    assert waiting.versions() == {5}
+    assert len(waiting) == 1
+
+
+def test_the_same_attempt_is_taken_once_even_after_it_ran() -> None:
+    waiting = Waiting()
+    assert waiting.add(waiting_task("a"))
+    assert waiting.rollout(0) is not None
+    assert not waiting.add(waiting_task("a"))
+    assert waiting.add(waiting_task("a", attempt=1))
+
+
+def test_of_two_attempts_that_wait_only_the_newer_starts() -> None:
+    waiting = Waiting()
+    waiting.add(waiting_task("a"))
+    waiting.add(waiting_task("a", attempt=1))
+    first = waiting.rollout(0)
+    assert first is not None and issued_of(first).attempt == 1
+    assert waiting.rollout(0) is None
+
+
+def test_a_task_that_was_not_issued_is_refused() -> None:
+    with pytest.raises(ValueError, match="issued"):
+        issued_of(Task(id="t", messages=(Message(role="user", content="?"),)))
+
+
+REPORT_S = 2
+
+
+HALF_AN_HOUR_S = 1800
+
+
+def plan(config: MasterConfig | None = None, pacing: Pacing | None = None, *, split: str = "train") -> Plan:
+    made = Plan(config or MasterConfig(), pacing or Pacing(groups_per_step=1, max_staleness=0), policy="main")
+    made.tick(1)
+    made.task(Task(id="task", messages=(Message(role="user", content="?"),), split=split))
+    return made
+
+
+def report(made: Plan, at_s: float, holds: dict[str, int] | None) -> None:
+    made.tick(int(1000 * at_s))
+    made.progress(Progress(role="explore", instance="e", life="working", holds=holds), int(1000 * at_s))
+
+
+def test_a_group_of_half_an_hour_is_issued_once() -> None:
+    """With the settings as they come, and an explorer that reports what it holds as often as the role does."""
+    made = plan()
+    scheduler = Scheduler(max_episodes=8)
+    (task,) = rollouts(made)
+    scheduler.waiting.add(task)
+    assert scheduler.take(0) is task
+    attempts = {issued_of(task).attempt}
+    for at_s in range(1, HALF_AN_HOUR_S, REPORT_S):
+        tells = at_s % (made.pacing.reissue_s / 3) < REPORT_S
+        report(made, at_s, scheduler.holds(MAX_HELD) if tells else None)
+        attempts |= {issued_of(one).attempt for one in reissues(made)}
+    assert attempts == {0}
+
+
+def test_what_a_dead_explorer_held_is_issued_again_when_nobody_has_told_of_it_for_reissue_s() -> None:
+    made = plan()
+    (task,) = rollouts(made)
+    group = issued_of(task).group
+    last_told_s = 600
+    for at_s in range(1, last_told_s + 1):
+        report(made, at_s, {group: 0})
+    for at_s in range(last_told_s + 1, last_told_s + 300):
+        report(made, at_s, {})
+    assert reissues(made) == []
+    report(made, last_told_s + 300, {})
+    assert [issued_of(one).attempt for one in reissues(made)] == [1]
+
+
+def test_who_still_holds_an_older_attempt_does_not_speak_for_the_newest() -> None:
+    made = plan(pacing=Pacing(groups_per_step=1, max_staleness=0, reissue_s=10.0))
+    (task,) = rollouts(made)
+    group = issued_of(task).group
+    for at_s in range(1, 12):
+        report(made, at_s, None)
+    assert [issued_of(one).attempt for one in reissues(made)] == [1]
+    for at_s in range(12, 23):
+        report(made, at_s, {group: 0})
+    assert [issued_of(one).attempt for one in reissues(made)] == [2]
+
+
+def test_an_eval_that_runs_long_is_issued_once() -> None:
+    made = plan(MasterConfig(evals=(EvalSuite(suite="dev", tasks=1),)), split="dev")
+    made.policy(PolicyEvent(event="published", policy="main", version=0, token=1, manifest="m"), 0)
+    (task,) = eval_tasks(made)
+    group = issued_of(task).group
+    for at_s in range(1, HALF_AN_HOUR_S, REPORT_S):
+        report(made, at_s, {group: 0})
+        assert reissues(made) == []
+    for at_s in range(HALF_AN_HOUR_S, HALF_AN_HOUR_S + 302, REPORT_S):
+        report(made, at_s, {})
+    assert [issued_of(one).group for one in reissues(made)] == [group]
+
+
+def test_a_word_on_what_was_never_issued_changes_nothing() -> None:
+    made = plan()
+    report(made, 1, {"task.7": 0, "eval-dev-3.0": 0, "eval-other-9.4": 2})
+    assert not made.admission.outstanding and not made.evals.requests
+
+
+def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_ended(tmp_path: Path) -> None:
+    async def run() -> None:
+        log = await memory_log()
+        heard = TopicArrivals(log, REPORTS)
+        assert FLOOR.pacing.reissue_s == 300.0, "told often enough, since the settings of the test report every 0.05 s"
+        floor = replace(FLOOR, pacing=replace(FLOOR.pacing, reissue_s=0.15))
+        engine = ScriptedEngine(token_s=0.2)
+        loops = explorer(log, folder_store(tmp_path), engine, EXPLORE, floor=floor)
+        async with running(loops, asyncio.create_task(heard.listen())):
+            await log.publish(TASKS, issue("now", attempt=3))
+            await log.publish(TASKS, issue("later", min_version=9))
+            await log.publish(TASKS, ask(5))
+            eval_group = issued_of(ask(5)).group
+
+            def last() -> dict[str, int] | None:
+                told = [one.holds for one in heard.of(Progress) if one.holds is not None]
+                return told[-1] if told else None
+
+            await until(lambda: last() == {"now.0": 3, "later.0": 0, eval_group: 0})
+            await until(lambda: last() == {"later.0": 0, eval_group: 0})
+            assert heard.of(Progress)[-1].partitions == {TASKS.name: (0, 1)}, "which the master sends to"
+
+    asyncio.run(run())
+
+
+def test_no_report_holds_more_than_a_record_may_and_what_runs_goes_first() -> None:
+    scheduler = Scheduler(max_episodes=3)
+    for sequence in range(4):
+        scheduler.waiting.add(issue(f"t{sequence}", sequence))
+    assert scheduler.take(0) is not None
+    assert scheduler.holds(2) == {"t0.0": 0, "t1.0": 0}

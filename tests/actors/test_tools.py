@@ -1,0 +1,482 @@
+"""The tools workflow, its Python tool and MCP servers: whatever goes wrong is told to the policy, not to the operator."""
+
+import asyncio
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from actors.rollout.tool import ParsedCall, ToolResult, ToolSpec, answer, load_tool, read_call
+from actors.rollout.tools.mcp import McpServer
+from actors.rollout.workflow import EpisodeFailed, Workflow
+from infra.settings.plugin import load
+from schemas import Experience
+from schemas.errors import ConfigError
+from tests.actors.turns import RecordingEngine, issued, play
+from tests.infra.sandbox.confining import sandbox_or_skip
+
+HERE = __name__
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers."""
+    return first + second
+
+
+async def shout(text: Annotated[str, msgspec.Meta(min_length=1)], *, mark: str = "!") -> str:
+    """Say it louder."""
+    return text.upper() + mark
+
+
+def broken(kind: Literal["value", "key"]) -> str:
+    """Always fails."""
+    raise ValueError("no such " + kind)
+
+
+class Slow:
+    """Waits for ever. Options are its fields, arguments those of the call."""
+
+    name = "slow"
+    released = threading.Event()
+
+    def __call__(self) -> str:
+        Slow.released.wait()
+        return "late"
+
+
+class Meeting:
+    """Two calls at once see each other; one after the other they would not."""
+
+    name = "meet"
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Event] = []
+
+    async def __call__(self, who: str) -> str:
+        mine = asyncio.Event()
+        self.waiting.append(mine)
+        if len(self.waiting) == 2:
+            for one in self.waiting:
+                one.set()
+        await mine.wait()
+        return who
+
+
+def bare(first) -> str:  # type: ignore[no-untyped-def]
+    return ""
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def tools(*names: str, **options: object) -> Workflow:
+    uses = [{"use": f"{HERE}:{name}"} for name in names]
+    workflow: Workflow = load(
+        "actors.rollout.workflows.tools:Tools", {"tools": uses, "system": "t ", **options}, "test"
+    )
+    return workflow
+
+
+def talk(workflow: Workflow, *says: str) -> tuple[Experience, list[str]]:
+    """The episode, and what the policy was told between its turns."""
+    turns = iter(says)
+    engine = RecordingEngine(lambda heard: next(turns))
+    (experience,) = play(workflow, engine, issued())
+    told = [message.content for message in experience.messages if message.role == "user"][1:]
+    return experience, told
+
+
+def test_a_call_is_answered_and_the_next_turn_reads_it() -> None:
+    experience, told = talk(tools("add"), call("add", first=3, second=4), "7")
+    assert told == ["<tool_response>\n7\n</tool_response>"]
+    assert experience.response == "7" and experience.end == "terminal"
+    assert (experience.notes["tool_calls"], experience.notes["tool_errors"]) == (1, 0)
+    assert len(experience.spans) == 2 and experience.scores == ()
+
+
+def test_calls_of_one_turn_run_at_once_and_are_answered_in_their_order() -> None:
+    workflow = tools("Meeting", timeout_s=5)
+    _, told = talk(workflow, call("meet", who="a") + "\n" + call("meet", who="b"), "ok")
+    assert told == ["<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>"]
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("<tool_call>{not json</tool_call>", "not JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"first": 1', "not JSON"),
+        ('<tool_call>["add"]</tool_call>', "expected {"),
+        ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "arguments: expected an object"),
+        (call("subtract", first=1), "there is no tool 'subtract'; expected one of add, shout, broken"),
+        (call("add", first="one", second=2), "arguments.first: 'one' is not of type 'integer'"),
+        (call("add", first=1), "'second' is a required property"),
+        (call("add", first=1, second=2, third=3), "'third' was unexpected"),
+        (call("shout", text=""), "arguments.text"),
+        (call("broken", kind="other"), "'other' is not one of"),
+        (call("broken", kind="key"), "broken failed: ValueError: no such key"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(says: str, told: str) -> None:
+    turns = iter((says, "done"))
+    heard: list[str] = []
+
+    def answers(prompt: str) -> str:
+        heard.append(prompt)
+        return next(turns)
+
+    workflow = tools("add", "shout", "broken")
+    engine = RecordingEngine(answers)
+    (experience,) = play(workflow, engine, issued())
+    assert told in heard[1] and experience.response == "done"
+    assert experience.end == "terminal" and experience.notes["tool_errors"] == 1
+
+
+@pytest.mark.parametrize("text", ["[" * 90_000, "9" * 200_000, '{"name": "add", "arguments": ' + '{"a":' * 20_000])
+def test_absurd_calls_are_refused_in_words(text: str) -> None:
+    result = asyncio.run(answer(read_call(text), [], timeout_s=1))
+    assert result.failed and len(result.text) < 300
+
+
+def test_a_tool_that_hangs_is_given_up_and_told() -> None:
+    try:
+        experience, (told,) = talk(tools("Slow", timeout_s=0.2), call("slow"), "never mind")
+        assert "slow timed out" in told and experience.end == "terminal"
+    finally:
+        Slow.released.set()
+
+
+def test_rounds_are_bounded() -> None:
+    asks = call("add", first=1, second=1)
+    experience, told = talk(tools("add", max_rounds=2), asks, asks, asks)
+    assert (experience.end, experience.truncated) == ("truncated", "max_rounds")
+    assert len(told) == 2 and experience.notes["tool_calls"] == 2
+
+
+def test_too_many_calls_in_one_turn_are_refused_by_name() -> None:
+    one = call("add", first=1, second=1)
+    _, (told,) = talk(tools("add", max_calls=1), one + one, "ok")
+    assert told.count("<tool_response>") == 2 and "not called: at most 1 calls" in told
+
+
+def test_the_policy_is_told_names_descriptions_and_schemas() -> None:
+    workflow = load("actors.rollout.workflows.tools:Tools", {"tools": [{"use": f"{HERE}:shout"}]}, "test")
+    (experience,) = play(workflow, RecordingEngine(lambda heard: "ok"), issued())
+    system = experience.messages[0].content
+    signature = json.loads(system.partition("<tools>\n")[2].partition("\n</tools>")[0])
+    assert signature["function"]["name"] == "shout"
+    assert signature["function"]["description"] == "Say it louder."
+    assert signature["function"]["parameters"]["required"] == ["text"]
+
+
+def test_bound_options_are_not_the_policys_to_choose() -> None:
+    tool: ToolSpec = load_tool(f"{HERE}:shout", {"mark": "?"})
+    assert set(tool.parameters["properties"]) == {"text"}
+    turns = iter((call("shout", text="a"), "ok"))
+    workflow = load(
+        "actors.rollout.workflows.tools:Tools",
+        {"tools": [{"use": f"{HERE}:shout", "options": {"mark": "?"}}], "system": "t "},
+        "test",
+    )
+    (experience,) = play(workflow, RecordingEngine(lambda heard: next(turns)), issued())
+    assert "A?" in experience.messages[-2].content
+
+
+def test_a_tool_that_cannot_be_described_stops_the_role_at_its_start() -> None:
+    with pytest.raises(ConfigError, match="annotation"):
+        tools("bare")
+    with pytest.raises(ConfigError, match="each once"):
+        tools("add", "add")
+    with pytest.raises(ConfigError, match="max_round"):
+        tools("add", max_round=3)
+
+
+USE = "actors.rollout.tools.python:Python"
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Workflow:
+    sandbox_or_skip()
+    tool = {"use": USE, "options": {"limits": {"wall_s": 20.0, "output_bytes": 1000}}}
+    loaded: Workflow = load("actors.rollout.workflows.tools:Tools", {"tools": [tool]}, "test")
+    return loaded
+
+
+def ran(workflow: Workflow, code: str) -> tuple[str, Experience]:
+    """What the policy was told of a program, and the episode."""
+    turns = iter((call("python", code=code), "done"))
+    (experience,) = play(workflow, RecordingEngine(lambda heard: next(turns)), issued())
+    return experience.messages[-2].content, experience
+
+
+def test_a_program_is_told_what_it_printed(workflow: Workflow) -> None:
+    told, experience = ran(workflow, "print(sum(n * n for n in range(1, 101)))")
+    assert told == "<tool_response>\n338350\n\n</tool_response>"
+    assert (experience.notes["tool_calls"], experience.notes["tool_errors"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("print('before')\nraise KeyError('seven')", "KeyError: 'seven'"),
+        ("print(", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "exit code 3"),
+        ("while True: print('x' * 100)", "output"),
+    ],
+)
+def test_a_program_that_fails_is_told_why_and_counted(workflow: Workflow, code: str, words: str) -> None:
+    told, experience = ran(workflow, code)
+    assert words in told and told.startswith("<tool_response>\nerror: python failed")
+    assert experience.end == "terminal" and experience.notes["tool_errors"] == 1
+
+
+def test_a_program_sees_no_file_of_the_host_and_no_network(workflow: Workflow) -> None:
+    told, _ = ran(workflow, f"import os\nprint(os.path.exists({str(Path(__file__))!r}))")
+    assert "False" in told
+    told, _ = ran(workflow, "import socket\nsocket.create_connection(('127.0.0.1', 80), timeout=1)")
+    assert "error: python failed" in told
+
+
+def test_nothing_is_kept_between_calls(workflow: Workflow) -> None:
+    ran(workflow, "open('/tmp/kept', 'w').write('1')")
+    told, _ = ran(workflow, "import os\nprint(os.listdir('/tmp'))")
+    assert "[]" in told
+
+
+def test_the_policy_is_told_how_to_call_it(workflow: Workflow) -> None:
+    _, experience = ran(workflow, "print(1)")
+    system = experience.messages[0].content
+    assert '"name": "python"' in system and "without network" in system and '"required": ["code"]' in system
+
+
+def test_limits_that_are_none_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="wall_second"):
+        load(USE, {"limits": {"wall_second": 1}}, "test")
+
+
+pytestmark = pytest.mark.slow  # each starts a server, which takes a second
+
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+
+
+STDIO = [sys.executable, SERVER, "stdio"]
+
+
+ALL = ["price", "variables", "long", "slow", "die", "flood", "babble"]
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def http_server(port: int, *flags: str) -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, SERVER, str(port), *flags], stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def stdio_server(**options: Any) -> Iterator[McpServer]:
+    with closing(McpServer(command=STDIO, **options)) as server:
+        yield server
+
+
+@pytest.fixture(params=["stdio", "events", "json"])
+def server(request: pytest.FixtureRequest) -> Iterator[McpServer]:
+    if request.param == "stdio":
+        with stdio_server() as over_pipes:
+            yield over_pipes
+        return
+    with http_server(free_port(), request.param) as url, closing(McpServer(url=url)) as over_http:
+        yield over_http
+
+
+async def ask(server: McpServer, name: str, timeout_s: float = 30.0, **arguments: object) -> ToolResult:
+    return await answer(ParsedCall(name=name, arguments=arguments), await server.tools(), timeout_s=timeout_s)
+
+
+def asked(server: McpServer, name: str, **arguments: object) -> ToolResult:
+    return asyncio.run(ask(server, name, **arguments))
+
+
+def process_of(server: McpServer) -> int:
+    return int(asked(server, "variables").text.partition("process=")[2])
+
+
+def test_a_tool_of_a_server_is_described_and_called_as_our_own_are(server: McpServer) -> None:
+    tools = asyncio.run(server.tools())
+    assert [tool.name for tool in tools] == ALL
+    assert tools[0].description == "What so many pieces cost."
+    assert tools[0].parameters["required"] == ["item"]
+    assert asked(server, "price", item="chair", pieces=2) == ToolResult("10")
+    wrong = asked(server, "price", item="chair", pieces="two")
+    assert wrong.failed and "arguments.pieces" in wrong.text and not wrong.broken
+    refused = asked(server, "price", item="moon")
+    assert refused.failed and "not for sale" in refused.text and not refused.broken
+
+
+def test_what_a_tool_says_is_bounded(server: McpServer) -> None:
+    said = asked(server, "long", characters=100_000)
+    assert len(said.text) < 9_000 and said.text.endswith("more characters")
+    assert asked(server, "long", characters=5_000_000).broken
+    assert asked(server, "price", item="chair").text == "5"
+
+
+def test_a_call_without_an_answer_ends_in_time_and_the_server_goes_on() -> None:
+    with stdio_server(timeout_s=0.5) as server:
+        process = process_of(server)
+        assert asked(server, "slow") == ToolResult("error: no answer within 0.5 s", failed=True)
+        assert process_of(server) == process
+
+
+def test_a_server_that_leaves_calls_unanswered_is_started_again() -> None:
+    with stdio_server(timeout_s=0.5) as server:
+        process = process_of(server)
+        assert {asked(server, "slow").broken for _ in range(3)} == {""}
+        assert process_of(server) != process
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [("die", "out of cheese"), ("flood", "wrote a line over 4194304 bytes"), ("babble", "lines that are no message")],
+)
+def test_a_server_that_breaks_fails_the_episode_and_is_started_again(harm: str, says: str) -> None:
+    with stdio_server() as server:
+        process = process_of(server)
+        assert says in asked(server, harm).broken
+        assert process_of(server) != process
+
+
+def test_a_server_that_died_between_two_calls_costs_no_episode() -> None:
+    with stdio_server() as server:
+        process = process_of(server)
+        os.kill(process, 9)
+        while Path(f"/proc/{process}").exists():
+            time.sleep(0.01)
+        assert process_of(server) != process
+
+
+def test_a_service_that_is_away_fails_the_episode_and_is_found_again() -> None:
+    port = free_port()
+    with closing(McpServer(url=f"http://127.0.0.1:{port}/mcp")) as server:
+        with pytest.raises(EpisodeFailed, match=str(port)) as away:
+            asyncio.run(server.tools())
+        assert away.value.cause == "tool"
+        with http_server(port):
+            assert asked(server, "price", item="chair").text == "5"
+        assert asked(server, "price", item="chair").broken
+        with http_server(port):
+            results = [asked(server, "price", item="chair") for _ in range(2)]
+            assert results[-1].text == "5"
+
+
+class Bomb(BaseHTTPRequestHandler):
+    """Answers all with 64 MiB, compressed to some 64 KiB."""
+
+    def do_POST(self) -> None:
+        body = gzip.compress(bytes(64 * 2**20))
+        self.send_response(200)
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Encoding": "gzip",
+            "Content-Length": str(len(body)),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_compressed_answer_is_refused_before_it_is_decoded() -> None:
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Bomb) as service,
+        closing(McpServer(url=f"http://127.0.0.1:{service.server_port}/mcp")) as server,
+    ):
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        with pytest.raises(EpisodeFailed, match="Content-Encoding 'gzip'"):
+            asyncio.run(server.tools())
+        service.shutdown()
+
+
+def test_many_calls_at_once_share_one_server() -> None:
+    async def run(server: McpServer) -> list[str]:
+        results = await asyncio.gather(*(ask(server, "price", item="a" * n) for n in range(1, 51)))
+        return [result.text for result in results]
+
+    with stdio_server() as server:
+        assert asyncio.run(run(server)) == [str(n) for n in range(1, 51)]
+
+
+def test_a_server_sees_no_variable_but_those_it_is_given() -> None:
+    os.environ["HEADRACE_TEST_SECRET"] = "s3cret"
+    try:
+        with stdio_server(environment={"SHOP": "open"}) as server:
+            said = asked(server, "variables").text
+    finally:
+        del os.environ["HEADRACE_TEST_SECRET"]
+    assert "SHOP" in said and "HEADRACE_TEST_SECRET" not in said
+
+
+def test_a_server_ends_with_what_started_it() -> None:
+    with stdio_server() as server:
+        process = process_of(server)
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_only_the_tools_that_are_named_can_be_called() -> None:
+    with stdio_server(only=["price"]) as server:
+        assert "there is no tool 'die'" in asked(server, "die").text
+    with stdio_server(only=["prize"]) as server, pytest.raises(EpisodeFailed, match="has no prize; it offers price"):
+        asyncio.run(server.tools())
+
+
+def test_a_wrong_setting_is_named() -> None:
+    for options, says in (
+        ({}, "expected one of them"),
+        ({"command": ["x"], "url": "http://x"}, "expected one of them"),
+        ({"url": "ftp://x"}, "expected http"),
+        ({"url": "http://x", "token_env": "HEADRACE_NO_SUCH"}, "has no HEADRACE_NO_SUCH"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            McpServer(**options)  # type: ignore[arg-type]
+    with closing(McpServer(command=["/nowhere/server"])) as server, pytest.raises(EpisodeFailed, match="/nowhere"):
+        asyncio.run(server.tools())
+
+
+def test_an_episode_calls_a_server_and_one_whose_server_breaks_fails() -> None:
+    def says(name: str, **arguments: object) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    def playing(replies: Sequence[str]) -> Callable[[str], str]:
+        left = iter(replies)
+        return lambda prompt: next(left)
+
+    server = {"use": "actors.rollout.tools.mcp:McpServer", "options": {"command": STDIO, "only": ["price", "die"]}}
+    workflow = load("actors.rollout.workflows.tools:Tools", {"servers": [server], "system": "{tools}"}, "test")
+    (one,) = play(workflow, RecordingEngine(playing([says("price", item="chair"), "5"])), issued())
+    assert one.notes["tool_calls"] == 1 and one.notes["tool_errors"] == 0 and one.response.endswith("5")
+    with pytest.raises(EpisodeFailed, match="out of cheese") as broken:
+        play(workflow, RecordingEngine(playing([says("die")])), issued())
+    assert broken.value.cause == "tool"
