@@ -80,13 +80,6 @@ def test_a_superseded_attempt_leaves_the_buffered_one_outstanding() -> None:
     assert len(state.outstanding) == 1
 
 
-def test_groups_nobody_issued_change_nothing() -> None:
-    state = admission()
-    assert not state.closed(closure(7, "dropped"))
-    assert state.drawn(drawn(0, 0, 7)) == 0
-    assert state.room == 6
-
-
 def test_a_fenced_trainers_draws_count_for_nothing() -> None:
     state = admission()
     for sequence in range(4):
@@ -105,10 +98,6 @@ def test_a_step_told_twice_counts_once() -> None:
     before = state.min_version(), state.steps_at_version
     assert state.drawn(drawn(0, 0, 0, 1, token=6)) == 0
     assert (state.min_version(), state.steps_at_version) == before
-
-
-def test_nothing_may_be_sampled_by_a_version_before_the_first() -> None:
-    assert admission(first=1).min_version() == 1
 
 
 def test_min_version_is_that_of_the_step_that_will_draw_less_the_bound() -> None:
@@ -130,18 +119,6 @@ def test_overdue_groups_come_in_issue_order_and_leave_out_the_buffered() -> None
     assert state.overdue(10.0, 5.0) == ["task.0", "task.1"]
     state.issued(issued(0, attempt=1), 10.0)
     assert state.overdue(10.0, 5.0) == ["task.1"]
-
-
-def test_limits_and_groups_start_at_nothing() -> None:
-    assert AdmissionLimits(groups_per_step=1, max_staleness=1, steps_per_version=1).first_version == 0
-    assert OutstandingGroup(sequence=0, attempt=0, held_at=0.0).buffered is False
-
-
-def test_there_is_never_less_than_no_room() -> None:
-    state = admission(groups=1, staleness=0)
-    for sequence in range(3):
-        state.issued(issued(sequence), 0.0)
-    assert state.room == 0
 
 
 def test_a_step_beyond_those_of_a_version_does_not_make_the_next_version_come_later() -> None:

@@ -21,7 +21,7 @@ from infra.settings.config import Use
 from infra.store.store import Store
 from schemas import Closure, DeadLetter, DropMarker, Experience, PolicyEvent, Progress, Score, Task
 from schemas.ids import group_of
-from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED
+from schemas.topics import DEAD_LETTERS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS, VERIFIED, Topic
 from tests.actors.rig import EXPLORE, MASTER, TopicArrivals, explorer, folder_store, memory_log, running, task, until
 
 
@@ -53,6 +53,27 @@ def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(one.listen()) for one in heard]
 
 
+def explored(
+    folder: Path,
+    *tasks: Task,
+    num: int = 3,
+    topic: Topic = EXPERIENCES,
+    config: ExploreConfig = EXPLORE,
+    engine: ScriptedEngine | None = None,
+) -> TopicArrivals:
+    """What an explorer writes to a topic, once that is `num` experiences or records."""
+
+    async def run() -> TopicArrivals:
+        log = await memory_log()
+        heard = TopicArrivals(log, topic)
+        async with running(explorer(log, folder_store(folder), engine or ScriptedEngine(), config), *listening(heard)):
+            await log.publish_all(TASKS, tasks)
+            await until(lambda: len(heard.experiences or heard.records) >= num)
+        return heard
+
+    return asyncio.run(run())
+
+
 def named(name: str) -> ExploreConfig:
     """Settings in which a function of this file is a workflow."""
     return replace(EXPLORE, workflows={name: Use(use=f"{__name__}:{name}")})
@@ -73,18 +94,10 @@ async def rewarded(task: Task, session: Session) -> tuple[Score, ...]:
 
 
 def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine()), *listening(heard)):
-            await log.publish(TASKS, issue("add", 7, attempt=2, meta={"hidden": 1}))
-            await until(lambda: len(heard.experiences) == 3)
-        assert len(heard.records) == 1  # one block: they finished together
-        return heard.experiences
-
-    experiences = asyncio.run(run())
-    assert [one.id for one in experiences] == ["add.0.2-0-0", "add.0.2-1-0", "add.0.2-2-0"]
-    for one in experiences:
+    heard = explored(tmp_path, issue("add", 7, attempt=2, meta={"hidden": 1}))
+    assert len(heard.records) == 1, "one block: they finished together"
+    assert [one.id for one in heard.experiences] == ["add.0.2-0-0", "add.0.2-1-0", "add.0.2-2-0"]
+    for one in heard.experiences:
         assert (one.group, one.attempt, one.sequence, one.group_size) == ("add.0", 2, 7, 3)
         assert (one.lane, one.suite, one.origin, one.last) == ("usual", "", "explore/test", True)
         assert (one.meta, one.answer, one.task, one.held_out) == ({"hidden": 1}, "yes", "add", False)
@@ -112,31 +125,15 @@ def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        config = named("one_episode_breaks")
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
-            await log.publish(TASKS, issue("add", workflow="one_episode_breaks"))
-            await until(lambda: len(heard.experiences) == 3)
-        return heard.experiences
-
-    for one in asyncio.run(run()):
+    task = issue("add", workflow="one_episode_breaks")
+    for one in explored(tmp_path, task, config=named("one_episode_breaks")).experiences:
         assert one.end == "failed"
         assert "fell over" in one.failure
 
 
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
-    async def run() -> list[DropMarker]:
-        log = await memory_log()
-        heard = TopicArrivals(log, VERIFIED)
-        config = named("nothing_happens")
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
-            await log.publish(TASKS, issue("add", 3, workflow="nothing_happens"))
-            await until(lambda: len(heard.records) == 3)
-        return heard.of(DropMarker)
-
-    stubs = asyncio.run(run())
+    task = issue("add", 3, workflow="nothing_happens")
+    stubs = explored(tmp_path, task, topic=VERIFIED, config=named("nothing_happens")).of(DropMarker)
     assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3)}
     assert sorted(one.episode for one in stubs) == [0, 1, 2]
     assert {(one.reason, one.group_size, one.stage) for one in stubs} == {("episode failed", 3, "explore")}
@@ -181,16 +178,8 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
 
 
 def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        config = replace(EXPLORE, workflow=f"{__name__}:rewarded")
-        async with running(explorer(log, folder_store(tmp_path), ScriptedEngine(), config), *listening(heard)):
-            await log.publish(TASKS, issue("add"))
-            await until(lambda: len(heard.experiences) == 3)
-        return heard.experiences
-
-    assert {one.score("environment") for one in asyncio.run(run())} == {0.5}
+    heard = explored(tmp_path, issue("add"), config=replace(EXPLORE, workflow=f"{__name__}:rewarded"))
+    assert {one.score("environment") for one in heard.experiences} == {0.5}
 
 
 def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
@@ -284,23 +273,14 @@ def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(t
 
 
 def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_path: Path) -> None:
-    async def run() -> list[Experience]:
-        log = await memory_log()
-        heard = TopicArrivals(log, EXPERIENCES)
-        calls = iter(range(3))
+    calls = iter(range(3))
 
-        def script(prompt: tuple[int, ...]) -> list[int]:
-            return [65] * (400 if next(calls) == 2 else 1) + [0]
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        return [65] * (400 if next(calls) == 2 else 1) + [0]
 
-        engine = ScriptedEngine(script=script, token_s=0.02)
-        config = replace(MASTER, max_tokens=400)
-        issued = rollout(task("add"), config, round=0, attempt=0, sequence=0, min_version=0)
-        async with running(explorer(log, folder_store(tmp_path), engine), *listening(heard)):
-            await log.publish(TASKS, issued)
-            await until(lambda: len(heard.experiences) == 2)
-        return heard.experiences
-
-    assert {one.end for one in asyncio.run(run())} == {"terminal"}
+    issued = rollout(task("add"), replace(MASTER, max_tokens=400), round=0, attempt=0, sequence=0, min_version=0)
+    heard = explored(tmp_path, issued, num=2, engine=ScriptedEngine(script=script, token_s=0.02))
+    assert {one.end for one in heard.experiences} == {"terminal"}
 
 
 def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from actors.config import EvalSuite, GateConfig, GateReplies, GateSuite, MasterConfig, PeopleConfig
-from actors.master.gate.counts import MAX_ANSWERS, MAX_COMPARISONS, MAX_PEOPLE, Counts, person_of
+from actors.master.gate.counts import MAX_ANSWERS, MAX_COMPARISONS, MAX_PEOPLE, Counts
 from actors.master.gate.gate import Gate
-from actors.master.gate.replies import Replies, ReplyFacts, distance
-from schemas import Answered, Client, Closure, EvalResult, Experience, Message, PolicyEvent, Progress, Rating
+from actors.master.gate.replies import Replies
+from schemas import Answered, Client, Closure, EvalResult, Experience, Message, PolicyEvent, Progress
 from schemas.fields import End
 from schemas.names import rater_of
 from tests.actors.acting import decisions
-from tests.actors.rated import BLOCK_MS, group_of, rated
+from tests.actors.rated import BLOCK_MS, rated
 from tests.schemas.record_samples import group_block
 
 CONFIG = GateReplies(max_distance=0.9)
@@ -136,11 +136,6 @@ def test_a_restart_compares_with_the_stable_versions_answers_in_whatever_order_t
         assert not answered(again, 5, *[SORRY] * ALL)[0], events_first
 
 
-def test_the_distance_is_jaccards() -> None:
-    ab, ac = (ReplyFacts(1, "", frozenset(words)) for words in ((b"^a", b"ab", b"b$"), (b"^a", b"ac", b"c$")))
-    assert distance((ab, ac)) == pytest.approx(0.8) and distance((ab, ab)) == 0.0
-
-
 def test_the_suite_of_recorded_prompts_must_be_one_of_the_evals() -> None:
     with pytest.raises(ValueError, match="got suite production"):
         MasterConfig(gate=GateConfig(replies=GateReplies()), evals=(EvalSuite(suite="dev"),))
@@ -170,13 +165,6 @@ def test_answers_of_the_stable_version_before_and_of_the_newest_one_held_are_kep
             True,
             "dev 0.800, 65 recorded prompts compared",
         )
-
-
-def test_a_gate_without_recorded_prompts_leaves_answers_alone() -> None:
-    one = Gate(GateConfig(suites={"dev": GateSuite()}), policy="main")
-    one.reply(answer(3, PROMPTS[0], HELPFUL))
-    one.result(result(3, "dev"))
-    assert [decision.event == "promoted" for decision in decisions(one)] == [True]
 
 
 def lengths(random: Random, count: int) -> list[int]:
@@ -220,19 +208,6 @@ def test_copies_of_one_prompt_count_once() -> None:
         replies.take(answer(5, "The same", SORRY))
     numbers, faults = replies.weigh(5, 3)
     assert numbers["production/prompts"] == 1.0 and not faults
-
-
-def test_near_copies_of_one_prompt_are_what_the_intervals_do_not_allow_for() -> None:
-    """One in two candidates as good as the stable version is held: copies share the chance that speaks against it."""
-    random, held = Random(2), 0
-    for _ in range(50):
-        replies = Replies(GateReplies())
-        worse = random.choice((3, 5))
-        for version in (3, 5):
-            for copy in range(20):
-                replies.take(answer(version, f"The same, {copy}", SORRY if version == worse else HELPFUL))
-        held += bool(replies.weigh(5, 3)[1])
-    assert 15 <= held <= 35
 
 
 PEOPLE = PeopleConfig(rating_window="1h")
@@ -402,11 +377,3 @@ def test_an_answer_is_of_the_time_that_its_record_says_or_else_of_its_logging(an
     counts.closure(replace(rated("ann", 5, 0.0, at_ms=3 * BLOCK_MS, trial=7), answered_ms=answered_ms), 3 * BLOCK_MS)
     said = [place[1] for place in counts.comparison(7).rated.get(5, {})]
     assert said == ([block] if answered_ms < 0 or answered_ms + HOUR_MS >= 3 * BLOCK_MS else [])
-
-
-def test_a_person_is_a_named_rater_of_a_tenant_or_the_session() -> None:
-    group = group_of("s")
-    named = Rating(source="user", value=1.0, rater="ann", time_ms=0)
-    assert person_of(group, named).endswith("/ann") and person_of(group, named) != "/ann"
-    assert person_of(group, replace(named, rater="")) == group.partition(".")[0]
-    assert person_of("task.0", replace(named, rater="")) == "task.0"

@@ -2,19 +2,15 @@
 
 import asyncio
 import itertools
-import re
 import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from actors.config import ExploreConfig
 from actors.engines.engine import ContextFull
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import rollout
-from actors.rollout import agent as react
 from actors.rollout.agent import COMPLAINT
 from actors.rollout.environment import EnvironmentFailed, Outcome
 from actors.rollout.workflow import Workflow, Workflows
@@ -252,10 +248,3 @@ def test_a_task_names_its_workflow_by_the_name_the_settings_give_it() -> None:
     assert workflows.get("") is workflows.get("actors.rollout.workflow:converse")
     with pytest.raises(ConfigError, match=r"explore\.workflows\.game"):
         Workflows("actors.rollout.workflow:converse", {}, {"game": Use(use="nowhere:at_all")})
-
-
-@settings(max_examples=500)
-@given(st.lists(st.sampled_from(["Action:", " ", "\t", "\n", "a", "\r", "Act"]), max_size=14).map("".join))
-def test_the_action_is_what_stands_behind_the_word_without_blanks_at_its_end(text: str) -> None:
-    before = re.compile(r"^[ \t]*Action:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE).findall(text)
-    assert [one.rstrip(" \t") for one in react._ACTION.findall(text)] == before

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from actors.config import CanaryConfig, EvalSuite, GateConfig, PeopleConfig, StopRule
+from actors.config import EvalSuite, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S, run_master
 from actors.rollout.scheduler import issued_of
@@ -17,7 +17,7 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import from_numpy
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS, Store
-from schemas import Closure, Drawn, EvalResult, Experience, Issued, PolicyEvent, Progress, Rating, Task
+from schemas import Closure, Drawn, EvalResult, Experience, Issued, Progress, Task
 from schemas.topics import EVALS, EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
 from tests.actors.rig import (
     FLOOR,
@@ -184,21 +184,6 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
     assert all(one.group.startswith(f"eval-dev-{one.max_version}.") for one in answers)
 
 
-def test_nothing_is_issued_before_the_warm_up_ends(tmp_path: Path) -> None:
-    async def run() -> list[Issued]:
-        log = await memory_log()
-        await load(log)
-        tasks, progress = TopicArrivals(log, TASKS), TopicArrivals(log, REPORTS)
-        async with running(master(log, replace(MASTER, first_version=1)), *listening(tasks, progress)):
-            await until(lambda: any(one.gauges.get("tasks") == 4 for one in progress.of(Progress)))
-            assert not tasks.records
-            await log.publish(POLICIES, PolicyEvent(event="published", policy="main", version=1, manifest="m"))
-            await until(lambda: len(tasks.records) == 4)
-        return issued_in(tasks)
-
-    assert {one.min_version for one in run_virtual(run())} == {1}
-
-
 def test_a_master_that_stops_says_so_last_of_all() -> None:
     async def run() -> list[tuple[str, str | None]]:
         log, stop = await memory_log(), asyncio.Event()
@@ -227,41 +212,6 @@ def test_a_bad_frame_in_the_taskset_stops_nobody() -> None:
         return issued_in(tasks)
 
     assert len(run_virtual(run())) == 4
-
-
-def test_customers_are_taken_back_by_what_they_say_once_and_a_restarted_master_leaves_it_at_that() -> None:
-    def said(version: int, number: int, value: float) -> Closure:
-        """The word on an answer of the watch of version 5 over version 3."""
-        ratings = (Rating(source="user", value=value),)
-        return Closure(
-            group=f"g{version}-{number}", outcome="buffered", lane="live", version=version, trial=3, ratings=ratings
-        )
-
-    async def run() -> list[PolicyEvent]:
-        log = await memory_log()
-        policies, progress = TopicArrivals(log, POLICIES), TopicArrivals(log, REPORTS)
-        config = replace(MASTER, gate=GateConfig(canary=CanaryConfig(), people=PeopleConfig(block="1s")))
-        async with running(*listening(policies, progress)):
-            async with running(master(log, config)):
-                for version in (3, 5):
-                    event = PolicyEvent(event="promoted", policy="main", version=version, channel="stable")
-                    await log.publish(POLICIES, event)
-                await until(lambda: any(event.owner == "watch" for event in policies.of(PolicyEvent)))
-                for second in range(10):
-                    for version, value in ((3, 1.0), (5, 0.0)):
-                        numbers = range(20 * second, 20 * second + 20)
-                        await log.publish_all(PROGRESS, [said(version, number, value) for number in numbers])
-                    await asyncio.sleep(1.0)
-                await until(lambda: any(event.event == "rolled_back" for event in policies.of(PolicyEvent)))
-            async with running(master(log, config)):
-                reported = len(progress.of(Progress))
-                await log.publish(PROGRESS, said(5, 200, 0.0))
-                await until(lambda: len(progress.of(Progress)) >= reported + 3)
-        return [event for event in policies.of(PolicyEvent) if event.event == "rolled_back"]
-
-    (event,) = run_virtual(run())
-    assert (event.version, event.owner, event.channel) == (3, "watch", "stable")
-    assert event.stats["rated down/worse"] >= 1.0 and "rated down" in event.reason
 
 
 def test_large_frames_that_nothing_claims_are_removed_while_the_master_runs() -> None:

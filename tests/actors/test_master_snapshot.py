@@ -138,13 +138,6 @@ def test_other_gates_suites_and_stop_rules_count_the_log_otherwise_and_sampling_
     assert len({shaping(one, "main") for one in (CONFIG, *others)} | {shaping(CONFIG, "other")}) == 4
 
 
-def test_a_state_that_lacks_a_part_is_refused_whole() -> None:
-    found = msgspec.msgpack.decode(packed(MasterLife().plan), type=dict[str, msgspec.Raw])
-    del found["admission"]
-    with pytest.raises(ValueError, match="Plan: 'admission' is not there"):
-        put_back(new_plan(), msgspec.msgpack.encode(found))
-
-
 @pytest.mark.parametrize(
     ("places", "fits"),
     [({0: 5}, True), ({0: 9}, True), ({0: 4}, False), ({0: 10}, False), ({}, False)],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.config import CurriculumKind, EvalSuite, MasterConfig, StopRule
-from actors.master.curriculum import choose, easy_pool, in_pass, learnability, running_sum, smoothed, weight
+from actors.master.curriculum import choose, easy_pool, in_pass, running_sum, smoothed
 from actors.master.evaluation import VERSION_PASSED, parse_eval_group
 from actors.master.plan import NOTHING, Plan
 from actors.master.taskbook import TaskBook
@@ -327,15 +327,6 @@ def test_tasks_without_a_difficulty_are_ordered_by_the_success_that_was_measured
     assert [one.id for one in book.of_split("train")] == ["d", "a", "b", "c"], "evals count on their places"
 
 
-def test_the_order_is_not_made_anew_with_every_group() -> None:
-    book = TaskBook()
-    for name in "ab":
-        book.add(book_task(name))
-    first = book.pool("train", measured=True)
-    rated(book, "b", 1.0)
-    assert book.pool("train", measured=True) is first
-
-
 def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
     book = TaskBook()
     for name in "ab":
@@ -390,11 +381,6 @@ def test_a_pass_has_every_number_once(num: int, seed: int, turn: int) -> None:
     assert {in_pass(num, seed=seed, sequence=turn * num + place) for place in range(num)} == set(range(num))
 
 
-def test_passes_differ_in_their_order() -> None:
-    orders = {tuple(in_pass(97, seed=0, sequence=97 * turn + place) for place in range(97)) for turn in range(20)}
-    assert len(orders) > 15
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(any), st.integers(0, 99))
 def test_a_pass_holds_tasks_by_priority_as_evenly_as_whole_numbers_can(priorities: list[int], seed: int) -> None:
     num = len(priorities)
@@ -415,20 +401,6 @@ def test_variance_chooses_in_proportion_to_p_times_1_less_p() -> None:
     expected = [1.0, 0.36, FLOOR, FLOOR, 1.0]
     found = shares(picks("variance", 9000, rates))
     assert found == pytest.approx([one / sum(expected) for one in expected], abs=0.03)
-
-
-def test_under_variance_what_is_always_or_never_solved_still_comes_back() -> None:
-    assert learnability(0.0, floor=FLOOR, cap=1.0) == learnability(1.0, floor=FLOOR, cap=1.0) == FLOOR > 0
-    assert picks("variance", 100, [0.0, 1.0]).total() == 100
-
-
-def test_what_is_always_solved_still_comes_back() -> None:
-    assert weight(1.0, floor=FLOOR, cap=1.0) == FLOOR > 0
-    assert picks("success", 100, [1.0, 1.0]).total() == 100
-
-
-def test_an_unknown_task_is_drawn_as_often_as_a_failing_one() -> None:
-    assert weight(None, floor=FLOOR, cap=1.0) == weight(0.0, floor=FLOOR, cap=1.0) == 1.0
 
 
 def test_a_cap_keeps_what_is_never_solved_from_taking_everything() -> None:

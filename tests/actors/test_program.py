@@ -309,26 +309,6 @@ def test_mistakes_are_found_when_the_role_starts(options: dict[str, Any], messag
         load("actors.workflows.program:Program", options, "explore.workflow")
 
 
-def test_a_hundred_episodes_share_one_server_and_each_is_its_own() -> None:
-    async def run() -> list[int]:
-        program = function("messages")
-        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."))
-        await engine.start()
-        gate = asyncio.Semaphore(50)
-
-        async def one() -> int:
-            async with gate:
-                session = Session(engine, ChatBytes(), Sampling(max_tokens=64, stop=(EOS,)))
-                await program(TASK, session)
-                return session.num_sampled
-
-        found = await asyncio.gather(*(one() for _ in range(100)))
-        await engine.close()
-        return list(found)
-
-    assert asyncio.run(run()) == [7] * 100
-
-
 def test_a_body_that_ends_after_its_episode_is_not_answered() -> None:
     async def check() -> None:
         site = ProgramSite("127.0.0.1:0")

@@ -281,11 +281,6 @@ def test_an_answer_cut_by_its_length_is_truncated() -> None:
     assert experience.end == "truncated"
 
 
-def test_no_conversation_is_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match="messages"):
-        asyncio.run(Session(Answers(), Spelled(), SAMPLING).reply([]))
-
-
 def test_a_group_renders_its_prompt_once() -> None:
     tokenizer = Spelled()
     room = sum(len(Spelled().encode_chat([user(text)])) for text in ("go", "a"))

@@ -48,7 +48,7 @@ from infra.store.store import BLOBS
 from schemas import Closure, DeadLetter, Message, Span, Task, make_experience
 from schemas.errors import ConfigError
 from schemas.experience import pair_fault
-from schemas.topics import DEAD_LETTERS, EXPERTS, PROGRESS, TASKSET, TASKSET_RAW
+from schemas.topics import DEAD_LETTERS, PROGRESS, TASKSET, TASKSET_RAW
 from streams.config import DifficultyConfig, StreamsConfig, TasksConfig
 from streams.scores.vision import Vision
 from tests.actors.rig import EOS, CharTokenizer, TopicArrivals, memory_log
@@ -312,22 +312,6 @@ def test_a_row_whose_image_is_gone_or_none_is_named_and_the_others_are_loaded(tm
     assert len(broken) == 2
 
 
-def test_tasks_with_images_travel_through_the_log_as_references(tmp_path: Path) -> None:
-    from actors.tasksets.loader import load_tasks
-    from schemas.topics import TASKSET_RAW
-
-    file, _ = written(tmp_path)
-    tasks = list(read_rows(file, Task))
-
-    async def main() -> list[object]:
-        log = await memory_log()
-        await load_tasks(log, tasks)
-        return [message.value async for message in log.read_all(TASKSET_RAW)]
-
-    found = {one.id: one for one in asyncio.run(main()) if isinstance(one, Task)}
-    assert found == {task.id: task for task in tasks}
-
-
 def row(name: str, split: str = "train") -> Demonstration:
     messages = (Message(role="user", content="37+45="),)
     return Demonstration(id=name, messages=messages, response="280", answer="280", split=split)
@@ -366,21 +350,6 @@ def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
     assert second == LoadResult(loaded=1, repeated=1, known=2)
     assert sorted(one.id for one in records if isinstance(one, Task)) == ["a", "b", "c"]
     assert progress == [3]
-
-
-def test_demonstrations_are_loaded_once() -> None:
-    async def run() -> tuple[LoadResult, LoadResult, list[object]]:
-        log = await memory_log()
-        rows = [row(f"add-{index}") for index in range(20)]
-        first = await load_experts(log, rows, CharTokenizer())
-        second = await load_experts(log, rows, CharTokenizer())
-        heard = TopicArrivals(log, EXPERTS)
-        await contents(heard)
-        return first, second, heard.records
-
-    first, second, records = asyncio.run(run())
-    assert (first.loaded, second.loaded, second.known) == (20, 0, 20)
-    assert len(records) == 20
 
 
 def test_a_row_that_cannot_be_read_stops_the_load_after_what_came_before() -> None:
@@ -511,14 +480,6 @@ def test_a_line_without_an_end_is_named_and_the_next_one_read(tmp_path: Path) ->
     assert [one.where for one in broken] == [f"{path}:2", f"{path}:4"]
     assert all("got a line of more than 16777216 bytes" in one.reason for one in broken)
     assert count_rows(path) == 4
-
-
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_a_line_of_just_the_length_that_is_allowed_is_one_line(tmp_path: Path, more: int) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_bytes(GOOD.rstrip().ljust(MAX_LINE_BYTES + more) + b"\n" + GOOD)
-    assert count_rows(path) == 2
-    assert len(rows(path)[0]) + len(rows(path)[1]) == 2
 
 
 def test_a_table_with_a_line_without_an_end_is_refused(tmp_path: Path) -> None:

@@ -255,18 +255,9 @@ def test_nothing_is_kept_between_calls(workflow: Workflow) -> None:
     assert "[]" in told
 
 
-def test_the_policy_is_told_how_to_call_it(workflow: Workflow) -> None:
-    _, experience = ran(workflow, "print(1)")
-    system = experience.messages[0].content
-    assert '"name": "python"' in system and "without network" in system and '"required": ["code"]' in system
-
-
 def test_limits_that_are_none_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="wall_second"):
         load(USE, {"limits": {"wall_second": 1}}, "test")
-
-
-pytestmark = pytest.mark.slow  # each starts a server, which takes a second
 
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -326,6 +317,7 @@ def process_of(server: McpServer) -> int:
     return int(asked(server, "variables").text.partition("process=")[2])
 
 
+@pytest.mark.slow
 def test_a_tool_of_a_server_is_described_and_called_as_our_own_are(server: McpServer) -> None:
     tools = asyncio.run(server.tools())
     assert [tool.name for tool in tools] == ALL
@@ -338,6 +330,7 @@ def test_a_tool_of_a_server_is_described_and_called_as_our_own_are(server: McpSe
     assert refused.failed and "not for sale" in refused.text and not refused.broken
 
 
+@pytest.mark.slow
 def test_what_a_tool_says_is_bounded(server: McpServer) -> None:
     said = asked(server, "long", characters=100_000)
     assert len(said.text) < 9_000 and said.text.endswith("more characters")
@@ -345,6 +338,7 @@ def test_what_a_tool_says_is_bounded(server: McpServer) -> None:
     assert asked(server, "price", item="chair").text == "5"
 
 
+@pytest.mark.slow
 def test_a_call_without_an_answer_ends_in_time_and_the_server_goes_on() -> None:
     with stdio_server(timeout_s=0.5) as server:
         process = process_of(server)
@@ -352,6 +346,7 @@ def test_a_call_without_an_answer_ends_in_time_and_the_server_goes_on() -> None:
         assert process_of(server) == process
 
 
+@pytest.mark.slow
 def test_a_server_that_leaves_calls_unanswered_is_started_again() -> None:
     with stdio_server(timeout_s=0.5) as server:
         process = process_of(server)
@@ -359,6 +354,7 @@ def test_a_server_that_leaves_calls_unanswered_is_started_again() -> None:
         assert process_of(server) != process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "says"),
     [("die", "out of cheese"), ("flood", "wrote a line over 4194304 bytes"), ("babble", "lines that are no message")],
@@ -370,6 +366,7 @@ def test_a_server_that_breaks_fails_the_episode_and_is_started_again(harm: str, 
         assert process_of(server) != process
 
 
+@pytest.mark.slow
 def test_a_server_that_died_between_two_calls_costs_no_episode() -> None:
     with stdio_server() as server:
         process = process_of(server)
@@ -379,6 +376,7 @@ def test_a_server_that_died_between_two_calls_costs_no_episode() -> None:
         assert process_of(server) != process
 
 
+@pytest.mark.slow
 def test_a_service_that_is_away_fails_the_episode_and_is_found_again() -> None:
     port = free_port()
     with closing(McpServer(url=f"http://127.0.0.1:{port}/mcp")) as server:
@@ -409,6 +407,7 @@ class Bomb(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+@pytest.mark.slow
 def test_a_compressed_answer_is_refused_before_it_is_decoded() -> None:
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), Bomb) as service,
@@ -420,6 +419,7 @@ def test_a_compressed_answer_is_refused_before_it_is_decoded() -> None:
         service.shutdown()
 
 
+@pytest.mark.slow
 def test_many_calls_at_once_share_one_server() -> None:
     async def run(server: McpServer) -> list[str]:
         results = await asyncio.gather(*(ask(server, "price", item="a" * n) for n in range(1, 51)))
@@ -429,6 +429,7 @@ def test_many_calls_at_once_share_one_server() -> None:
         assert asyncio.run(run(server)) == [str(n) for n in range(1, 51)]
 
 
+@pytest.mark.slow
 def test_a_server_sees_no_variable_but_those_it_is_given() -> None:
     os.environ["HEADRACE_TEST_SECRET"] = "s3cret"
     try:
@@ -439,12 +440,14 @@ def test_a_server_sees_no_variable_but_those_it_is_given() -> None:
     assert "SHOP" in said and "HEADRACE_TEST_SECRET" not in said
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_what_started_it() -> None:
     with stdio_server() as server:
         process = process_of(server)
     assert not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.slow
 def test_only_the_tools_that_are_named_can_be_called() -> None:
     with stdio_server(only=["price"]) as server:
         assert "there is no tool 'die'" in asked(server, "die").text
@@ -452,6 +455,7 @@ def test_only_the_tools_that_are_named_can_be_called() -> None:
         asyncio.run(server.tools())
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_named() -> None:
     for options, says in (
         ({}, "expected one of them"),
@@ -465,6 +469,7 @@ def test_a_wrong_setting_is_named() -> None:
         asyncio.run(server.tools())
 
 
+@pytest.mark.slow
 def test_an_episode_calls_a_server_and_one_whose_server_breaks_fails() -> None:
     def says(name: str, **arguments: object) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

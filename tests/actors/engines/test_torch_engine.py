@@ -29,9 +29,6 @@ from tests.variables import variables
 from trainer.config import LoraConfig
 from trainer.learners.torch import TorchLearner
 
-pytestmark = pytest.mark.full  # importing transformers alone takes seconds
-
-
 SEQUENCES = ((1, *range(20, 40)), (1, *range(60, 30, -3)))
 
 
@@ -71,6 +68,7 @@ async def scores(engine: TorchEngine) -> list[tuple[float, ...]]:
     return [await engine.score_tokens(tokens) for tokens in SEQUENCES]
 
 
+@pytest.mark.full
 def test_logprobs_under_an_adapter_are_the_learners_also_of_what_was_sampled(folder: str) -> None:
     learner = learner_of(folder)
 
@@ -95,6 +93,7 @@ def test_logprobs_under_an_adapter_are_the_learners_also_of_what_was_sampled(fol
     with_engine(folder, use)
 
 
+@pytest.mark.full
 def test_in_bfloat16_versions_pass_the_gate_and_others_do_not(folder: str) -> None:
     learner = learner_of(folder, dtype="bfloat16")
 
@@ -114,6 +113,7 @@ def test_in_bfloat16_versions_pass_the_gate_and_others_do_not(folder: str) -> No
     with_engine(folder, use, "bfloat16")
 
 
+@pytest.mark.full
 def test_version_0_is_the_base_and_a_refused_adapter_leaves_it_so(folder: str, tmp_path: Path) -> None:
     learner, other = learner_of(folder), learner_of(str(build_family(tmp_path / "other", "qwen3", seed=1)))
     policy = version(learner, 1)
@@ -151,6 +151,7 @@ def doubled(policy: Policy) -> dict:
     return {name: from_numpy(to_numpy(one) * 2) for name, one in policy.tensors.items() if ".lora_B." in name}
 
 
+@pytest.mark.full
 def test_another_rank_is_taken_and_a_change_to_or_from_whole_models_is_refused_with_what_helps(folder: str) -> None:
     small, large, whole = (
         learner_of(folder),
@@ -181,6 +182,7 @@ def test_another_rank_is_taken_and_a_change_to_or_from_whole_models_is_refused_w
     with_engine(folder, begin_whole)
 
 
+@pytest.mark.full
 def test_base_weights_are_never_written(folder: str) -> None:
     learner = learner_of(folder)
 
