@@ -82,7 +82,7 @@ test-gpu: LOCK := $(if $(wildcard /dev/nvidiactl),$(CUDA),$(LOCK))
 test-gpu: install ## what only a GPU can show (minutes); elsewhere it says why it is skipped
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu/test_on_a_gpu.py $(ARGS) || [ $$? -eq 5 ]  # 5: all of them are skipped
 
-mutants: install ## does a test fail for every small change of a module? (make mutants CORE=trainer/buffer/draw.py)
+mutants: install ## does a test fail for every small change of a module? (make mutants CORE=trainer/buffer/pool.py)
 	@$(BIN)/python -m tests.mutants $(CORE) $(ARGS)
 
 check: install lint types ## ruff and mypy

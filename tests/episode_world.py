@@ -16,8 +16,7 @@ from actors.master.plan import NOTHING, Plan
 from actors.rollout.scheduler import Scheduler, issued_of
 from infra.settings.config import Pacing
 from schemas import Block, Closure, Drawn, Experience, Message, PolicyEvent, Span, Task, ids, make_experience
-from trainer.batch.age import PACED, masked_below
-from trainer.batch.assemble import Stamp, assemble
+from trainer.batch.assemble import PACED, Stamp, assemble, masked_below
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
 from trainer.config import LaneConfig, TrainerConfig

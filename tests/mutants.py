@@ -1,6 +1,6 @@
 """Mutants: small changes of a module, each of which a test should notice.
 
-python -m tests.mutants trainer/buffer/draw.py [tests/…] [--sample 50]
+python -m tests.mutants trainer/buffer/pool.py [tests/…] [--sample 50]
 
 Each mutant runs, in a copy of the tree, the tests that name the module (or those given) until the first failure. Survivors are
 printed: a change that no test notices.

@@ -23,8 +23,8 @@ LOADS = {
     "infra/cli/run/roles.py": "[engine], [gateway] engine, [trainer] learner",
     "infra/cli/demo/demo.py": "its own",
     "streams/sources/source.py": "[[feedback]]",
-    "trainer/learners/learner.py": "[trainer] learner, of an archive after trainer.replay.shipped",
-    "trainer/losses/loss.py": "[trainer.lanes], of an archive after trainer.replay.shipped",
+    "trainer/learners/learner.py": "[trainer] learner, of an archive after learner.foreign_names",
+    "trainer/losses/loss.py": "[trainer.lanes], of an archive after learner.foreign_names",
 }
 
 

@@ -27,16 +27,14 @@ from schemas.errors import FencedOut
 from trainer.batch.image_inputs import ImageInputs
 from trainer.buffer.intake import Intake, follow_buffer, follow_progress, follow_reports, hear_directives
 from trainer.config import TrainerConfig
-from trainer.health.board import follow_results
 from trainer.journal.checkpoint import check_warm_up
 from trainer.journal.journal import Lease, take_lease
 from trainer.learners.learner import Learner
-from trainer.loop.admit import admitted
-from trainer.loop.report import TrainerReport, publish_progress, report_progress
+from trainer.loop.report import TrainerReport, follow_results, publish_progress, report_progress
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import publish_now, train_step
-from trainer.loop.waiting import let_go, must_forget, next_draw, tell_dropped
+from trainer.loop.waiting import admitted, let_go, must_forget, next_draw, tell_dropped
 from trainer.loop.warmup import warm_up
 from trainer.replay.resume import resume
 

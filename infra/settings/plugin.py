@@ -2,7 +2,8 @@
 
 Guarantee: a missing module or name, an unknown option and a wrong type are one ConfigError each; whatever is raised inside
 the plugin's own module, SystemExit too, is one with its cause. Only Ctrl-C passes.
-Names come from an operator's settings or flags. What came with data is looked at first: see `trainer.replay.shipped`.
+Names come from an operator's settings or flags. What came with data is looked at first: see
+`trainer.learners.learner.foreign_names`.
 """
 
 import difflib

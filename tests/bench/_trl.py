@@ -70,7 +70,7 @@ def optimizers(model: Any, config: Any) -> tuple[Any, Any]:
     from torch.optim import AdamW
     from torch.optim.lr_scheduler import LambdaLR
 
-    from trainer.batch.inputs import learning_rate_at
+    from trainer.batch.assemble import learning_rate_at
 
     found = AdamW(model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
     return found, LambdaLR(found, lambda done: learning_rate_at(config, "train", done) / config.learning_rate)

@@ -35,8 +35,7 @@ from tests.bench.hop import DAY_MS, TRAFFIC, waiting_answer
 from tests.bench.report import Row
 from tests.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
 from tests.starts import REPORT, cpu_s, log_of_groups, start_master, store_records
-from trainer.buffer.buffer import Buffer
-from trainer.buffer.uses import Uses, use_key
+from trainer.buffer.buffer import Buffer, Uses, use_key
 from trainer.config import LaneConfig
 from trainer.loop.supply import drawn_from
 

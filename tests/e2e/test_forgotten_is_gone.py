@@ -34,9 +34,8 @@ from tests.e2e.test_live_answer_is_trained import OTHERS, WINDOW_MS, Clock, othe
 from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import settled, working
-from trainer.health.board import Board
 from trainer.learners.scripted import ScriptedLearner
-from trainer.loop.report import TrainerReport
+from trainer.loop.report import Board, TrainerReport
 from trainer.train import run_trainer
 
 pytestmark = pytest.mark.slow

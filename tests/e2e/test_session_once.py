@@ -29,8 +29,7 @@ from tests.streams.memory_worker import working
 from tests.trainer.trainer_samples import num_positions
 from trainer.batch.assemble import batch_items, items_of
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.blocks import read_blocks
-from trainer.buffer.buffer import candidate_of
+from trainer.buffer.buffer import candidate_of, read_blocks
 from trainer.learners.scripted import ScriptedLearner
 from trainer.train import run_trainer
 

@@ -26,7 +26,7 @@ from tests.e2e.demo_run import last_words
 from tests.e2e.whole_system import DRAWN, RIDDLE, ROWS, Reciting, change_chain, prepare, services
 from tests.infra.sandbox.confining import sandbox_or_skip
 from tests.role import role_of
-from trainer.batch.batch_chain import build_batch
+from trainer.batch.assemble import build_batch
 from trainer.journal.checkpoint import load_newest
 from trainer.learners.torch import TorchLearner
 from trainer.train import run_trainer

@@ -90,7 +90,7 @@ def test_rows_of_many_lengths_need_no_more_memory_than_the_longest(tmp_path):
     assert found[lengths[-1]] < 1.5 * found[lengths[1]] * lengths[-1] / lengths[1], found
 
 
-@pytest.mark.parametrize("stage", [2, 3])  # DeepSpeed takes no lower one in bfloat16: see trainer.learners.zero
+@pytest.mark.parametrize("stage", [2, 3])  # DeepSpeed takes no lower one in bfloat16: see trainer.learners.engines
 def test_a_rank_of_zero_on_a_gpu_steps_as_one_process_on_the_cpu(tmp_path, stage):
     """What two ranks on CPUs are asked, of one on the card: NCCL instead of gloo, DeepSpeed's masters in its memory."""
     script = Path(__file__).parents[1] / "trainer" / "deepspeed_ranks.py"

@@ -11,7 +11,7 @@ from infra.observe.measures import HELP, MEASURES, Measure, exposed
 from infra.observe.metrics import Metrics
 from schemas.fields import CANARY_MISSING
 from tests.own_sources import ROOT
-from trainer.health.diagnostics import THRESHOLDS
+from trainer.health import THRESHOLDS
 
 CALLS = {"counter": "counter", "gauge": "gauge", "histogram": "histogram", "add": "counter", "set": "gauge"}
 NAMES = {"CANARY_MISSING": CANARY_MISSING}

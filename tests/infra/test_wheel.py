@@ -14,8 +14,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from headrace_wheel import PACKAGES, renamed
 from infra.cli.demo.init import EXAMPLES
-from trainer.journal.closure import Definition
-from trainer.journal.origin import ROOTS, code_hash
+from trainer.journal.origin import ROOTS, Definition, code_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARNER = Definition("trainer.learners.torch", "TorchLearner")

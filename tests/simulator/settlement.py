@@ -17,9 +17,8 @@ from tests.simulator.settlement_serving import settle_serving
 from tests.simulator.settlement_snapshots import settle_snapshots
 from tests.simulator.watch import content_of
 from tests.simulator.world import World
-from trainer.batch.assemble import train_items
+from trainer.batch.assemble import learning_rate_at, train_items
 from trainer.batch.batch import pack
-from trainer.batch.inputs import learning_rate_at
 from trainer.journal import journal
 
 

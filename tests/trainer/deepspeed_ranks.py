@@ -23,15 +23,14 @@ from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import BatchItem, Span
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.uses import Uses
+from trainer.buffer.buffer import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace, Position, load_newest, save
 from trainer.journal.checkpoint import folder as folder_of
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.learner import put_back, take_from
 from trainer.learners.torch import TorchLearner
-from trainer.state.pieces import whole_hash
-from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state
+from trainer.state import Index, StoredState, encode_index, index_hash, open_state, whole_hash
 
 LIMIT_S = 300
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}

@@ -9,7 +9,7 @@ from trainer.batch.batch import pack
 from trainer.config import LoraConfig, TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.torch import TorchLearner
-from trainer.state.pieces import whole_hash
+from trainer.state import whole_hash
 
 
 def check_lora(model: str, stage: int, what: str) -> None:

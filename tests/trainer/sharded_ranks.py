@@ -22,10 +22,9 @@ from tests.memory import PEAK_MB
 from trainer.batch.batch import Microbatch, pack
 from trainer.config import TrainerConfig
 from trainer.learners.deepspeed import DeepSpeedLearner
+from trainer.learners.engines import load_sharded, reference_settings
 from trainer.learners.orders import Channel
-from trainer.learners.sharded import load_sharded
 from trainer.learners.torch import TorchLearner
-from trainer.learners.zero import reference_settings
 
 
 def check_opens(model: str, stage: int, dtype: str) -> None:

@@ -7,11 +7,11 @@ import pytest
 from schemas import Block, Drawn, topics
 from tests.trainer.buffered_blocks import block, message
 from tests.trainer.test_draw_waiting import run_of, usual
-from trainer.buffer.draw import Draw
+from trainer.buffer.pool import Draw
 from trainer.config import LaneConfig
-from trainer.loop.admit import DIVERGED, admitted
 from trainer.loop.state import Run
 from trainer.loop.supply import decide
+from trainer.loop.waiting import DIVERGED, admitted
 
 OLD = 3  # versions behind nothing could be in the usual lane
 NOW = 1000

@@ -12,12 +12,19 @@ from schemas import Batch, Block, Span, Stretch, decode, encode, ids, make_exper
 from schemas.wire.routing import routing, with_routing
 from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
 from tests.trainer.buffered_blocks import block
-from trainer.batch.age import masked_below, without_old
-from trainer.batch.assemble import Stamp, assemble, check_blocks, train_items
+from trainer.batch.assemble import (
+    Stamp,
+    apply_chain,
+    assemble,
+    build_batch,
+    check_blocks,
+    masked_below,
+    train_items,
+    without_old,
+)
 from trainer.batch.batch import TrainItem, pack
-from trainer.batch.batch_chain import apply_chain, build_batch
 from trainer.buffer.buffer import candidate_of
-from trainer.buffer.draw import stale
+from trainer.buffer.pool import stale
 
 MAX_STALENESS = 2
 PROMPT = [7, 8, 9]

@@ -9,9 +9,8 @@ from infra.model.size import FORWARD_AND_BACKWARD, TokenCost
 from infra.observe.metrics import Metrics
 from schemas import BatchItem, Span, make_experience
 from trainer.batch.batch import TrainItem
-from trainer.health.arithmetic import WITH_FROZEN_WEIGHTS, Arithmetic, card_memory
 from trainer.learners.learner import StepStats
-from trainer.loop.report import TrainerReport
+from trainer.loop.report import WITH_FROZEN_WEIGHTS, Arithmetic, TrainerReport, card_memory
 
 COST = TokenCost(position=1000.0, pair=10.0, head=1.0)
 PROMPT, SAMPLED = 20, 10

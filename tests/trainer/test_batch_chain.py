@@ -16,8 +16,8 @@ from schemas.parts import Stretch
 from tests.role import role_of
 from tests.trainer.memory_run import CONFIG, FLOOR, KillingBus, ends, filled_log, journal
 from tests.trainer.trainer_samples import make_item
+from trainer.batch.assemble import ALONE, apply_chain, build_batch
 from trainer.batch.batch import TrainItem
-from trainer.batch.batch_chain import ALONE, apply_chain, build_batch
 from trainer.learners.scripted import ScriptedLearner
 from trainer.processors import drop_weak, normalize_advantages, with_weight
 from trainer.train import run_trainer

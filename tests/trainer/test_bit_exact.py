@@ -31,7 +31,7 @@ from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, find_start, replay
-from trainer.state.pieces import whole_hash
+from trainer.state import whole_hash
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, steps_per_version=2, straggler_s=0.01))
 ASYNC_STEPS = 500

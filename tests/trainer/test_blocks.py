@@ -16,7 +16,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, decode, topics
 from schemas.errors import BadFrame, OffsetOutOfRange
 from tests.trainer.buffered_blocks import block
-from trainer.buffer.blocks import Stored, read_blocks
+from trainer.buffer.buffer import Stored, read_blocks
 
 
 async def filled(num_blocks: int) -> Log:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from schemas import EvalResult
-from trainer.health.board import Board
+from trainer.loop.report import Board
 
 
 def test_what_was_written_is_read_back_by_step_and_version(tmp_path: Path) -> None:

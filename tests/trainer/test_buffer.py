@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from schemas import Block, encode
 from tests.trainer.buffered_blocks import block, mixed
-from trainer.buffer.buffer import Buffer, candidate_of
-from trainer.buffer.draw import Candidate
-from trainer.buffer.uses import Known, Uses, use_key
+from trainer.buffer.buffer import Buffer, Known, Uses, candidate_of, use_key
+from trainer.buffer.pool import Candidate
 
 
 def filled(*blocks: Block, **max_uses: int) -> Buffer:

@@ -9,8 +9,7 @@ from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
-from trainer.learners.card.copies import CardCopies, has_room
-from trainer.learners.card.tensors import LEAST_BYTES, CardTensors
+from trainer.learners.card.tensors import LEAST_BYTES, CardCopies, CardTensors, has_room
 
 SIZE = LEAST_BYTES // 2 + 1000  # values of 16 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

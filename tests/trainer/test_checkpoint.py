@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infra.policies.tensors import Tensor, load_tensors, save_tensors
 from infra.store.memory import MemoryStore
 from schemas.errors import StoreError
-from trainer.buffer.uses import Known, Uses
+from trainer.buffer.buffer import Known, Uses
 from trainer.journal.checkpoint import (
     USES_OFFSETS,
     Checkpoint,
@@ -27,8 +27,7 @@ from trainer.journal.checkpoint import (
     save,
     state_sha256,
 )
-from trainer.state.pieces import whole_hash
-from trainer.state.stored import StoredState
+from trainer.state import StoredState, whole_hash
 
 
 def state(step: int, **fields: object) -> Checkpoint:

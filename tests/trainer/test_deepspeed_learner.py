@@ -20,12 +20,12 @@ from infra.store.directory import DirectoryStore
 from schemas.errors import ConfigError
 from tests.infra.tiny_families import build_family
 from trainer.batch.batch import pack
-from trainer.buffer.uses import Uses
+from trainer.buffer.buffer import Uses
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Checkpoint, Position, load_newest, manifests, save
+from trainer.learners.engines import AT_ONCE, engine_settings
 from trainer.learners.torch import TorchLearner
-from trainer.learners.zero import AT_ONCE, engine_settings
-from trainer.state.pieces import whole_hash
+from trainer.state import whole_hash
 
 HERE = Path(__file__).parent
 

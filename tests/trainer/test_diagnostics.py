@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from trainer.batch.batch import LANES
-from trainer.health.diagnostics import Observed, alarms, diagnose, join, select
+from trainer.health import Observed, alarms, diagnose, join, select
 
 
 def observed(weight, **more):

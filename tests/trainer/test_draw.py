@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.buffer.draw import Candidate, Draw, draw_in_order, missing, unfit, worth_waiting_for
-from trainer.buffer.draw_spread import draw_spread, shuffled
-from trainer.buffer.pool import pool_of
+from trainer.buffer.draw import draw_spread, shuffled
+from trainer.buffer.pool import Candidate, Draw, draw_in_order, missing, pool_of, unfit, worth_waiting_for
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:

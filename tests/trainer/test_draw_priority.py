@@ -17,10 +17,8 @@ from schemas.errors import BadFrame, ConfigError
 from tests.trainer.buffered_blocks import block
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import Candidate
-from trainer.buffer.draw_priority import FAIR, blended, chances, draw_by_priority, systematic
-from trainer.buffer.draw_share import NO_LIMITS, ShareLimits, room_of
-from trainer.buffer.pool import pool_of
+from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, room_of, systematic
+from trainer.buffer.pool import Candidate, pool_of
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
 

@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.buffer.draw import Candidate
-from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import AHEAD, NO_LIMITS, Filled, ShareLimits, filled_from, is_open, room_of
-from trainer.buffer.draw_share import fill as fill_pool
-from trainer.buffer.draw_spread import draw_spread
-from trainer.buffer.pool import pool_of
+from trainer.buffer.draw import (
+    AHEAD,
+    NO_LIMITS,
+    Filled,
+    ShareLimits,
+    draw_by_priority,
+    draw_spread,
+    filled_from,
+    is_open,
+    room_of,
+)
+from trainer.buffer.draw import fill as fill_pool
+from trainer.buffer.pool import Candidate, pool_of
 
 
 def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: float = 1.0) -> Candidate:

@@ -19,8 +19,8 @@ from schemas import Block, Closure, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
 from tests.trainer.buffered_blocks import block, message
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import Draw
 from trainer.buffer.intake import Intake
+from trainer.buffer.pool import Draw
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.journal.journal import Lease

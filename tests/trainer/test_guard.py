@@ -11,7 +11,7 @@ from infra.policies.policy import Probe
 from schemas import Span
 from tests.trainer.trainer_samples import make_item
 from trainer.config import TrainerGuardConfig
-from trainer.health.guard import (
+from trainer.health import (
     ANY_FINITE,
     GuardState,
     collapses,

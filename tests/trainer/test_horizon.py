@@ -17,8 +17,17 @@ from schemas import Batch, Fence, topics
 from schemas.journal import effective
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
 from trainer.config import SLOTS, LaneConfig
-from trainer.journal.checkpoint import CheckpointPlace, Manifest, Position, load_newest
-from trainer.journal.horizon import CheckpointTime, journal_begin, kept, trim_below, uses_below
+from trainer.journal.checkpoint import (
+    CheckpointPlace,
+    CheckpointTime,
+    Manifest,
+    Position,
+    journal_begin,
+    kept,
+    load_newest,
+    trim_below,
+    uses_below,
+)
 from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.saving import trim_journal
 

@@ -9,9 +9,8 @@ from trainer_samples import make_item, num_positions
 from schemas import Block, Join, Span, encode, ids, make_experience
 from trainer.batch.batch import TrainItem, pack
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import Candidate, Draw
-from trainer.buffer.draw_joined import MAX_AWAITED, joins_of, parted, united
-from trainer.buffer.pool import pool_of
+from trainer.buffer.draw import MAX_AWAITED, joins_of, parted, united
+from trainer.buffer.pool import Candidate, Draw, pool_of
 from trainer.config import LaneConfig
 from trainer.loop.supply import drawn_from
 

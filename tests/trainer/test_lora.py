@@ -36,7 +36,7 @@ from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
-from trainer.state.adapter import adapter_of
+from trainer.state import adapter_of
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
 NUM = 2 * 3 * 2  # layers, targets, A and B

@@ -10,8 +10,7 @@ import pytest
 
 from schemas.fields import Lane
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.journal.closure import Definition
-from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, code_hash, differences, places
+from trainer.journal.origin import KIND, PACKAGES, ROOT, ROOTS, Definition, code_hash, differences, places
 from trainer.learners.scripted import ScriptedLearner
 
 RUN = (*ROOTS, Definition("trainer.learners.torch", "TorchLearner"), Definition("trainer.losses.losses", "grpo"))
@@ -43,7 +42,7 @@ BITS_MAY_CHANGE: dict[str, Edit] = {
     "the teacher's logprobs": ("schemas/wire/teacher.py", "WIDTH", "WIDE"),
     "how items are packed": ("trainer/batch/batch.py", "ATTENTION_TOKENS = ", "ATTENTION_TOKENS = 1 + "),
     "the learning rate": (
-        "trainer/batch/inputs.py",
+        "trainer/batch/assemble.py",
         "return config.learning_rate",
         "return 2 * config.learning_rate",
     ),
@@ -101,8 +100,8 @@ def test_what_may_change_the_bits_makes_it_other_code(sources: Path, before: str
 
 
 def test_a_definition_that_moves_to_another_file_is_the_same_code(sources: Path, before: str) -> None:
-    (sources / "trainer" / "places.py").write_text((sources / "trainer" / "batch" / "paths.py").read_text())
-    moved = ("trainer/learners/forward.py", "from trainer.batch.paths import", "from trainer.places import")
+    (sources / "trainer" / "places.py").write_text((sources / "trainer" / "learners" / "opening.py").read_text())
+    moved = ("trainer/learners/forward.py", "from trainer.learners.opening import", "from trainer.places import")
     assert edited(sources, moved) == before
 
 
@@ -110,7 +109,7 @@ def test_a_name_that_stands_for_another_definition_is_other_code(sources: Path, 
     (sources / "trainer" / "other.py").write_text(
         "def Paths(*given):\n    return given\ndef unpacked(*given):\n    return given\n"
     )
-    other = ("trainer/learners/forward.py", "from trainer.batch.paths import", "from trainer.other import")
+    other = ("trainer/learners/forward.py", "from trainer.batch.split import", "from trainer.other import")
     assert edited(sources, other) != before
 
 

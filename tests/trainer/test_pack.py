@@ -6,8 +6,8 @@ from trainer_samples import make_item, random_items
 
 from schemas import Span
 from trainer.batch.batch import LANES, Microbatch, PackedBatch, TrainItem, pack
-from trainer.batch.pictures import Pictures
 from trainer.batch.split import for_ranks, split
+from trainer.batch.tree import Pictures
 
 
 def visible(one: Microbatch, n: int) -> list[tuple[int, int]]:

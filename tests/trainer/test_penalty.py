@@ -19,9 +19,8 @@ from trainer.config import LOSSES, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import compares, microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
-from trainer.losses.loss import LossInputs, Objective, open_objective, open_objectives
+from trainer.losses.loss import KL_CAP, LossInputs, Objective, lane_penalty, open_objective, open_objectives
 from trainer.losses.offpolicy import reference_k3
-from trainer.losses.penalty import KL_CAP, lane_penalty
 
 RANDOM = np.random.default_rng(11)
 N = 300

@@ -20,7 +20,7 @@ from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
 from trainer.batch.image_inputs import ImageInputs, open_sight
 from trainer.batch.split import split
-from trainer.buffer.draw import Candidate
+from trainer.buffer.pool import Candidate
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.orders import decode_arrays, encode_arrays

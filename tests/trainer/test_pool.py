@@ -5,8 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.buffer.draw import Candidate
-from trainer.buffer.pool import FIRST_ROWS, LaneRows, Pool, lowest
+from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows, Pool, lowest
 
 CANDIDATES = st.builds(
     Candidate,

@@ -11,8 +11,8 @@ from tests.trainer.buffered_blocks import block, message
 from trainer.batch.batch import TrainItem, pack
 from trainer.batch.split import split
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import unfit
 from trainer.buffer.intake import Intake
+from trainer.buffer.pool import unfit
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.torch import TorchLearner
 

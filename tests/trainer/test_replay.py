@@ -32,8 +32,7 @@ from tests.trainer.memory_run import (
     train,
     train_through_kills,
 )
-from trainer.batch.assemble import step_seed
-from trainer.batch.batch_chain import build_batch
+from trainer.batch.assemble import build_batch, step_seed
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.learner import Learner

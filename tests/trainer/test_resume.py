@@ -25,7 +25,7 @@ from tests.trainer.memory_run import (
     train_through_kills,
 )
 from trainer.batch.assemble import step_seed
-from trainer.buffer.uses import Uses
+from trainer.buffer.buffer import Uses
 from trainer.journal.checkpoint import Checkpoint, Position, places, remove, save
 from trainer.journal.journal import Lease
 from trainer.learners.scripted import ScriptedLearner

@@ -14,8 +14,8 @@ from schemas import Span
 from schemas.errors import ConfigError
 from tests.infra.tiny_families import build_family
 from trainer.batch.batch import PackedBatch, TrainItem, pack
-from trainer.batch.routing import recorded
 from trainer.batch.split import for_ranks, split
+from trainer.batch.tree import recorded
 from trainer.config import LaneConfig, LoraConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
 from trainer.learners.torch import TorchLearner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.batch.inputs import learning_rate_at
+from trainer.batch.assemble import learning_rate_at
 from trainer.config import Schedule, TrainerConfig, WarmupConfig
 
 FALLING = TrainerConfig(

@@ -10,25 +10,23 @@ from hypothesis import strategies as st
 
 from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
-from trainer.state.pieces import (
+from trainer.state import (
     CHUNK_BYTES,
     Extent,
     Kind,
     Piece,
-    check_same,
-    chunk_digests,
-    layout_of,
-    owners,
-    tails,
-    whole_hash,
-)
-from trainer.state.stored import (
     StoredState,
     Written,
+    check_same,
+    chunk_digests,
     encode_index,
     index_hash,
     joined_index,
+    layout_of,
     open_state,
+    owners,
+    tails,
+    whole_hash,
     write_pieces,
     write_whole,
 )

@@ -1,6 +1,6 @@
 """How often groups were trained: counted by key, whatever brought them, and forgotten with the horizon."""
 
-from trainer.buffer.uses import COUNTS, KEY_BYTES, REVISIONS, Known, Uses, keys_of, use_key
+from trainer.buffer.buffer import COUNTS, KEY_BYTES, REVISIONS, Known, Uses, keys_of, use_key
 
 
 def test_a_key_is_the_same_in_every_release() -> None:

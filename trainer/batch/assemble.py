@@ -1,19 +1,61 @@
-"""From drawn groups to one step's batch: the journal record, and the experiences in its order.
+"""From drawn groups to the input of a step: the age bound, the journal record, the batch chain, packing.
 
 Pure: the same draw gives the same batch; the record alone, with the log, gives the same items again.
+
+Guarantees: a token of a version below the bound is context, not a target; tokens after it are trained. The journal record holds
+what the batch chain decided (advantage, weight, drop and reason), so a resume or a replay repeats it without running the chain;
+the chain can change nothing else of an experience, since only the log's own is trained; a pair goes whole; a step never trains
+on experiences that only ride along with the paced lane.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from schemas import Batch, BatchItem, Block
+from infra.chain.chain import Step
+from infra.chain.insert import ProcessorConfig, with_processors
+from infra.chain.whole import run_whole
+from infra.settings.config import Pacing
+from schemas import Batch, BatchItem, Block, Experience
 from schemas.errors import BadFrame
-from trainer.batch.age import PACED, STALE, num_old, without_old
-from trainer.batch.batch import TrainItem
-from trainer.buffer.blocks import Stored
-from trainer.buffer.draw import Candidate
+from schemas.experience import pair_side
+from schemas.fields import Lane
+from schemas.wire.routing import routing, with_routing
+from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
+from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.buffer.buffer import Stored
+from trainer.buffer.pool import Candidate
+from trainer.config import TrainerConfig
+from trainer.processors import without_weight
+
+logger = logging.getLogger(__name__)
+
+PACED: Lane = "usual"
+STALE = "stale"
+
+
+def masked_below(version: int, max_staleness: int) -> int:
+    """Tokens of versions below it are too old for a step at `version`; -1 while none can be."""
+    return max(-1, version - max_staleness)
+
+
+def num_old(experience: Experience, below: int) -> int:
+    """Sampled tokens of versions under `below`."""
+    return sum(span.stop - span.start for span in experience.spans if span.version < below)
+
+
+def without_old(experience: Experience, below: int) -> Experience:
+    """The experience in which tokens sampled by versions under `below` are context: given, and not sampled."""
+    kept = tuple(span for span in experience.spans if span.version >= below)
+    is_kept_N = np.concatenate([np.full(span.stop - span.start, span.version >= below) for span in experience.spans])
+    teacher, experts = teacher_logprobs(experience), routing(experience)
+    made = experience.with_bulk(spans=kept, logprobs=experience.logprobs[is_kept_N])
+    if teacher is not None:
+        made = with_teacher_logprobs(made, teacher[is_kept_N])
+    return made if experts is None else with_routing(made, experts)
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,3 +177,114 @@ def check_blocks(batch: Batch, digests: Mapping[int, bytes]) -> None:
                 f"step {batch.step}: buffer offset {offset} holds another record than the one that was journaled "
                 f"(got {digests[offset].hex()}, expected {expected.hex()}): it was altered since"
             )
+
+
+def step_inputs(
+    config: TrainerConfig, pacing: Pacing, batch: Batch, items: Sequence[TrainItem], steps_done: int
+) -> tuple[PackedBatch, float]:
+    """The packed items and the learning rate. steps_done: since the warm-up, below 0 within it."""
+    packed = pack(
+        items,
+        max_tokens=config.max_tokens_per_microbatch,
+        version=batch.version,
+        exact=steps_done % pacing.steps_per_version == 0,
+        bootstrap=config.critic is not None and config.critic.truncated == "bootstrap",
+        replay=config.routing == "replay",
+    )
+    return packed, learning_rate_at(config, batch.phase, steps_done)
+
+
+def learning_rate_at(config: TrainerConfig, phase: Literal["warmup", "train"], steps_done: int) -> float:
+    """The rate of the step that follows `steps_done` steps since the warm-up: held, then falling on a line, then held.
+
+    Steps of the warm-up have a rate of their own.
+    """
+    if phase == "warmup" and config.warmup is not None:
+        return config.warmup.learning_rate
+    schedule = config.schedule
+    fallen = min(max(steps_done - schedule.hold_steps, 0) / schedule.decay_steps, 1.0)
+    return config.learning_rate * ((1.0 - fallen) + fallen * schedule.final)
+
+
+Key = tuple[str, int]  # id and revision
+LOGGED = ("num_tokens", "spans", "end", "lane", "reward", "bulk")  # what the log says, and a batch cannot
+ALONE = "nothing of the paced lane left in the batch"
+
+
+def build_batch(processors: Sequence[ProcessorConfig]) -> tuple[Step, ...]:
+    """The chain that [[processor]] tables of stage batch make; raises ConfigError. It has no built-ins that run unasked."""
+    return with_processors((), processors, "batch", 0, set())
+
+
+async def apply_chain(
+    steps: Sequence[Step], batch: Batch, items: Sequence[TrainItem], *, alone: bool = True
+) -> tuple[Batch, list[TrainItem]]:
+    """The batch as the chain leaves it. alone: other lanes may be trained without the paced one."""
+    if not steps:
+        return batch, list(items)
+    given = [without_weight(one.experience) for one in items]
+    outcome = await run_whole(steps, given)
+    for gone in outcome.dropped[:1]:
+        logger.info("batch chain dropped step=%d first=%s reason=%s", batch.step, gone.experience.id, gone.reason)
+    reasons = {_key(gone.experience): gone.reason for gone in outcome.dropped}
+    after = {_key(one): one for one in outcome.kept}
+    changed = [
+        _settled(one, before, after.get(_key(before)), reasons) for one, before in zip(items, given, strict=True)
+    ]
+    return _journaled(batch, _whole_pairs(changed), alone)
+
+
+Settled = tuple[TrainItem, str]  # an item after the chain, and why it is dropped
+
+
+def _settled(one: TrainItem, before: Experience, after: Experience | None, reasons: dict[Key, str]) -> Settled:
+    if after is None:
+        return one, reasons.get(_key(before), "replaced")
+    if any(getattr(before, name) != getattr(after, name) for name in LOGGED if name != "bulk") or (
+        before.bulk is not after.bulk
+    ):
+        return one, "changed beyond advantage and weight"
+    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=one.item.weight * after.weight)
+    return TrainItem(experience=one.experience, item=item), ""
+
+
+def _whole_pairs(changed: list[Settled]) -> list[Settled]:
+    broken = {one.experience.group for one, reason in changed if reason and pair_side(one.experience)}
+    return [
+        (one, reason or "half a pair")
+        if pair_side(one.experience) and one.experience.group in broken
+        else (one, reason)
+        for one, reason in changed
+    ]
+
+
+def _journaled(batch: Batch, changed: list[Settled], alone: bool) -> tuple[Batch, list[TrainItem]]:
+    had_paced = any(one.item.lane == PACED for one, _ in changed)
+    has_paced = any(one.item.lane == PACED for one, reason in changed if not reason)
+    if had_paced and not has_paced and not alone:
+        changed = [(one, reason or ALONE) for one, reason in changed]
+    kept = [one for one, reason in changed if not reason]
+    drops = dict(batch.drops)
+    dropped: list[BatchItem] = list(batch.dropped)
+    because: list[str] = list(batch.dropped_because)
+    for one, reason in changed:
+        if reason:
+            drops[reason] = drops.get(reason, 0) + 1
+            dropped.append(one.item)
+            because.append(reason)
+    before = dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped))
+    digests = dict(zip(before, batch.blocks, strict=bool(batch.blocks)))
+    named = dict.fromkeys(item.offset for item in (*(one.item for one in kept), *dropped))
+    record = msgspec.structs.replace(
+        batch,
+        blocks=tuple(digests[offset] for offset in named if offset in digests),
+        items=tuple(one.item for one in kept),
+        drops=drops,
+        dropped=tuple(dropped),
+        dropped_because=tuple(because),
+    )
+    return record, kept
+
+
+def _key(experience: Experience) -> Key:
+    return experience.id, experience.revision

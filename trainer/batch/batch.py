@@ -19,9 +19,21 @@ from schemas.experience import CHOSEN, pair_side
 from schemas.fields import LANES as LANES
 from schemas.fields import Lane
 from schemas.wire.teacher import teacher_logprobs
-from trainer.batch.pictures import Gallery, Pictures, hang, no_pixels, no_places, of_nodes
-from trainer.batch.routing import no_experts, of_rows, recorded
-from trainer.batch.tree import Branch, Tree, grow, in_order
+from trainer.batch.tree import (
+    Branch,
+    Gallery,
+    Pictures,
+    Tree,
+    grow,
+    hang,
+    in_order,
+    no_experts,
+    no_pixels,
+    no_places,
+    picture_fields,
+    recorded,
+    row_experts,
+)
 
 
 class TrainItem(msgspec.Struct, frozen=True):
@@ -49,7 +61,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
     sampled token (NaN where it has none), 0 elsewhere and where it is bootstrapped. bootstrap_N: index into B*T where what
     follows the last sampled token of such a sequence is valued, -1 elsewhere. pixels_I3HW: float32, its pictures. places_P:
     indexes into B*T of their tokens, picture after picture, equally many each. experts_BTLk: int16, the experts that each
-    token was sampled with, -1 where they are unknown (see `trainer.batch.routing`); [0, 0, 0, 0] where the routers choose for
+    token was sampled with, -1 where they are unknown (see `trainer.batch.tree`); [0, 0, 0, 0] where the routers choose for
     all of them.
     """
 
@@ -297,9 +309,9 @@ def _assemble(
         reach_BT=reach,
         predecessor_N=np.concatenate([nodes[s][0] for s in chosen]),
         bootstrap_N=np.concatenate(bootstraps),
-        experts_BTLk=of_rows(given.experts, trees, rows, num_T),
+        experts_BTLk=row_experts(given.experts, trees, rows, num_T),
         **_per_token(items, given, chosen),
-        **of_nodes(given.gallery, np.concatenate(numbers), np.concatenate(indexes)),
+        **picture_fields(given.gallery, np.concatenate(numbers), np.concatenate(indexes)),
     )
 
 

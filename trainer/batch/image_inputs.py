@@ -14,8 +14,8 @@ from infra.store.store import Store
 from schemas import Block, Experience
 from schemas.errors import BadFrame, BadImage
 from trainer.batch.batch import TrainItem
-from trainer.batch.pictures import Pictures
-from trainer.buffer.draw import Candidate
+from trainer.batch.tree import Pictures
+from trainer.buffer.pool import Candidate
 
 BAD_IMAGE = "bad image"
 

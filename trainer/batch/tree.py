@@ -1,9 +1,18 @@
-"""Trees of shared prefixes: the sequences of a group laid out depth first, what they share once."""
+"""Trees of shared prefixes: the sequences of a group laid out depth first, with pictures and recorded experts at their nodes.
+
+Guarantees: what sequences share is laid out once, a shared picture is computed once, and every place of a picture is in the row
+that holds it; a shared node has the recorded experts of the first sequence in the tree's order, also where that sequence has
+none and another has.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+
+from schemas import Experience
+from schemas.wire.routing import ABSENT, Experts, routing
 
 
 class Branch(NamedTuple):
@@ -102,3 +111,124 @@ def _shared(one: Branch, other: Branch) -> int:
     differs = one.tokens[:num] != other.tokens[:num]
     first = int(differs.argmax())
     return first if differs[first] else num
+
+
+class Pictures(msgspec.Struct, frozen=True):
+    """The pictures at the image tokens of one sequence.
+
+    names: hashes of its I images. places_P: int64, indexes of its tokens, picture after picture, equally many each. pixels:
+    [3, H, W] float32 of each, as the vision tower takes it.
+    """
+
+    names: tuple[str, ...]
+    places_P: np.ndarray
+    pixels: tuple[np.ndarray, ...]
+
+
+class Gallery(msgspec.Struct, frozen=True):
+    """The pictures of all sequences, numbered in the order of the sequences.
+
+    number: of each token of the sequences end to end, the number of its place over all pictures, -1 for a token of text.
+    pixels: [3, H, W] of each. per_picture: places of one.
+    """
+
+    number: np.ndarray
+    pixels: tuple[np.ndarray, ...]
+    per_picture: int
+
+
+def no_pixels() -> np.ndarray:
+    """The pixels of text alone."""
+    return np.zeros((0, 3, 0, 0), np.float32)
+
+
+def no_places() -> np.ndarray:
+    """The places of text alone."""
+    return np.zeros(0, np.int64)
+
+
+def hang(pictures: Sequence[Pictures | None], start_S: np.ndarray, num_tokens: int) -> Gallery:
+    """Number the places of the sequences that begin at `start_S` of `num_tokens`."""
+    number = np.full(num_tokens, -1)
+    shown = [(int(start), one) for start, one in zip(start_S, pictures, strict=True) if one is not None]
+    if not shown:
+        return Gallery(number, (), 1)
+    at = np.concatenate([start + one.places_P for start, one in shown])
+    number[at] = np.arange(len(at))
+    pixels = tuple(each for _, one in shown for each in one.pixels)
+    return Gallery(number, pixels, len(at) // len(pixels))
+
+
+def picture_fields(gallery: Gallery, number: np.ndarray, index: np.ndarray) -> dict[str, np.ndarray]:
+    """The picture fields of a microbatch. number: of each of its nodes. index: into B*T where the node lies."""
+    nodes = np.flatnonzero(number >= 0)
+    if not len(nodes):
+        return {}
+    nodes = nodes[np.argsort(number[nodes], kind="stable")]
+    which = np.unique(number[nodes] // gallery.per_picture)
+    return {"pixels_I3HW": np.stack([gallery.pixels[one] for one in which]), "places_P": index[nodes]}
+
+
+def picture_rows(
+    pixels_I3HW: np.ndarray, places_P: np.ndarray, new_row: np.ndarray, num_T: int
+) -> dict[str, np.ndarray]:
+    """The picture fields of some rows of a microbatch. new_row: of each row the row it becomes, -1 for none."""
+    if not len(pixels_I3HW):
+        return {"pixels_I3HW": pixels_I3HW, "places_P": places_P}
+    places_IP = places_P.reshape(len(pixels_I3HW), -1)
+    row_I = new_row[places_IP[:, 0] // num_T]
+    kept = row_I >= 0
+    moved = row_I[kept, None] * num_T + places_IP[kept] % num_T
+    return {"pixels_I3HW": pixels_I3HW[kept], "places_P": moved.reshape(-1)}
+
+
+def no_experts() -> np.ndarray:
+    """The experts of a batch that the model's own routers route."""
+    return np.zeros((0, 0, 0, 0), np.int16)
+
+
+def recorded(experiences: Sequence[Experience]) -> list[Experts | None]:
+    """Of each sequence [num_tokens, layers, k]; None where none was recorded, or its shape is not that of the first that has
+    one, and where no token has a ratio: a demonstration is not sampled, whatever it was made from. Raises BadFrame.
+    """
+    found = [routing(one) if any(span.ratio for span in one.spans) else None for one in experiences]
+    shape = next((one.shape[1:] for one in found if one is not None), None)
+    return [one if one is not None and one.shape[1:] == shape else None for one in found]
+
+
+def row_experts(
+    experts: Sequence[Experts | None], trees: Sequence[Tree], rows: Sequence[Sequence[int]], num_T: int
+) -> np.ndarray:
+    """The experts of a microbatch, [B, T, layers, k]. experts: of each sequence. rows: the trees of each."""
+    shape = next((one.shape[1:] for one in experts if one is not None), None)
+    if shape is None:
+        return no_experts()
+    found = np.full((len(rows), num_T, *shape), ABSENT, np.int16)
+    for r, row in enumerate(rows):
+        begin = 0
+        for tree in (trees[index] for index in row):
+            stops = [*tree.firsts[1:], tree.size]
+            for s, first, stop in zip(tree.sequences, tree.firsts, stops, strict=True):
+                own = experts[s]
+                if own is not None and stop > first:
+                    at = int(tree.position[first])
+                    found[r, begin + first : begin + stop] = own[at : at + stop - first]
+            begin += tree.size
+    return found
+
+
+def padded(experts_BTLk: np.ndarray, num_T: int) -> np.ndarray:
+    """Rows of `num_T` tokens: what pads them was never routed."""
+    found = np.full((len(experts_BTLk), num_T, *experts_BTLk.shape[2:]), ABSENT, np.int16)
+    found[:, : experts_BTLk.shape[1]] = experts_BTLk
+    return found
+
+
+def laid_out(experts_BTLk: np.ndarray, node_P: np.ndarray, cell_P: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The experts of nodes, indexes into B*T, in cells of other rows, [*shape, layers, k]."""
+    of_token = experts_BTLk.shape[2:]
+    if not len(experts_BTLk):
+        return experts_BTLk
+    found = np.full((*shape, *of_token), ABSENT, np.int16)
+    found.reshape(-1, *of_token)[cell_P] = experts_BTLk.reshape(-1, *of_token)[node_P]
+    return found

@@ -1,23 +1,145 @@
 """The buffer in memory: compressed blocks by offset, their headers as candidates, decoded again only when drawn.
 
-Guarantees: a group is trained at most `max_uses` times of its lane, counted by (group, lane) across restarts, and as often
-again for each time it was sent to be retrained; a second delivery of a block changes nothing; a revision replaces a copy
-that still waits and leaves what was trained as it is, a withdrawal removes the copy.
+Guarantees: a group is trained at most `max_uses` times per lane, counted by (group, lane) across restarts, and as often again
+for each time it was sent to be retrained; a second delivery of a block changes nothing; a revision replaces a copy that waits
+and leaves a trained one as it is, a withdrawal removes the copy. Counts of uses stay while their group is held or can be
+delivered again, so they grow with the kept horizon and no further. Reading a block that the journal names raises an error with
+its offset where retention removed it or it does not decode.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from schemas import Block, Lane, decode
+from infra.log.blobs import is_claim
+from infra.log.log import Log, LogMessage
+from schemas import Block, Lane, decode, encode, topics
 from schemas.bulk.sections import FindSeal
-from schemas.errors import BadFrame
+from schemas.errors import BadFrame, OffsetOutOfRange
 from schemas.experience import MAX_TOKENS, WITHDRAWN, is_withdrawal, pair_fault, pair_side
-from trainer.buffer.draw import Candidate
-from trainer.buffer.draw_joined import Awaited
-from trainer.buffer.pool import LaneRows, Pool, pool_of
-from trainer.buffer.uses import Uses, keys_of, use_key
+from trainer.buffer.draw import Awaited
+from trainer.buffer.pool import Candidate, LaneRows, Pool, pool_of
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A block as it lies in `buffer`.
+
+    block: decoded. frame: to keep in memory. digest: of the record, as the journal lists it.
+    """
+
+    block: Block
+    frame: bytes
+    digest: bytes
+
+
+def digest_of(message: LogMessage) -> bytes:
+    """BLAKE2b-128 of a record; that of a claim check covers the hash of what it claims."""
+    return hashlib.blake2b(message.record.value, digest_size=16).digest()
+
+
+def frame_of(message: LogMessage, block: Block) -> bytes:
+    """The block's frame as it is kept in memory; what lies in the object store is encoded again."""
+    return encode(block) if is_claim(message.record.value) else message.record.value
+
+
+def stored(message: LogMessage) -> Stored:
+    """The block of a record of `buffer`; BadFrame naming its offset if it holds something else."""
+    if not isinstance(message.value, Block):
+        raise BadFrame(f"buffer offset {message.offset}: {message.error or 'not a block'}")
+    return Stored(message.value, frame_of(message, message.value), digest_of(message))
+
+
+async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
+    """What lies at these offsets of `buffer`. Raises OffsetOutOfRange or BadFrame naming the offset."""
+    wanted = set(offsets)
+    messages = await log.messages_at(topics.BUFFER, 0, wanted)
+    if lost := wanted - messages.keys():
+        raise OffsetOutOfRange(f"{log.name(topics.BUFFER)}/0: offset {min(lost)} is not kept, and the journal names it")
+    return {offset: stored(message) for offset, message in messages.items()}
+
+
+COUNTS = 2**32  # more uses than any group is given
+KEY_BYTES = 16
+REVISIONS = 256  # of a group, that an earlier release may have counted each for itself
+
+
+def use_key(group: str, retrained: int, lane: str) -> bytes:
+    """What uses are counted by: 16 bytes. retrained: how often a late verdict sent the group to be trained again."""
+    return _hashed(group, f"retrained {retrained}" if retrained else "0", lane)
+
+
+def keys_of(group: str, revision: int, retrained: int, lane: str) -> list[bytes]:
+    """All keys a block's uses may lie under, its own first: an earlier release counted each revision by itself."""
+    keys = [use_key(group, retrained, lane)]
+    if not retrained:
+        keys += [_hashed(group, str(number), lane) for number in range(1, min(revision, REVISIONS) + 1)]
+    return keys
+
+
+class Known(msgspec.Struct, frozen=True):
+    """How often a key was used.
+
+    count: of uses. offset: the newest of `buffer` at which its group was delivered.
+    """
+
+    count: int
+    offset: int
+
+
+class Uses:
+    """Key → times trained, and where it was last delivered. One consumer; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._packed: dict[bytes, int] = {}  # offset * COUNTS + count: half the memory of a pair
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __iter__(self) -> Iterator[tuple[bytes, Known]]:
+        return ((key, _known(packed)) for key, packed in self._packed.items())
+
+    def copy(self) -> "Uses":
+        """A copy of the counts as they are now."""
+        other = Uses()
+        other._packed = dict(self._packed)
+        return other
+
+    def put(self, key: bytes, known: Known) -> None:
+        """Set what a checkpoint kept."""
+        self._packed[key] = known.offset * COUNTS + known.count
+
+    def times(self, key: bytes) -> int:
+        """How often it was trained."""
+        return self._packed.get(key, 0) % COUNTS
+
+    def of_group(self, group: str, revision: int, retrained: int, lane: str, offset: int) -> int:
+        """How often a block delivered at `offset` was trained, as any revision of its group; remembers the delivery."""
+        found = [key for key in keys_of(group, revision, retrained, lane) if key in self._packed]
+        for key in found:
+            self.put(key, Known(self.times(key), max(offset, _known(self._packed[key]).offset)))
+        return sum(self.times(key) for key in found)
+
+    def add(self, key: bytes, offset: int) -> None:
+        """One more use of what lies at `offset`."""
+        known = _known(self._packed.get(key, 0))
+        self.put(key, Known(known.count + 1, max(offset, known.offset)))
+
+    def forget_below(self, offset: int, held: Collection[bytes]) -> int:
+        """Let go of what was last delivered below `offset` and is not held any more; how many went."""
+        gone = [key for key, packed in self._packed.items() if packed // COUNTS < offset and key not in held]
+        for key in gone:
+            del self._packed[key]
+        return len(gone)
+
+
+def _known(packed: int) -> Known:
+    return Known(packed % COUNTS, packed // COUNTS)
+
+
+def _hashed(group: str, number: str, lane: str) -> bytes:
+    return hashlib.blake2b(f"{group}\x00{number}\x00{lane}".encode(), digest_size=KEY_BYTES).digest()
 
 
 class Buffer:

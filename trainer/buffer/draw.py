@@ -1,129 +1,450 @@
-"""Which groups a step trains on: pure decisions over what the buffer holds.
+"""Draws without an issue order: joins as one group, shares of tenants and users, least-used first or by priority. Pure.
 
-Guarantees: groups of the usual lane are drawn in issue order, and none all of whose tokens are more than `max_staleness`
-versions behind is ever drawn (of the others, `trainer.batch.age` leaves such tokens out); what is dropped has a reason.
-Neither a clock nor a random source is owned here.
+Joins: turns of a session that were closed together are drawn together, so that one row holds their common prefix. A draw takes
+all members of a join that the lane holds and that were trained as often, with the priority of the best turn, the number of
+experiences of all, and one weight. At most MAX_AWAITED joins wait for more turns; beyond it the oldest are drawn as they are.
+
+Shares: where others have something to draw, no tenant or user makes up more of a batch than the share allows, up to one whole
+group; the rest waits. A batch that does not reach `least` experiences within the shares is filled up past them, so that a
+deployment with one large customer keeps learning.
+
+The draw by priority takes whole groups without replacement. Candidates in their order, priorities and seed decide it; a
+candidate carries its weight, so that the journal holds it. The weighted mean of a step is, in expectation, the mean of the pool
+(`correction` 1), at any share of it.
+
+Two steps. First each group gets a chance: proportional to its priority, at most 1, scaled down where a tenant or user would
+expect more than its share. The pool alone decides the chances. Then one systematic sample (Madow, Annals of Mathematical
+Statistics 20(3), 1949) takes groups with exactly these chances: groups lie on a line, each as long as its chance, users and
+tenants side by side and in random order within a user, and a comb of unit spacing with a random start takes what its teeth
+hit. So a step has a fixed number of groups, and a party gets its expected number, rounded up or down.
+
+A weight is 1 / chance times the chance of an even draw within the group's stratum (Horvitz and Thompson, JASA 47(260), 1952).
+A stratum is a user or tenant that is at its share, or all others: a share limits what a party weighs, and within the share
+every group counts alike. The mean weight is 1.
+
+That is another mean than the mean over all groups that ever came. Where every group leaves after its only use, the pool holds
+what earlier draws passed over: its mean leans to low priorities, and these weights would turn priority into its opposite. There
+each group is trained once whatever its priority, and weights of 1 (`correction` 0) give the mean of all that came, as long as
+all of it is drawn in the end.
+
+Variance: FAIR of every chance is that of an even draw (defensive mixing: Hesterberg, Technometrics 37(2), 1995), so that a
+weight is hardly above 1 / FAIR. There is no other cap; it would bring the bias back.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
-from schemas import Lane
+from schemas import Experience
+from trainer.buffer.pool import Candidate, Draw, Pool, enough, lowest
 
-
-class Candidate(msgspec.Struct, frozen=True):
-    """One group in the buffer, from its header alone.
-
-    group: its id. lane: that trains it. offset: of its block in `buffer`. num_experiences: sequences of the block. sequence:
-    issue order, -1 where it was not issued. revision: of the copy held. min_version, max_version: of the oldest and newest
-    sampled token, -1 without one. priority: how often it is drawn, relative to others. uses: how often it was trained.
-    has_ratio: every span's logprob is the policy's own. digest: of its record. is_pair: the two sides of a preference pair.
-    weight: multiplies its loss terms, where the draw was not fair. key_id: what it is sealed under, "" for an open block.
-    retrained: see Experience. num_tokens: sampled ones. tenant, subject: whose data, "" for data without one. has_signal: not
-    all of its advantages are 0. join: name of what it is drawn together with, "" for alone.
-
-    Example: Candidate(group="add-3745.2", lane="usual", offset=981, sequence=412, min_version=11, num_experiences=16)
-    """
-
-    group: str
-    lane: Lane
-    offset: int
-    num_experiences: int
-    sequence: int = -1
-    revision: int = 0
-    min_version: int = -1
-    priority: float = 1.0
-    uses: int = 0
-    has_ratio: bool = True
-    digest: bytes = b""
-    is_pair: bool = False
-    weight: float = 1.0
-    key_id: str = ""
-    retrained: int = 0
-    num_tokens: int = 0
-    tenant: str = ""
-    subject: str = ""
-    has_signal: bool = True
-    join: str = ""
-    max_version: int = -1
+MAX_AWAITED = 1024
 
 
-class Draw(msgspec.Struct, frozen=True):
-    """What a draw decided.
+class Awaited:
+    """Names of the joins of which more is on its way. A turn that comes again, after the last of its join, awaits nothing."""
 
-    taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet. held_back: experiences
-    that waited because their tenant or user had its share.
-    """
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._whole: dict[str, None] = {}
 
-    taken: tuple[Candidate, ...] = ()
-    dropped: tuple[tuple[Candidate, str], ...] = ()
-    wait: bool = False
-    held_back: int = 0
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def heard(self, one: Experience) -> None:
+        """One more has come; the last of a join says that no other follows."""
+        if one.join is None or one.revision:
+            return
+        if not one.join.more:
+            self._names.pop(one.join.name, None)
+            _remember(self._whole, one.join.name)
+        elif one.join.name not in self._whole:
+            _remember(self._names, one.join.name)
+
+    def clear(self) -> None:
+        """Nothing is on its way."""
+        self._names.clear()
 
 
-def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
-    """Those of which no token can be trained within the bound, with the reason; of a pair each must be."""
-    newest = [(one, one.min_version if one.is_pair else one.max_version) for one in candidates]
-    return [(one, "stale") for one, sampled_by in newest if version - sampled_by > max_staleness]
+def _remember(names: dict[str, None], name: str) -> None:
+    names[name] = None
+    if len(names) > MAX_AWAITED:
+        del names[next(iter(names))]
 
 
-def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
-    """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares."""
-    found = [(one, "not a pair") for one in candidates if not one.is_pair] if pairs else []
-    if ratio:
-        found += [(one, "no ratio") for one in candidates if not one.has_ratio and (one.is_pair or not pairs)]
+Joins = dict[tuple[str, int], list[Candidate]]  # members by name and how often they were used
+
+
+def joins_of(pool: Pool) -> Joins:
+    """What is drawn together: the members of each join that were used as often."""
+    found: Joins = {}
+    for one in pool.chosen(pool.column("is_joined")):
+        found.setdefault((one.join, one.uses), []).append(one)
     return found
 
 
-def draw_in_order(
-    candidates: Sequence[Candidate],
-    *,
-    num_groups: int,
-    version: int,
-    max_staleness: int,
-    hold_for: int | None = None,
-) -> Draw:
-    """The `num_groups` oldest-issued groups within the staleness bound.
+def united(pool: Pool, joins: Joins) -> Pool:
+    """The candidates, those of a join as one, at the position of its first."""
+    if not joins:
+        return pool
+    kept_N = np.ones(len(pool), bool)
+    wholes: dict[int, Candidate] = {}
+    for place in np.flatnonzero(pool.column("is_joined")).tolist():
+        one = pool[place]
+        members = joins[one.join, one.uses]
+        kept_N[place] = members[0] is one
+        if kept_N[place] and len(members) > 1:
+            wholes[place] = _as_one(members)
+    return pool.replaced(wholes).chosen(kept_N)
 
-    hold_for: issue number of a missing group worth waiting for (`worth_waiting_for`): nothing is drawn past it.
+
+def parted(draw: Draw, joins: Joins) -> Draw:
+    """The draw from `united` with the members of each join, each with its weight."""
+    if not joins:
+        return draw
+    taken = [
+        msgspec.structs.replace(member, weight=one.weight)
+        for one in draw.taken
+        for member in (joins[one.join, one.uses] if one.join else (one,))
+    ]
+    return msgspec.structs.replace(draw, taken=tuple(taken))
+
+
+def _as_one(members: Sequence[Candidate]) -> Candidate:
+    return msgspec.structs.replace(
+        members[0],
+        num_experiences=sum(one.num_experiences for one in members),
+        num_tokens=sum(one.num_tokens for one in members),
+        min_version=min(one.min_version for one in members),
+        priority=max(one.priority for one in members),
+        has_signal=any(one.has_signal for one in members),
+    )
+
+
+class ShareLimits(msgspec.Struct, frozen=True):
+    """Shares of a batch in experiences, 1 for no limit.
+
+    tenant: of one tenant at most. subject: of one user of a tenant at most. least: experiences to which a batch is filled up
+    even past the shares, see the module.
+
+    Data without a tenant or user ("") is never above its share; it counts as one of the others.
+
+    Example: ShareLimits(tenant=0.5, subject=0.25, least=64)
     """
-    dropped = stale(candidates, version, max_staleness)
-    gone = {one.offset for one, _ in dropped}
-    fresh = sorted((one for one in candidates if one.offset not in gone), key=lambda one: (one.sequence, one.offset))
-    taken = fresh[:num_groups]
-    if len(taken) < num_groups or (hold_for is not None and taken[-1].sequence > hold_for):
-        return Draw(dropped=tuple(dropped), wait=True)
-    return Draw(taken=tuple(taken), dropped=tuple(dropped))
+
+    tenant: float = 1.0
+    subject: float = 1.0
+    least: int = 1
 
 
-def missing(sequences: Sequence[int], closed: Iterable[int], floor: int) -> list[int]:
-    """Issue numbers from `floor` up to the newest arrival that neither arrived nor were closed, oldest first."""
-    if not sequences:
-        return []
-    known = {*sequences, *closed}
-    return [number for number in range(floor, max(sequences)) if number not in known]
+NO_LIMITS = ShareLimits()
+ANY = np.iinfo(np.int64).max
+AHEAD = 4  # times as many are looked at first where some may be passed over
 
 
-def worth_waiting_for(
-    absent: Sequence[int],
-    candidates: Sequence[Candidate],
-    *,
-    version: int,
-    max_staleness: int,
-    given_up: Mapping[int, float],
-) -> int | None:
-    """The oldest missing group whose first tokens would pass the bound if this draw went by without it, or None.
+class Filled(msgspec.Struct, frozen=True):
+    """What fits into a batch.
 
-    Its versions are unknown until it comes, so those of its successors in issue order are taken: it started no later than
-    they did. Of one whose first tokens have passed it already, the rest is not waited for. given_up: groups waited for
-    long enough already.
+    taken: places in the order that was filled from. held_back: experiences that were passed over for a share.
     """
-    ordered = sorted(candidates, key=lambda one: one.sequence)
-    for number in absent:
-        if number in given_up:
+
+    taken: tuple[int, ...]
+    held_back: int = 0
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What a batch from a pool may hold.
+
+    wanted: experiences asked for. size: those there is room for. allowed_C: experiences of each party, by code; None where no
+    share can be reached. least: experiences that it is filled up to.
+    """
+
+    wanted: int
+    size: int
+    allowed_C: np.ndarray | None
+    least: int = 0
+
+
+def fill(order: Pool, room: Room) -> Filled:
+    """Whole groups in order until the room is full, or all there are, within the shares."""
+    size_N = order.column("num_experiences")
+    if room.allowed_C is None:
+        return Filled(tuple(range(first(size_N, room.size))))
+    sums: dict[int, int] = {}
+    taken: list[int] = []
+    passed: list[int] = []
+    total = 0
+    rows = zip(*(order.column(name).tolist() for name in ("num_experiences", "tenant", "user")), strict=True)
+    for place, (size, *parties) in enumerate(rows):
+        if total >= room.size:
+            break
+        # A first group of a party is always let in.
+        if any(party in sums and sums[party] + size > room.allowed_C[party] for party in parties):
+            passed.append(place)
             continue
-        successor = next((one for one in ordered if one.sequence > number), None)
-        if successor is not None and version - successor.min_version == max_staleness:
-            return number
-    return None
+        for party in parties:
+            sums[party] = sums.get(party, 0) + size
+        taken.append(place)
+        total += size
+    if total < room.least:
+        more = first(size_N[passed], room.least - total)
+        taken = sorted([*taken, *passed[:more]])
+        passed = passed[more:]
+    return Filled(tuple(taken), int(size_N[passed].sum()) if passed else 0)
+
+
+def filled_from(pool: Pool, ordered: Callable[[int], np.ndarray], room: Room) -> tuple[np.ndarray, Filled]:
+    """Places of the pool in order, as far as a batch reaches, and which of these are taken.
+
+    ordered: returns at least a number of places, in order.
+    """
+    num = enough(pool, room.wanted)
+    place_F = ordered(num if room.allowed_C is None else AHEAD * num)
+    filled = fill(pool.chosen(place_F), room)
+    taken_F = place_F[list(filled.taken)]
+    if len(place_F) == len(pool) or int(pool.column("num_experiences")[taken_F].sum()) >= room.size:
+        return place_F, filled
+    place_F = ordered(len(pool))
+    return place_F, fill(pool.chosen(place_F), room)
+
+
+def is_open(pool: Pool, limits: ShareLimits) -> bool:
+    """Whether no share can be reached: nothing is limited, or all is of the same."""
+    return not (
+        (limits.tenant < 1.0 and _differ(pool.column("tenant")))
+        or (limits.subject < 1.0 and _differ(pool.column("user")))
+    )
+
+
+def room_of(pool: Pool, wanted: int, limits: ShareLimits = NO_LIMITS) -> Room:
+    """The largest batch of at most `wanted` experiences within the shares.
+
+    A share below an even split among those present is that even split. What has no name may have any number.
+    """
+    if is_open(pool, limits):
+        return Room(wanted, wanted, None)
+    have = _have(pool)
+    tenant = max(limits.tenant, 1 / len(have.tenant_T))
+    subject = max(limits.subject, 1 / len(have.user_U))
+    size = min(wanted, int(have.count_U.sum()))
+    least = min(size, limits.least)
+    while size > (possible := _possible(have, _of(size, tenant), _of(size, subject))):
+        size = possible
+    size = max(size, least)
+    allowed_C = np.full(len(pool.codes), ANY)
+    if tenant < 1.0:
+        allowed_C[have.tenant_T[have.is_named_T]] = _of(size, tenant)
+    if subject < 1.0:
+        allowed_C[have.user_U[have.is_named_U]] = _of(size, subject)
+    return Room(wanted, size, allowed_C, least)
+
+
+def first(size_N: np.ndarray, num_experiences: int) -> int:
+    """How many whole groups in order are worth at least `num_experiences`, or all there are."""
+    return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
+
+
+def _differ(code_N: np.ndarray) -> bool:
+    return bool((code_N != code_N[:1]).any())
+
+
+class _Have(msgspec.Struct, frozen=True):
+    """Who has something to draw. tenant_T, user_U: codes. owner_U: code of a user's tenant. count_U: experiences."""
+
+    tenant_T: np.ndarray
+    is_named_T: np.ndarray
+    user_U: np.ndarray
+    is_named_U: np.ndarray
+    owner_U: np.ndarray
+    count_U: np.ndarray
+
+
+def _have(order: Pool) -> _Have:
+    """Counts by code: linear in what waits, without a sort."""
+    tenant_N, user_N = order.column("tenant"), order.column("user")
+    num_codes = len(order.codes)
+    count_C = np.bincount(user_N, weights=order.column("num_experiences")).astype(np.int64)
+    is_named_C, owner_C = np.zeros(num_codes, bool), np.zeros(num_codes, np.int64)
+    is_named_C[tenant_N] = order.column("has_tenant")
+    is_named_C[user_N] = order.column("has_subject")
+    owner_C[user_N] = tenant_N
+    tenant_T = np.flatnonzero(np.bincount(tenant_N))
+    user_U = np.flatnonzero(np.bincount(user_N))
+    return _Have(tenant_T, is_named_C[tenant_T], user_U, is_named_C[user_U], owner_C[user_U], count_C[user_U])
+
+
+def _of(size: int, share: float) -> int:
+    return max(1, int(size * share + 1e-9))
+
+
+def _possible(have: _Have, of_tenant: int, of_subject: int) -> int:
+    """Experiences that can be drawn where a tenant and a user have so many each."""
+    count_U = np.where(have.is_named_U, np.minimum(have.count_U, of_subject), have.count_U)
+    sum_T = np.bincount(have.owner_U, weights=count_U)[have.tenant_T].astype(np.int64)
+    return int(np.where(have.is_named_T, np.minimum(sum_T, of_tenant), sum_T).sum())
+
+
+def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS) -> Draw:
+    """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing."""
+    usable = pool.chosen(pool.column("uses") < max_uses)
+    if not len(usable):
+        return Draw(wait=True)
+    room = room_of(usable, num_experiences, limits)
+    first, filled = filled_from(usable, lambda num: _least_used(usable, seed, num), room)
+    order = usable.chosen(first)
+    return Draw(taken=tuple(order[place] for place in filled.taken), held_back=filled.held_back)
+
+
+def _least_used(pool: Pool, seed: int, num: int) -> np.ndarray:
+    """Places of at least `num` groups, or all: the least used first, of those used as often in the seed's order."""
+    uses_N, mixed_N = pool.column("uses"), shuffled(seed, pool.column("offset"))
+    found: list[np.ndarray] = []
+    for uses in np.unique(uses_N).tolist():
+        members = np.flatnonzero(uses_N == uses)
+        found.append(members[lowest(mixed_N[members], num)])
+        num -= len(found[-1])
+        if num <= 0:
+            break
+    return np.concatenate(found)
+
+
+def shuffled(seed: int, offset_N: np.ndarray) -> np.ndarray:
+    """A number of 64 bits for each offset, whatever other offsets there are: no two of a seed have the same. [N], uint64.
+
+    The output of SplitMix64 at this place of the seed's sequence (Steele, Lea and Flood, OOPSLA 2014, figure 15).
+    """
+    start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest())
+    mixed_N = np.uint64(start) + offset_N * np.uint64(0x9E3779B97F4A7C15)
+    mixed_N = (mixed_N ^ (mixed_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed_N = (mixed_N ^ (mixed_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed_N ^ (mixed_N >> np.uint64(31))
+
+
+FAIR = 0.1
+MAX_ROUNDS = 50  # each caps at least one group, user or tenant more, or is the last
+CLOSE = 1e-9
+NOBODY = -1
+
+
+def draw_by_priority(
+    pool: Pool,
+    *,
+    num_experiences: int,
+    max_uses: int,
+    seed: int,
+    correction: float = 1.0,
+    by_tokens: bool = False,
+    limits: ShareLimits = NO_LIMITS,
+) -> Draw:
+    """Whole groups worth `num_experiences` in expectation, exactly where groups are equally large; at least one.
+
+    Takes what there is when there is less; waits when there is nothing. correction: exponent of the weights (Schaul et al.,
+    arXiv 1511.05952, section 3.4), 0 for weights of 1. by_tokens: the lane's mean is over sampled tokens, else over
+    experiences.
+    """
+    usable = pool.chosen(pool.column("uses") < max_uses)
+    if not len(usable):
+        return Draw(wait=True)
+    random = np.random.default_rng(seed)
+    order = usable.chosen(_parties_together(usable, random))
+    room = room_of(order, num_experiences, limits)
+    chance_N, stratum_N = chances(order, room)
+    taken = np.flatnonzero(systematic(chance_N, random.random()))
+    weight_T = np.ones(len(taken))
+    if correction > 0:
+        unit_N = order.column("num_tokens" if by_tokens else "num_experiences")
+        weight_T = _weights(chance_N, stratum_N, unit_N, taken) ** correction
+    drawn = tuple(
+        msgspec.structs.replace(order[place], weight=weight)
+        for place, weight in zip(taken.tolist(), weight_T.tolist(), strict=True)
+    )
+    waits_N = (stratum_N != NOBODY) & ~np.isin(np.arange(len(order)), taken)
+    return Draw(taken=drawn, held_back=int(order.column("num_experiences")[waits_N].sum()))
+
+
+def chances(order: Pool, room: Room) -> tuple[np.ndarray, np.ndarray]:
+    """The chance of each group to be drawn, [N] float64, and its stratum, [N]: code of a party at its share, or NOBODY.
+
+    The chances sum to a whole number of groups, unless the shares leave room for part of one more.
+    """
+    size_N, priority_N = order.column("num_experiences"), blended(order.column("priority"))
+    allowed_C = None if room.allowed_C is None else room.allowed_C.astype(np.float64)
+    for _ in range(MAX_ROUNDS):
+        if allowed_C is None:
+            break
+        most = float((size_N * _scaled(np.ones(len(order)), order, allowed_C)[0]).sum())
+        if most >= room.least - CLOSE:
+            break
+        allowed_C *= room.least / max(most, 1.0)  # filled up past the shares
+    expected_N, stratum_N = _solved(order, priority_N, allowed_C, size_N.astype(np.float64), room.size)
+    num_groups = max(1, int(np.ceil(expected_N.sum() - CLOSE)))
+    if num_groups - expected_N.sum() > CLOSE:
+        expected_N, stratum_N = _solved(order, priority_N, allowed_C, np.ones(len(order)), num_groups)
+    return expected_N, stratum_N
+
+
+def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
+    """Which groups a comb with teeth at `start`, `start` + 1, … hits, [N] bool: each with its chance, over starts in [0, 1)."""
+    is_sure_N = chance_N >= 1.0 - CLOSE
+    ends_N = np.round(np.cumsum(np.where(is_sure_N, 0.0, chance_N)), 9)
+    hit_N: np.ndarray = is_sure_N | (np.diff(np.floor(ends_N - start), prepend=np.floor(-start)) > 0)
+    return hit_N
+
+
+def blended(priority_N: np.ndarray) -> np.ndarray:
+    """What chances are proportional to: priorities with a share FAIR of their mean, so that the highest cannot take all."""
+    positive_N = np.maximum(priority_N, 0.0)
+    mean = positive_N.mean()
+    return (1 - FAIR) * positive_N + FAIR * mean if mean > 0 else np.ones_like(positive_N)
+
+
+def _parties_together(pool: Pool, random: np.random.Generator) -> np.ndarray:
+    """Places in an order in which the groups of a tenant, and in it those of a user, are neighbours; else random. [N]"""
+    mixed_N = random.permutation(len(pool))
+    party_N = pool.column("tenant").astype(np.int64) * len(pool.codes) + pool.column("user")
+    return mixed_N if (party_N == party_N[0]).all() else mixed_N[np.argsort(party_N[mixed_N], kind="stable")]
+
+
+def _solved(
+    order: Pool, priority_N: np.ndarray, allowed_C: np.ndarray | None, counted_N: np.ndarray, wanted: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The chances under which `counted_N` sums to `wanted`, or to as much as the shares allow; and strata.
+
+    The sum grows with the factor that multiplies priorities, ever more slowly, as more and more is at a limit: Newton's method
+    from below never overshoots.
+    """
+    factor = wanted / max(float((priority_N * counted_N).sum()), CLOSE)
+    for _ in range(MAX_ROUNDS):
+        chance_N = np.minimum(1.0, factor * priority_N)
+        stratum_N = np.full(len(order), NOBODY)
+        if allowed_C is not None:
+            chance_N, stratum_N = _scaled(chance_N, order, allowed_C)
+        missing = wanted - float((chance_N * counted_N).sum())
+        slope = float((priority_N * counted_N)[(chance_N < 1.0) & (stratum_N == NOBODY)].sum())
+        if missing <= CLOSE * wanted or slope <= 0:
+            break
+        factor += missing / slope
+    return chance_N, stratum_N
+
+
+def _scaled(chance_N: np.ndarray, order: Pool, allowed_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chances under which no party expects more than it is allowed, users first; and the party at its share, or NOBODY."""
+    size_N, stratum_N = order.column("num_experiences"), np.full(len(chance_N), NOBODY)
+    for party_N in (order.column("user"), order.column("tenant")):
+        expected_C = np.bincount(party_N, weights=size_N * chance_N, minlength=len(allowed_C))
+        over_C = expected_C > allowed_C * (1 + CLOSE)
+        chance_N = chance_N * np.where(over_C, allowed_C / np.maximum(expected_C, CLOSE), 1.0)[party_N]
+        stratum_N = np.where(over_C[party_N], party_N, stratum_N)
+    return chance_N, stratum_N
+
+
+def _weights(chance_N: np.ndarray, stratum_N: np.ndarray, unit_N: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """1 / chance times the even chance within its stratum, of what was taken; on the scale of what was drawn. [T] float64"""
+    _, number_N = np.unique(stratum_N, return_inverse=True)
+    expected_S = np.bincount(number_N, weights=unit_N * chance_N)
+    even_S = expected_S / np.maximum(np.bincount(number_N, weights=unit_N), 1.0)
+    drawn = float(unit_N[taken].sum()) / max(float(expected_S.sum()), CLOSE)  # the loss divides by what was drawn
+    weight_T: np.ndarray = even_S[number_N[taken]] / chance_N[taken] * drawn
+    return weight_T

@@ -23,9 +23,8 @@ from infra.policies.beginning import read_on
 from infra.policies.fold import PoliciesFold
 from infra.store.seal import FRESH_S
 from schemas import Block, Closure, Directive, Progress, topics
-from trainer.buffer.blocks import digest_of, frame_of
-from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import missing
+from trainer.buffer.buffer import Buffer, digest_of, frame_of
+from trainer.buffer.pool import missing
 
 logger = logging.getLogger(__name__)
 

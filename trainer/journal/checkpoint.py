@@ -1,6 +1,6 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
-    <folder>/state-*.bin, index.msgpack     the learner's state, see `trainer.state.stored`
+    <folder>/state-*.bin, index.msgpack     the learner's state, see `trainer.state`
     <folder>/state.safetensors              what the buffer remembers; in a checkpoint of an earlier release the state too
     <folder>/manifest.json                  last
 
@@ -12,7 +12,7 @@ is code.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -22,10 +22,10 @@ from infra.observe.failpoint import reach
 from infra.policies.tensors import Tensor, load_tensors, save_tensors
 from infra.store.store import Store
 from schemas.errors import ConfigError, NotInStore
-from trainer.buffer.uses import KEY_BYTES, Known, Uses
-from trainer.health.guard import GuardState
-from trainer.state.pieces import KIND, whole_hash
-from trainer.state.stored import Index, StoredState, encode_index, index_hash, open_state, write_whole
+from trainer.buffer.buffer import KEY_BYTES, Known, Uses
+from trainer.config import SLOTS
+from trainer.health import GuardState
+from trainer.state import KIND, Index, StoredState, encode_index, index_hash, open_state, whole_hash, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -334,3 +334,71 @@ def folder(run: str, place: CheckpointPlace) -> str:
 
 def _manifest_key(run: str, place: CheckpointPlace) -> str:
     return f"{folder(run, place)}/{MANIFEST}"
+
+
+class CheckpointTime(msgspec.Struct, frozen=True, order=True):
+    """A checkpoint and when it was made.
+
+    place: step and token. time_ms: log time of its Saved record.
+
+    Example: CheckpointTime(place=CheckpointPlace(40, 17), time_ms=1763715600000)
+    """
+
+    place: CheckpointPlace
+    time_ms: int
+
+
+def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: int = SLOTS) -> set[CheckpointPlace]:
+    """Those that stay: never more than newest + slots + 2, of which the newest `newest` always.
+
+    Spans begin at multiples of their length since the epoch, so that the first of a span stays the first as time goes on.
+    """
+    if newest < 3:
+        raise ValueError(f"newest: got {newest}, expected at least 3 checkpoints")
+    ordered = sorted(marks)
+    if not ordered:
+        return set()
+    begins_ms = ordered[-1].time_ms - keep_ms
+    slot_ms = max(1, -(-keep_ms // slots))
+    stay = {one.place for one in ordered[-newest:]}
+    first: dict[int, CheckpointPlace] = {}
+    base = ordered[0]
+    for one in ordered:
+        if one.time_ms <= begins_ms:
+            base = one
+        else:
+            first.setdefault(one.time_ms // slot_ms, one.place)
+    return stay | set(first.values()) | {base.place}
+
+
+def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
+    """Offset of `buffer` below which no checkpoint that stays needs anything; 0 without such checkpoints."""
+    return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
+
+
+def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
+    """Offset of `batches` that the journal may begin with, and the token it must have; (0, -1) while all of it is needed.
+
+    The record before the first one that a kept checkpoint continues with, so that a reader from there on knows the lease
+    in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
+    runs have written there.
+    """
+    left = [one for one in manifests if one.place in stay]
+    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
+    if all(one.time_ms > begins_ms for one in left):
+        return 0, -1
+    first = min(left, key=lambda one: one.position.journal_next).position
+    return max(0, first.journal_next - 1), first.journal_token
+
+
+def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> int:
+    """Offset of `buffer` below which everything was delivered before the horizon, so that nothing brings it again.
+
+    Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above. 0 while
+    no checkpoint is older than the horizon: what the first one had read may still be delivered again.
+    """
+    left = [one for one in manifests if one.place in stay]
+    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
+    if all(one.time_ms > begins_ms for one in left):
+        return 0
+    return min(one.position.buffer_next for one in left)

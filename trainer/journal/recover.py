@@ -13,12 +13,11 @@ from infra.roles.identity import claim
 from infra.settings.config import Floor
 from infra.store.store import Store
 from schemas import PolicyEvent, Saved, topics
-from trainer.buffer.uses import Uses
+from trainer.buffer.buffer import Uses
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
 from trainer.journal.journal import Lease, take_lease
-from trainer.state.pieces import whole_hash
-from trainer.state.stored import StoredState, index_hash
+from trainer.state import StoredState, index_hash, whole_hash
 
 READ = (topics.BUFFER, topics.PROGRESS)
 

@@ -24,11 +24,10 @@ from infra.store.store import Store
 from schemas.errors import ConfigError, StoreError
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.learners.beginning import begin_ranks
-from trainer.learners.engines import Engines
+from trainer.learners.engines import Engines, begin_ranks, engine_settings
+from trainer.learners.forward import compared, open_adapter
 from trainer.learners.lanes import check_step, of_phase
 from trainer.learners.learner import Phase, Snapshot, StepStats
-from trainer.learners.lora import compared, open_adapter
 from trainer.learners.minibatches import minibatches_of
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import (
@@ -44,11 +43,19 @@ from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
 from trainer.learners.snapshot import RankSnapshot
 from trainer.learners.values import check_critic
-from trainer.learners.zero import engine_settings
 from trainer.losses.loss import open_objectives
-from trainer.state.adapter import adapter_state, check_adapter
-from trainer.state.pieces import Kind, Layout, Piece, check_same, layout_of, pieces_of
-from trainer.state.stored import StoredState, open_state
+from trainer.state import (
+    Kind,
+    Layout,
+    Piece,
+    StoredState,
+    adapter_state,
+    check_adapter,
+    check_same,
+    layout_of,
+    open_state,
+    pieces_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +68,7 @@ class DeepSpeedLearner:
     """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
     many ranks share each row, for rows that one GPU cannot hold; it divides the ranks and the model's heads, and a microbatch's
     `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under its own names, laid over ours;
-    see `trainer.learners.zero` for those that are ours.
+    see `trainer.learners.engines` for those that are ours.
 
     rank: only rank 0 is called; a process with another one calls `follow`. A reference model is whole on every rank below
     stage 3, and sharded there.

@@ -1,25 +1,204 @@
-"""The engines of a DeepSpeed learner, and the model in each: the policy, a reference that is never trained, a critic."""
+"""DeepSpeed: its settings, and the engines of a learner with a model in each: policy, frozen reference, critic.
+
+At stage 3 a model begins in shards: ZeRO partitions each tensor when it is loaded. Guarantees: rank 0 reads the folder once,
+one part at a time; no rank ever holds more than its shards and one part (see `infra.model.parts`); the weights are those that
+one process loads, to the bit.
+"""
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from infra.model.parts import hollow_model
+from infra.model.parts import FolderParts, hollow_model, put
 from infra.policies.adapter import Adapter
+from infra.policies.tensors import Tensor, from_torch, to_torch
+from infra.roles.memory import give_back_large_blocks
 from schemas.errors import ConfigError
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.learners.critic import ValueModel
-from trainer.learners.forward import PackedModel, policy_settings
+from trainer.learners.forward import PackedModel, ReferenceAdapter, open_reference, policy_settings
 from trainer.learners.lanes import reference_dtype
-from trainer.learners.lora import ReferenceAdapter, open_reference
 from trainer.learners.orders import Channel
 from trainer.learners.rank_values import RankCritic
-from trainer.learners.sharded import load_sharded
 from trainer.learners.shards import Shards
-from trainer.learners.zero import reference_settings
+
+
+def begin_ranks(config: TrainerConfig, timeout_s: float) -> tuple[Any, str]:
+    """Find the other ranks. The library, and this rank's device."""
+    give_back_large_blocks()
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    import deepspeed
+
+    _default_to_one_rank(os.environ)
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles kernels for a collective that only inference calls
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return deepspeed, f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
+
+
+def _default_to_one_rank(environment: MutableMapping[str, str]) -> None:
+    """One rank, where no launcher set the environment."""
+    if "WORLD_SIZE" not in environment:
+        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+# What the trainer decides or computes itself: passed through, it would be decided twice.
+OWN_KEYS = {
+    "train_batch_size": "the draw decides how much a step trains on ([pacing])",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_microbatch bounds a microbatch",
+    "gradient_accumulation_steps": "a step accumulates as many microbatches as it has",
+    "gradient_clipping": "set trainer.gradient_clip",
+    "optimizer": "set trainer.learning_rate, trainer.betas and trainer.weight_decay",
+    "scheduler": "set trainer.schedule",
+    "bf16": "set trainer.dtype",
+    "fp16": "set trainer.dtype; half precision has no loss scaling here",
+    "data_types": "gradients are summed in float32, weights are of trainer.dtype",
+}
+
+# Values that ZeRO sends, gathers or updates at once. With its own 5e8 and 1e9 a rank holds several float32 copies of a model of
+# that size beside its shards; a network and kernels are kept busy by these.
+AT_ONCE = 20_000_000
+
+
+def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of DeepSpeed: ours, with `json` laid over it table by table. Raises ConfigError."""
+    where = "trainer.learner.options"
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{where}.stage: got {stage}, expected 0, 1, 2 or 3")
+    half = config.dtype == "bfloat16"
+    if stage == 1 and half:
+        raise ConfigError(
+            f"{where}.stage: got 1 with {config.dtype}, expected 2 or 3: DeepSpeed sums no gradients of microbatches in "
+            "float32 there with an optimizer whose state other numbers of ranks can read; 2 holds no more than 1"
+        )
+    if stage == 0 and (offload or config.dtype != "float32"):
+        got = "offload" if offload else config.dtype
+        raise ConfigError(
+            f"{where}.stage: got 0 with {got}, expected 1, 2 or 3: stage 0 keeps no float32 masters apart"
+        )
+    for key, instead in OWN_KEYS.items():
+        if key in json:
+            raise ConfigError(f"{where}.json.{key}: got {json[key]!r}, expected it left out: {instead}")
+    sizes = ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+    zero: dict[str, Any] = {"stage": stage, **dict.fromkeys(sizes, AT_ONCE)}
+    if stage == 3 and not config.activation_checkpointing:  # with it a layer's weights are used again at once
+        zero["stage3_max_reuse_distance"] = AT_ONCE
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if (other := json.get("zero_optimization", {}).get("stage", stage)) != stage:
+        raise ConfigError(f"{where}.json.zero_optimization.stage: got {other}, expected {stage} as in {where}.stage")
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.gradient_clip,
+        "zero_optimization": zero,
+        "bf16": {"enabled": half},
+        # Sums over microbatches, and over ranks; in bfloat16 they would lose the small ones.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    return _laid_over(ours, json)
+
+
+def reference_settings(dtype: str) -> dict[str, Any]:
+    """Of a reference model whose weights are sharded, and never trained."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+
+
+def _laid_over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(ours)
+    for key, value in theirs.items():
+        held = found.get(key)
+        found[key] = _laid_over(held, value) if isinstance(held, dict) and isinstance(value, Mapping) else value
+    return found
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What rank 0 says of a part. names: of parameters, whose values follow, none in the last part. buffers: whole. tied: of
+    the whole model. error: why there are no more.
+    """
+
+    names: tuple[str, ...] = ()
+    buffers: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    tied: tuple[str, ...] = ()
+    error: str = ""
+
+
+def load_sharded(
+    deepspeed: Any, channel: Channel, module: Any, folder: str, *, device: str, settings: Mapping[str, Any]
+) -> None:
+    """Give a hollow model the folder's weights, each rank its shards. Collective. settings: of the engine it will be in.
+
+    Raises ConfigError, on all ranks the same.
+    """
+    wanted: torch.dtype = module.dtype
+    dtype = str(wanted).removeprefix("torch.")
+    parts = None if channel.rank else _reading(module, folder, dtype)
+    partitioned: Any = None  # a parameter that is, which knows how to do it
+    while True:
+        sent = channel.broadcast(None if parts is None else msgspec.msgpack.encode(next(parts)))
+        part = msgspec.msgpack.decode(sent, type=_Part)
+        if part.error:
+            raise ConfigError(part.error)
+        for name, one in part.buffers.items():
+            put(module, name, to_torch(Tensor(*one)))
+        if not (part.names or part.buffers):
+            break
+        for name in part.names if channel.rank else ():
+            put(module, name, torch.empty(module.get_parameter(name).shape, dtype=wanted))
+        values = [module.get_parameter(name) for name in part.names]
+        for value in values:
+            value.data = value.data.to(wanted)
+        partitioned = _partition(deepspeed, settings, partitioned, values)
+    module.tie_weights(missing_keys=set(part.tied), recompute_mapping=False)
+    for one in module.modules():
+        for name, value in one._buffers.items():
+            one._buffers[name] = None if value is None else value.to(device)
+
+
+def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:
+    """On rank 0: fill the model part by part, and say what each holds."""
+    try:
+        parts = FolderParts(module, folder, dtype=dtype)
+        for names in parts:
+            held = {name for name, _ in module.named_buffers()}.intersection(names)
+            found = {name: from_torch(module.get_buffer(name)) for name in sorted(held)}
+            buffers = {name: (one.dtype, one.shape, bytes(one.data)) for name, one in found.items()}
+            yield _Part(names=tuple(name for name in names if name not in held), buffers=buffers)
+        yield _Part(tied=tuple(sorted(parts.tied)))
+    except ConfigError as error:
+        yield _Part(error=str(error))
+
+
+def _partition(
+    deepspeed: Any, settings: Mapping[str, Any], partitioned: Any, values: Sequence[torch.nn.Parameter]
+) -> Any:
+    """Leave each rank its shard of these parameters, which are rank 0's; one of those that are partitioned."""
+    if not values:
+        return partitioned
+    if partitioned is None:
+        deepspeed.zero.Init(module=torch.nn.ParameterList(values), config_dict_or_path=dict(settings))
+        return values[0]
+    partitioned.convert_to_zero_parameters(param_list=values)
+    return partitioned
+
 
 Named = list[tuple[str, torch.nn.Parameter]]
 

@@ -5,26 +5,30 @@ Guarantees: equal to a plain forward of each sequence up to rounding (checked on
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from infra.model.adapter import adapter_parameters, put_adapter
+from infra.model.adapter import REFERENCE, adapter_parameters, computing_with, find_adapter, put_adapter
 from infra.model.model import load_model
 from infra.model.vision import load_vision, model_inputs, probe_inputs
 from infra.policies.adapter import Adapter
 from schemas.errors import ConfigError
+from schemas.fields import Lane
 from trainer.batch.batch import Microbatch
-from trainer.batch.paths import Paths, unpacked
+from trainer.batch.split import Paths, unpacked
+from trainer.batch.tree import no_experts
 from trainer.config import TrainerConfig
 from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, path_of, reading_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
+from trainer.losses.loss import Objective
 
 MAX_LOGITS = 2**26  # 256 MiB of float32
 Reader = Callable[
@@ -226,3 +230,51 @@ def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
             f"trainer.activation_checkpointing: {folder} has dropout ({active[0] if active else 'attention_dropout'}), "
             "which training mode would turn on; expected a model without it"
         )
+
+
+Run = Callable[[str, Any], Any]
+
+
+def open_adapter(config: TrainerConfig, model: str) -> Adapter | None:
+    """What is trained in place of the model's own weights, None for all of them. Raises ConfigError."""
+    lora = config.lora
+    return None if lora is None else find_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
+def compared(objectives: Mapping[Lane, Objective]) -> bool:
+    """Whether some lane compares the policy with a reference."""
+    return any(one.reference for one in objectives.values())
+
+
+class ReferenceAdapter:
+    """The reference of a policy that is an adapter: the same base, under an adapter that is not trained.
+
+    It takes no second model. Where no warm-up came before training, its B is zero and it is the base itself.
+    """
+
+    def __init__(self, policy: PackedModel) -> None:
+        self._policy = policy
+        self.trained = adapter_parameters(policy.module, REFERENCE)
+
+    def logprobs(self, one: Microbatch) -> torch.Tensor:
+        """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
+        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        return found
+
+    def through(self, run: Run) -> Run:
+        """`run` on the reference. run: name of a method of PackedModel, and a microbatch; where ranks compute together, the
+        engine of all of them.
+        """
+
+        def compare(what: str, argument: Any) -> Any:
+            # A reference sends its tokens where its own routers do.
+            own = msgspec.structs.replace(argument, experts_BTLk=no_experts())
+            with computing_with(self._policy.module, REFERENCE):
+                return run(what, own)
+
+        return compare
+
+
+def open_reference(policy: PackedModel, again: Callable[[], PackedModel]) -> PackedModel | ReferenceAdapter:
+    """What losses compare with: a second adapter of the policy's, or where it has none a second model. again: opens that."""
+    return again() if policy.adapter is None else ReferenceAdapter(policy)

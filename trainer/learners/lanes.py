@@ -16,11 +16,10 @@ import torch
 from schemas.fields import Lane
 from trainer.batch.batch import LANES, Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed
+from trainer.health import Observed
 from trainer.learners.learner import Phase
-from trainer.losses.loss import LossInputs, Objective, lane_loss
+from trainer.losses.loss import LossInputs, Objective, lane_loss, lane_penalty
 from trainer.losses.offpolicy import staleness_weight
-from trainer.losses.penalty import lane_penalty
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):

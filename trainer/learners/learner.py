@@ -23,9 +23,8 @@ from infra.settings.plugin import load
 from infra.store.store import Store
 from schemas.records import PolicyEvent
 from trainer.batch.batch import PackedBatch
-from trainer.config import TrainerConfig
-from trainer.state.pieces import Layout
-from trainer.state.stored import Index, StoredState, write_whole
+from trainer.config import LOSSES, TrainerConfig, loss_use
+from trainer.state import Index, Layout, StoredState, write_whole
 
 Phase = Literal["warmup", "train"]
 
@@ -42,7 +41,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
     finite: False where a loss or gradient was not, and nothing was changed. loss: of the whole step (the mean over its
     minibatches where there are several). grad_norm: before clipping, the largest. values: those of
-    `trainer.health.diagnostics`, by name. reward: mean of what it trained on, which the loop fills in; None without rewards.
+    `trainer.health`, by name. reward: mean of what it trained on, which the loop fills in; None without rewards.
     seconds: by part of the step, of learners that can measure without waiting for a card: "gradients" (forward and backward),
     "update" (work that a card still runs counts in the part that waits for it).
     """
@@ -244,3 +243,19 @@ def open_learner(config: TrainerConfig, model: str) -> Learner:
     options = {"model": model, "config": config, **config.learner.options}
     learner: Learner = load(config.learner.use, options, "trainer.learner")
     return learner
+
+
+def foreign_names(config: TrainerConfig) -> tuple[str, ...]:
+    """Every setting that names something else, as `path = "value"`; empty where all of it ships."""
+    found = []
+    options = LEARNERS.get(config.learner.use)
+    if options is None:
+        found.append(f'trainer.learner.use = "{config.learner.use}"')
+    else:
+        unknown = [name for name in config.learner.options if name not in options]
+        found += [f"trainer.learner.options.{name} = {config.learner.options[name]!r}" for name in unknown]
+    shipped = {*LOSSES, *(loss_use(name) for name in LOSSES)}
+    for lane, one in config.lanes.items():
+        if one.loss not in shipped:
+            found.append(f'trainer.lanes.{lane}.loss = "{one.loss}"')
+    return tuple(found)

@@ -12,7 +12,7 @@ from schemas.fields import Lane
 from trainer.batch.batch import PackedBatch
 from trainer.batch.split import split
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed, diagnose, join
+from trainer.health import Observed, diagnose, join
 from trainer.learners.lanes import StepContext, step_context
 from trainer.learners.learner import StepStats
 from trainer.losses.loss import Objective

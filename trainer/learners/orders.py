@@ -1,8 +1,8 @@
-"""What the ranks of a learner say to each other besides gradients: orders, rows, pieces; as bytes over gloo, never pickled.
+"""What the ranks of a learner send each other besides gradients: orders, rows, pieces; as bytes over gloo, never pickled.
 
-Guarantees: no rank gets more than it asked for or computes with: rows and pieces go to their rank alone. Idle ranks hear a
-heartbeat, so that silence is no reason to end, however long it lasts; a rank that does not answer one is named, and the
-process ends, so that the launcher of the ranks starts all of them again.
+Guarantees: a rank gets only the rows and pieces that it needs. Idle ranks hear a heartbeat, so silence is no
+reason to end, however long it lasts; the log names a rank that does not answer one, and the process ends, so that the launcher
+of the ranks starts all of them again.
 """
 
 import logging
@@ -19,7 +19,8 @@ import torch.distributed as distributed
 from infra.roles.process import exit_stuck
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
-from trainer.health.diagnostics import Observed
+from trainer.batch.split import for_ranks
+from trainer.health import Observed
 from trainer.learners.learner import Phase
 
 logger = logging.getLogger(__name__)
@@ -232,3 +233,55 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 def _bytes(buffer: torch.Tensor) -> bytes:
     return buffer.numpy().tobytes()
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """What one rank computes of a batch.
+
+    mine: its microbatches. most: how many the rank with most has. filler: computed in the turns that this rank has no
+    microbatch for; None where this rank has most.
+    """
+
+    mine: tuple[Microbatch, ...]
+    most: int
+    filler: Microbatch | None
+
+    def at(self, index: int) -> tuple[Microbatch, bool]:
+        """The microbatch of this turn, and whether it counts."""
+        if index < len(self.mine):
+            return self.mine[index], True
+        assert self.filler is not None
+        return self.filler, False
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    mine: tuple[dict[str, Encoded], ...]
+    most: int
+    filler: dict[str, Encoded] | None
+
+
+def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
+    """The rows of a batch for each rank, or for each group of ranks that compute the same."""
+    dealt = for_ranks(batch, num_ranks)
+    most = max(len(one) for one in dealt)
+    smallest = min((one for of_rank in dealt for one in of_rank), key=lambda one: one.tokens_BT.size)
+    return [Rows(mine, most, smallest if len(mine) < most else None) for mine in dealt]
+
+
+def send_rows(channel: Channel, dealt: Sequence[Rows]) -> Rows:
+    """Rank 0: to every other rank its rows; returns its own. dealt: of every rank, or of every group of consecutive ranks."""
+    size = channel.world // len(dealt)
+    channel.scatter(_encode(dealt[rank // size]) if rank else b"" for rank in range(channel.world))
+    return dealt[0]
+
+
+def receive_rows(channel: Channel) -> Rows:
+    """The other ranks."""
+    wire = msgspec.msgpack.decode(channel.scatter(None), type=_Wire)
+    filler = None if wire.filler is None else Microbatch(**decode_arrays(wire.filler))
+    return Rows(tuple(Microbatch(**decode_arrays(one)) for one in wire.mine), wire.most, filler)
+
+
+def _encode(rows: Rows) -> bytes:
+    filler = None if rows.filler is None else encode_arrays(rows.filler)
+    return msgspec.msgpack.encode(_Wire(tuple(encode_arrays(one) for one in rows.mine), rows.most, filler))

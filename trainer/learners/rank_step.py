@@ -22,9 +22,8 @@ from infra.store.rooms import Rooms
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed
-from trainer.learners.card.copies import CardCopies
-from trainer.learners.card.tensors import CardTensors
+from trainer.health import Observed
+from trainer.learners.card.tensors import CardCopies, CardTensors
 from trainer.learners.engines import Opened
 from trainer.learners.forward import PackedModel
 from trainer.learners.lanes import (
@@ -42,14 +41,17 @@ from trainer.learners.orders import (
     Channel,
     Encoded,
     Order,
+    Rows,
+    deal,
     decode_array,
     decode_observed,
     encode_array,
     encode_observed,
+    receive_rows,
+    send_rows,
 )
 from trainer.learners.rank_values import RankCritic
 from trainer.learners.rank_weights import owners
-from trainer.learners.rows import Rows, deal, receive_rows, send_rows
 from trainer.learners.sequence_parallel import SequenceGroup
 from trainer.learners.shards import Shards, num_bytes
 from trainer.losses.loss import Objective

@@ -17,8 +17,7 @@ from schemas.fields import Lane
 from trainer.batch.batch import LANES
 from trainer.config import CriticConfig
 from trainer.learners.critic import ValueModel, advantages, estimated, spread_of, value_terms
-from trainer.learners.orders import Channel, Encoded, decode_array, encode_array
-from trainer.learners.rows import Rows
+from trainer.learners.orders import Channel, Encoded, Rows, decode_array, encode_array
 from trainer.learners.shards import Shards
 from trainer.learners.values import measured
 from trainer.losses.loss import Objective

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 
-from trainer.state.pieces import Kind, Piece
-from trainer.state.stored import READ_BYTES
+from trainer.state import READ_BYTES, Kind, Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

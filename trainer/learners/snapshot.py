@@ -6,8 +6,21 @@ from infra.observe.failpoint import reach
 from infra.store.store import Store
 from schemas.errors import StoreError
 from trainer.learners.orders import Channel
-from trainer.state.pieces import Digests, Extent, Layout, Piece, chunk_digests, joined, owners, state_hash, tails
-from trainer.state.stored import Index, Written, joined_index, write_pieces
+from trainer.state import (
+    Digests,
+    Extent,
+    Index,
+    Layout,
+    Piece,
+    Written,
+    chunk_digests,
+    joined,
+    joined_index,
+    owners,
+    state_hash,
+    tails,
+    write_pieces,
+)
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -41,7 +54,7 @@ class RankSnapshot:
         return joined_index(self._layout, parts) if parts else Index(0, (), {})
 
     def hash(self) -> str:
-        """`trainer.state.pieces.state_hash` of the whole state, on rank 0; nothing is stored. Collective."""
+        """`trainer.state.state_hash` of the whole state, on rank 0; nothing is stored. Collective."""
         parts = self._channel.gather(msgspec.msgpack.encode(self._digests()))
         found = [msgspec.msgpack.decode(data, type=Digests) for data in parts]
         chunks = {name: {at: one for part in found for at, one in part.get(name, {}).items()} for name in self._layout}

@@ -23,10 +23,9 @@ from infra.store.rooms import Rooms
 from schemas.fields import Lane
 from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
-from trainer.health.diagnostics import Observed
-from trainer.learners.card.copies import CardCopies
-from trainer.learners.card.tensors import CardTensors
-from trainer.learners.forward import PackedModel, policy_settings
+from trainer.health import Observed
+from trainer.learners.card.tensors import CardCopies, CardTensors
+from trainer.learners.forward import PackedModel, compared, open_adapter, open_reference, policy_settings
 from trainer.learners.lanes import (
     StepContext,
     bounds,
@@ -39,12 +38,11 @@ from trainer.learners.lanes import (
     reference_dtype,
 )
 from trainer.learners.learner import Phase, StepStats
-from trainer.learners.lora import compared, open_adapter, open_reference
 from trainer.learners.minibatches import Taken, contexts_of, minibatches_of, scaled_rate, take_all
 from trainer.learners.numerics import numerics
 from trainer.learners.values import Values, open_critic
 from trainer.losses.loss import open_objectives
-from trainer.state.adapter import ADAPTER, adapter_state, check_adapter
+from trainer.state import ADAPTER, adapter_state, check_adapter
 
 PHASES: tuple[Phase, ...] = ("warmup", "train")
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -21,8 +21,7 @@ from schemas.errors import ConfigError, PolicyRefused
 from trainer.journal.checkpoint import Checkpoint, Position, part_of, parts_of
 from trainer.learners.learner import Ranks, put_back
 from trainer.loop.state import Learning
-from trainer.state.adapter import adapter_of
-from trainer.state.stored import StoredState
+from trainer.state import StoredState, adapter_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,126 @@
-"""What the trainer reports about itself: metrics, and a Progress record every few seconds.
+"""What the trainer reports about itself: metrics, a Progress record every second, and TensorBoard event files.
 
-Counters only grow within one process; a sum over restarts adds the instances up.
+Counters only grow within one process; a sum over restarts adds the instances up. Nothing reads the event files back; a step
+that is executed again writes its points again.
+
+FLOPs count a forward and a backward of the policy over what was trained, a prompt once for all of its answers. A reference, a
+critic, a second forward of a loss that looks ahead, padding and recomputation are left out, so that the share of the GPUs' peak
+(MFU, see `infra.model.size`) falls where a step spends time on them.
 """
 
 import asyncio
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
 
 from infra.log.log import Log
+from infra.model.size import FORWARD_AND_BACKWARD, TokenCost, peak_tflops, token_cost
 from infra.observe.metrics import Metrics
 from infra.observe.release import full_release
-from schemas import Progress, topics
+from schemas import EvalResult, Progress, topics
 from schemas.fields import Life, is_kept_figure
 from trainer.batch.batch import TrainItem
-from trainer.health.arithmetic import Arithmetic, card_memory
-from trainer.health.board import Board
+from trainer.config import TrainerConfig
 from trainer.learners.learner import StepStats
+
+WITH_FROZEN_WEIGHTS = 2 / FORWARD_AND_BACKWARD  # of a backward the half that makes gradients of weights is not needed
+
+
+class Arithmetic(msgspec.Struct, frozen=True):
+    """Operations of a step against those that the cards can do.
+
+    cost: of the model. share: of a forward and a whole backward, what is needed. peak: operations a second of all cards
+    together, 0 where they are not known.
+
+    Example: Arithmetic(cost=TokenCost(position=1.2e9, pair=1.1e5, head=2.7e8), peak=989.5e12)
+    """
+
+    cost: TokenCost
+    share: float = 1.0
+    peak: float = 0.0
+
+    def needed(self, items: Sequence[TrainItem]) -> float:
+        """Operations of a step on these: the last token of an answer is no input."""
+        positions = pairs = read = 0
+        prompts: set[bytes] = set()
+        for one in items:
+            tokens = one.experience.tokens
+            begin = min((span.start for span in one.experience.spans), default=0)
+            prompt = tokens[:begin].tobytes()
+            known = begin if prompt in prompts else 0
+            prompts.add(prompt)
+            inputs = len(tokens) - 1
+            positions += inputs - known
+            pairs += (inputs * (inputs + 1) - known * (known + 1)) // 2
+            read += sum(span.stop - span.start for span in one.experience.spans)
+        return self.share * self.cost.step(positions, pairs, read)
+
+
+def open_arithmetic(folder: str | Path, config: TrainerConfig) -> Arithmetic | None:
+    """Of the model in a folder, on this process's card and as many of its kind as there are ranks; None for a model that has
+    no attention as it is counted here. Raises ConfigError.
+    """
+    import torch
+
+    try:
+        cost = token_cost(folder)
+    except AttributeError:
+        return None
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() and config.dtype == "bfloat16" else ""
+    return Arithmetic(
+        cost=cost,
+        share=1.0 if config.lora is None else WITH_FROZEN_WEIGHTS,
+        peak=peak_tflops(card) * 1e12 * config.ranks,
+    )
+
+
+def card_memory() -> tuple[int, int] | None:
+    """Bytes in use on this process's card, by whomever, and all it has; None where this process uses none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free, total
+
+
+class Board:
+    """One folder of event files. `tensorboard --logdir <folder>` shows them."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary import Writer  # takes a second to import
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = Writer(str(folder))
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Diagnostics after an optimizer step."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"train/{name}", value, step)
+
+    def result(self, result: EvalResult) -> None:
+        """Accuracy of a version."""
+        self._writer.add_scalar(f"eval/{result.suite}", result.accuracy, result.version)
+        for k, share in result.pass_at.items():
+            self._writer.add_scalar(f"eval/{result.suite}/pass@{k}", share, result.version)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()
+
+
+async def follow_results(log: Log, board: Board) -> None:
+    """Put eval results that arrive from here on onto the board."""
+    async with aclosing(log.tail(topics.EVALS, "end")) as messages:
+        async for message in messages:
+            if isinstance(message.value, EvalResult):
+                board.result(message.value)
+
 
 PERIOD_S = 1.0
 

@@ -22,13 +22,20 @@ from schemas.errors import StoreError
 from schemas.journal import JournalRecord
 from trainer.config import SLOTS
 from trainer.journal import checkpoint
-from trainer.journal.checkpoint import Checkpoint, CheckpointPlace
-from trainer.journal.horizon import CheckpointTime, journal_begin, kept, trim_below, uses_below
+from trainer.journal.checkpoint import (
+    Checkpoint,
+    CheckpointPlace,
+    CheckpointTime,
+    journal_begin,
+    kept,
+    trim_below,
+    uses_below,
+)
 from trainer.journal.origin import made_with
 from trainer.learners.learner import Snapshot, take_snapshot
 from trainer.loop.report import Stopwatch
 from trainer.loop.state import Run
-from trainer.state.stored import index_hash
+from trainer.state import index_hash
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 30.0  # between two looks at a full disk
 

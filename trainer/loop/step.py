@@ -1,12 +1,15 @@
 """One optimizer step, from a draw to a published policy; and the same step again from the journal.
 
 Order, always: journal (confirmed) → Drawn → optimizer → checkpoint when due → publication when due.
+
+Repeated, for a resume and a replay alike, the journal decides and the kernels only compute: a step that was skipped or rolled
+back changed nothing that remained and is not executed; every other step is, in order, with the items, seed and rate it had.
 """
 
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -14,16 +17,13 @@ import msgspec
 from infra.observe.failpoint import reach
 from infra.policies.policy import Probe
 from schemas import Batch, Block, Drawn, Rollback, Skip, ids, topics
-from trainer.batch.age import masked_below
-from trainer.batch.assemble import Stamp, assemble, step_seed
+from trainer.batch.assemble import PACED, Stamp, apply_chain, assemble, masked_below, step_inputs, step_seed
 from trainer.batch.batch import TrainItem
-from trainer.batch.batch_chain import PACED, apply_chain
-from trainer.batch.inputs import step_inputs
-from trainer.buffer.draw import Candidate, Draw
-from trainer.health.diagnostics import alarms
-from trainer.health.guard import (
+from trainer.buffer.pool import Candidate, Draw
+from trainer.health import (
     ANY_FINITE,
     GuardState,
+    alarms,
     collapses,
     judge,
     norm_limit,
@@ -33,6 +33,7 @@ from trainer.health.guard import (
     unhealthy,
 )
 from trainer.journal import checkpoint
+from trainer.journal.journal import Pending
 from trainer.journal.origin import config_hash
 from trainer.learners.learner import StepStats, Weights, take_from, take_weights
 from trainer.loop.fit import restore_learner
@@ -288,3 +289,36 @@ async def finish_rollback(run: Run, record: Rollback) -> None:
     await run.in_thread(checkpoint.remove, run.store, run.name, [one for one in places if one.step in quarantined])
     await write_checkpoint(run, record.version)
     await publish_now(run, record.version)
+
+
+Prepare = Callable[[Pending], Awaitable[list[TrainItem]]]
+
+
+async def repeat(
+    run: Learning,
+    todo: Iterable[Pending | Rollback],
+    *,
+    prepare: Prepare,
+    begin_training: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[tuple[Pending | Rollback, StepStats | None], None]:
+    """Each entry after it was done, with what its step said where one was executed.
+
+    prepare: the items of a batch; asked for every batch in turn. begin_training: what ends the warm-up.
+    """
+    for one in todo:
+        if isinstance(one, Rollback):
+            run.advance(step=one.to_step, guard=rolled_back(run.position.guard))
+            yield one, None
+            continue
+        if one.batch.phase == "train" and not run.position.warmed_up:
+            await begin_training()
+        items = await prepare(one)
+        stats = None
+        if one.fate in ("trained", "open"):
+            limit = norm_limit(run.position.guard, run.config.guard) if one.fate == "open" else ANY_FINITE
+            stats = await execute(run, one.batch, items, max_grad_norm=limit)
+        if one.fate == "trained" and stats is not None:
+            run.advance(guard=after(run, one.batch, stats))
+        elif one.fate == "skipped":
+            run.advance(step=one.batch.step, guard=refused(run.position.guard))
+        yield one, stats

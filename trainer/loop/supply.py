@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 
 from infra.settings.config import Pacing, duration_s
 from schemas import Lane
-from trainer.batch.assemble import step_seed
-from trainer.batch.batch_chain import PACED
-from trainer.buffer.draw import Candidate, Draw, draw_in_order, unfit, worth_waiting_for
-from trainer.buffer.draw_joined import joins_of, parted, united
-from trainer.buffer.draw_priority import draw_by_priority
-from trainer.buffer.draw_share import ShareLimits
-from trainer.buffer.draw_spread import draw_spread
+from trainer.batch.assemble import PACED, step_seed
+from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_spread, joins_of, parted, united
 from trainer.buffer.intake import Intake
-from trainer.buffer.pool import Pool
+from trainer.buffer.pool import Candidate, Draw, Pool, draw_in_order, unfit, worth_waiting_for
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.losses.loss import Objective, open_objectives

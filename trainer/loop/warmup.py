@@ -9,15 +9,14 @@ import logging
 from schemas import BatchItem, Block
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.draw_spread import draw_spread
+from trainer.buffer.draw import draw_spread
 from trainer.config import WarmupConfig
-from trainer.health.guard import unhealthy
+from trainer.health import unhealthy
 from trainer.learners.learner import take_weights
-from trainer.loop.admit import readable
 from trainer.loop.saving import write_checkpoint
 from trainer.loop.state import Run
 from trainer.loop.step import execute, journal_draw, publish_now, settle_verdict, with_pictures
-from trainer.loop.waiting import arrival, drop_lost, while_paused
+from trainer.loop.waiting import arrival, drop_lost, readable, while_paused
 
 logger = logging.getLogger(__name__)
 

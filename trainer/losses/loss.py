@@ -1,13 +1,17 @@
 """Objectives: a loss is a plain function of what was sampled, `loss(inputs, *, options) -> LossOutput`, loaded by name.
 
-Guarantees: no loss ever forms an importance ratio from a logprob that is not the policy's own; the value a lane adds is
+Guarantees: no loss forms an importance ratio from a logprob that is not the policy's own; the value a lane adds is
 weight · Σ loss / (what the loss is a mean over: sampled tokens, sequences or pairs of the lane in the whole step),
 however the step was cut into microbatches and ranks. The MIX of lanes, (1-m)·L_RL(usual) + m·L_SFT(expert), is that sum
 with lane weights 1-m and m.
+
+A lane may add two penalties to any loss: a pull to the reference and an entropy bonus, both means over the lane's sampled
+tokens, with the items' weights, times the lane's weight. The entropy is exact over the vocabulary, under the temperature each
+token was sampled with; the KL is estimated from the sampled token. Without them nothing is computed.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -17,6 +21,7 @@ from infra.settings.plugin import load, option_defaults
 from schemas.errors import ConfigError
 from schemas.fields import Lane
 from trainer.config import LOSSES, LaneConfig, loss_use
+from trainer.losses.offpolicy import reference_k3, required, truncated_weight
 
 NEEDS_ATTRIBUTE = "__headrace_needs__"
 
@@ -209,3 +214,41 @@ def _with_options(bound: Bound | None, settings: dict[str, Any]) -> Callable[[np
         return None
     named = {name: settings[name] for name in option_defaults(bound)}
     return lambda log_weight, advantage: bound(log_weight, advantage, **named)
+
+
+# A larger importance weight is cut to this, as the losses do: beyond it the estimate of the KL is biased, towards 0.
+KL_CAP = 5.0
+
+
+class Penalty(NamedTuple):
+    """The penalties of a lane over N tokens.
+
+    loss: what it adds to the step's loss. kl, entropy: [N], as measured, without gradient; None where not asked for.
+    """
+
+    loss: torch.Tensor
+    kl: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+def lane_penalty(objective: Objective, inputs: LossInputs, weight: torch.Tensor, num_tokens: float) -> Penalty:
+    """kl·KL(π_θ‖π_ref) - entropy·H(π_θ) of these tokens. weight: [N]. num_tokens: of the lane in the whole step."""
+    terms, kl = torch.zeros_like(inputs.logprob), None
+    if objective.kl > 0:
+        reference = required(inputs.reference, "reference")
+        kl = reference_k3(inputs.logprob, reference, importance(inputs))
+        terms = terms + objective.kl * kl
+    if objective.entropy > 0:
+        terms = terms - objective.entropy * required(inputs.entropy, "entropy")
+    loss = objective.weight * (terms * weight).sum() / num_tokens
+    return Penalty(
+        loss, None if kl is None else kl.detach(), None if inputs.entropy is None else inputs.entropy.detach()
+    )
+
+
+def importance(inputs: LossInputs) -> torch.Tensor:
+    """min(π_θ/μ, KL_CAP), and 1 where μ is not the policy's own (demonstrations): there the term is no divergence, but
+    pulls the token's probability to the reference's, as ½(log(π_θ/π_ref))² does.
+    """
+    log_weight = (inputs.logprob.detach() - inputs.behaviour).masked_fill(~inputs.ratio, 0.0)
+    return truncated_weight(log_weight, KL_CAP)

@@ -24,13 +24,13 @@ from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, 
 from schemas.journal import Entry, JournalRecord, effective
 from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
-from trainer.buffer.blocks import Stored, stored
+from trainer.buffer.buffer import Stored, stored
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint, Manifest
 from trainer.journal.journal import Pending, is_quarantined, pending, read_records
 from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.state import Learning
-from trainer.replay.repeat import repeat
+from trainer.loop.step import repeat
 
 
 class Survey(msgspec.Struct, frozen=True):

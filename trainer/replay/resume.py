@@ -23,8 +23,7 @@ from schemas import PolicyEvent, Rollback
 from trainer.batch.assemble import items_of
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.blocks import read_blocks
-from trainer.buffer.buffer import Buffer, candidate_of
+from trainer.buffer.buffer import Buffer, candidate_of, read_blocks
 from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
@@ -34,10 +33,9 @@ from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run, Unread
-from trainer.loop.step import finish_rollback, publish_now, settle_verdict, tell_drawn, write_and_publish_due
+from trainer.loop.step import finish_rollback, publish_now, repeat, settle_verdict, tell_drawn, write_and_publish_due
 from trainer.loop.supply import Supply
 from trainer.loop.warmup import finish_warm_up
-from trainer.replay.repeat import repeat
 
 logger = logging.getLogger(__name__)
 

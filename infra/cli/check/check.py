@@ -36,7 +36,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     """Print what was resolved; raises ConfigError for what cannot hold."""
     from streams.sources.source import build_sources
     from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-    from trainer.batch.batch_chain import build_batch
+    from trainer.batch.assemble import build_batch
 
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)

@@ -11,7 +11,7 @@ from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, Lo
 from streams.collect.rules import Rules, due_ms
 from streams.collect.turns import NO_TURN, depth_of
 from streams.worker import rules_of
-from trainer.batch.age import PACED
+from trainer.batch.assemble import PACED
 
 Arrivals = tuple[tuple[int, Experience | DropMarker | Feedback], ...]
 

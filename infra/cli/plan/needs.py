@@ -16,7 +16,7 @@ from infra.policies.chain import NUM_SLICES
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS_AND_WEIGHT = 12  # bytes a parameter in a checkpoint
 PROCESS_BYTES = 700_000_000  # of Python with torch and transformers, before any model
-AT_ONCE = 20_000_000  # values, of `trainer.learners.zero`
+AT_ONCE = 20_000_000  # values, of `trainer.learners.engines`
 PREFETCHED, KEPT_GATHERED = 50_000_000, 1_000_000_000  # values that ZeRO 3 gathers ahead, and keeps at most
 MAX_LOGITS = 2**26  # that a learner holds at once, in float32
 

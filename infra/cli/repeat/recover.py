@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Checkpoint
 from trainer.journal.recover import begin_anew
-from trainer.state.stored import StoredState
+from trainer.state import StoredState
 
 STORE_LOST = """\
 The weights, the optimizer's state, large frames and users' keys lay in the store alone; no log brings them back.

@@ -22,12 +22,11 @@ from trainer.batch.image_inputs import open_sight
 from trainer.config import TrainerConfig
 from trainer.journal.checkpoint import Position
 from trainer.journal.origin import differences, made_with
-from trainer.learners.learner import open_learner
+from trainer.learners.learner import foreign_names, open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
-from trainer.replay.shipped import foreign_names
-from trainer.state.pieces import KIND
+from trainer.state import KIND
 
 SHOWN_HASH = 16
 

@@ -239,12 +239,10 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
     folder = model_folder(settings)  # before the imports: they take seconds, and this may be a mistake
     from infra.model.model import context_tokens
-    from trainer.batch.batch_chain import build_batch
+    from trainer.batch.assemble import build_batch
     from trainer.batch.image_inputs import open_sight
-    from trainer.health.arithmetic import open_arithmetic
-    from trainer.health.board import Board
     from trainer.learners.learner import Ranks
-    from trainer.loop.report import TrainerReport
+    from trainer.loop.report import Board, TrainerReport, open_arithmetic
     from trainer.train import run_trainer
 
     if (rank_of(os.environ) or 0) > 0:

@@ -20,8 +20,7 @@ from schemas import topics
 from schemas.errors import ConfigError
 from tests.infra.cli.test_replay_command import call, exported
 from trainer.config import LOSSES, TrainerConfig
-from trainer.learners.learner import LEARNERS
-from trainer.replay.shipped import foreign_names
+from trainer.learners.learner import LEARNERS, foreign_names
 
 
 def foreign(path: Path, model: str = "model", **trainer: Any) -> Path:
