@@ -4,8 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import msgspec
-
 from actors.config import MasterConfig
 from actors.engines.reload import PolicyFollower
 from actors.engines.scripted import ScriptedEngine
@@ -14,8 +12,8 @@ from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, MemoryReader, wall_ms
 from infra.observe.metrics import Metrics
+from infra.policies.beginning import write_summary
 from infra.policies.fold import PoliciesFold
-from infra.policies.summary import HEADER, packed
 from infra.roles.role import Role
 from infra.settings.config import Floor, Pacing
 from infra.store.memory import MemoryStore
@@ -62,16 +60,14 @@ class _CountingReader(MemoryReader):
 
 
 def summarize(log: Log) -> None:
-    """Give versions of a log in memory the header that a trainer would have given them."""
+    """Store the summaries that a trainer would have written of a log in memory."""
     bus, fold, since = log.bus, PoliciesFold(), 0
-    assert isinstance(bus, MemoryBus)
-    records = bus.log(Partition(log.name(POLICIES), 0)).records
-    for place, record in enumerate(records):
+    assert isinstance(bus, MemoryBus) and log.store is not None
+    for record in bus.log(Partition(log.name(POLICIES), 0)).records:
         message = log.decode(record)
         is_version = isinstance(message.value, PolicyEvent) and message.value.event == "published"
         if is_version and record.offset - since >= SUMMARIZE_EVERY:
-            header = (HEADER, packed(fold.summary()))
-            records[place] = msgspec.structs.replace(record, headers=(*record.headers, header))
+            write_summary(log.store, log.app, fold.summary())
             since = record.offset
         fold.take(message)
 
@@ -91,9 +87,9 @@ def store_records(log: Log, topic: Topic, records: Sequence[Task | Progress | Cl
     bus.restore(log.name(topic), held)
 
 
-async def log_of_groups(groups: int, bus: MemoryBus | None = None) -> Log:
+async def log_of_groups(groups: int, bus: MemoryBus | None = None, store: MemoryStore | None = None) -> Log:
     """A log in which so many groups were issued, closed and drawn."""
-    log = Log(bus or MemoryBus(), APP)
+    log = Log(bus or MemoryBus(), APP, store=store or MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
     await log.publish(POLICIES, Directive(order="lease", owner="first"))
     tasks = [Task(id=f"t{number}", messages=(Message(role="user", content="1+1="),)) for number in range(NUM_TASKS)]

@@ -31,7 +31,7 @@ def records_read(day: int) -> dict[str, dict[str, int]]:
 
     async def read() -> dict[str, dict[str, int]]:
         bus, store = CountingBus(), MemoryStore()
-        log = await log_of_groups(ANSWERS * day, bus)
+        log = await log_of_groups(ANSWERS * day, bus, store)
         store_versions(log, VERSIONS * day)
         store_records(log, REPORTS, [REPORT] * REPORTS_AN_HOUR)
         await start_master(log, store)  # leaves a snapshot, as the master before has

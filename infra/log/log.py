@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from infra.log.blobs import deposit, is_claim, redeem
-from infra.log.bus import Bus, Headers, Partition, Reader, Record, RecordPosition
+from infra.log.bus import Bus, Partition, Reader, Record, RecordPosition
 from infra.log.lookup import letter_of, records_at, records_of
 from infra.log.memory import changed_count
 from infra.log.placing import key_of
@@ -96,9 +96,8 @@ class Log:
         *,
         key: str | None = None,
         partition: int | None = None,
-        headers: Headers = (),
     ) -> RecordPosition:
-        """Store one record; returns once confirmed. The key is the record's own unless given; headers: more of them.
+        """Store one record; returns once confirmed. The key is the record's own unless given.
 
         Raises ValueError for a record the topic does not hold, RecordTooLarge, BrokerUnavailable, StoreError.
         """
@@ -120,7 +119,7 @@ class Log:
             self.name(topic),
             value,
             key=key_of(topic, record) if key is None else key.encode(),
-            headers=(*kafka_headers(record), *headers),
+            headers=kafka_headers(record),
             partition=partition,
         )
         reach(send_point(topic.name, kind, "after"))

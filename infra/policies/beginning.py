@@ -1,51 +1,73 @@
-"""Where a reader begins in `policies`: at the newest summary that fits, and else at the first record.
+"""Summaries of `policies` in the store: a start reads the newest and the records after it, and not every record.
 
-The search goes backwards from the end, in steps that double, over MOST records. What a start reads so depends on how often a
-summary is written, and not on how long the app has lived. Guarantee: a summary counts only where the log still holds, at its
-place, the record that it was made behind; what is damaged, of another format or of another log is logged and passed over.
+    snapshots/<app>/policies/    the KEPT newest summaries, as `infra.store.snapshots` lays them out
+
+Guarantee: a summary counts only where the log still holds, at its place, the record that it was made behind. A summary that is
+damaged, of another layout or of another log is logged and passed over; without one, and without a store, every record is read.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from infra.log.bus import Record, digest_of
+import msgspec
+
+from infra.log.bus import digest_of
 from infra.log.log import Log, LogMessage
 from infra.policies.fold import PoliciesFold
-from infra.policies.summary import HEADER, Summary, SummaryRefused, unpacked
+from infra.policies.summary import Summary
+from infra.store.snapshots import SnapshotDamaged, candidates, prune, read, remove, save
+from infra.store.store import Store
+from schemas.errors import StoreError
 from schemas.topics import POLICIES
 
-LOOK = 1024  # records of the first step: a log of no more is read whole
-MOST = 16 * LOOK
+LAYOUT = 1  # of a summary, and of the rules by which records count
+LOOK = 1024  # a log of no more records is read whole
+KEPT = 32  # summaries: a reader that needs an older version begins with an older one
+PART = "summary"
 
 logger = logging.getLogger(__name__)
 
 Fits = Callable[[Summary], bool]
 
 
-async def newest_summary(log: Log, *, stop: int | None = None, fits: Fits = lambda one: True) -> Summary | None:
+def write_summary(store: Store, app: str, summary: Summary) -> None:
+    """Store a summary and remove old ones. Blocking. Raises StoreError, SnapshotDamaged."""
+    series = _series(app)
+    for newer in candidates(store, series, _refuse):
+        if newer.position <= summary.below:
+            break
+        remove(store, newer)  # of a log that went on otherwise, or read further by a trainer since
+    save(store, series, summary.below, [(PART, msgspec.msgpack.encode(summary))], {"layout": LAYOUT})
+    prune(store, series, KEPT)
+
+
+async def newest_summary(log: Log, *, stop: int | None = None, fits: Fits = lambda summary: True) -> Summary | None:
     """The newest that fits and lies below `stop` (by default the present end); None where all is to be read.
 
     Raises BrokerUnavailable.
     """
     begins, ends = await log.bounds(POLICIES)
     begin, end = begins[0], ends[0] if stop is None else stop
-    if end - begin <= LOOK:
+    if end - begin <= LOOK or log.store is None:
         return None
-    high, step = end, LOOK
-    while begin < high and end - high < MOST:
-        low = max(begin, high - step, end - MOST)
-        for record in reversed(await _with_summaries(log, low, high)):
-            try:
-                found = unpacked(dict(record.headers)[HEADER])
-                await _require_place(log, found, record)
-            except SummaryRefused as error:
-                logger.warning("policies_summary_not_used offset=%d reason=%s", record.offset, error)
+    try:
+        found = candidates(log.store, _series(log.app), _refuse)
+        while (snapshot := await asyncio.to_thread(next, found, None)) is not None:
+            if snapshot.position > end or snapshot.about != {"layout": LAYOUT}:
                 continue
-            if fits(found):
-                return found
-        high, step = low, 2 * step
-    logger.info("policies_read_whole records=%d: no summary among the newest %d", end - begin, end - high)
+            try:
+                data = await asyncio.to_thread(read, log.store, snapshot.parts[PART])
+                summary = msgspec.msgpack.decode(data, type=Summary)
+            except (SnapshotDamaged, msgspec.MsgspecError) as error:
+                _refuse("damaged", f"snapshot {snapshot.key}: {error}")
+                continue
+            if await _is_in(log, summary) and fits(summary):
+                return summary
+    except StoreError as error:
+        logger.warning("policies_summary_not_used error=%s", error)
+    logger.info("policies_read_whole records=%d: no summary fits", end - begin)
     return None
 
 
@@ -57,13 +79,13 @@ async def folded(log: Log, *, stop: int | None = None) -> PoliciesFold:
 
 
 async def read_on(log: Log, fold: PoliciesFold, *, stop: int | None = None) -> None:
-    """Fold what has come since."""
+    """Fold the records that came since."""
     async for _ in reading(log, fold, stop=stop):
         pass
 
 
 async def reading(log: Log, fold: PoliciesFold, *, stop: int | None = None) -> AsyncGenerator[LogMessage, None]:
-    """What has come since, each when it is folded."""
+    """Fold the records that came since, and yield each."""
     begins, ends = await log.bounds(POLICIES)
     stops = ends if stop is None else {0: stop}
     async with aclosing(log.scan(POLICIES, {0: max(begins[0], fold.next_offset)}, stops)) as messages:
@@ -72,20 +94,19 @@ async def reading(log: Log, fold: PoliciesFold, *, stop: int | None = None) -> A
             yield message
 
 
-async def _with_summaries(log: Log, low: int, high: int) -> list[Record]:
-    return [
-        record
-        async for records in log.chunks(POLICIES, {0: low}, {0: high})
-        for record in records
-        if any(name == HEADER for name, _ in record.headers)
-    ]
-
-
-async def _require_place(log: Log, summary: Summary, record: Record) -> None:
-    """Raise SummaryRefused where the log is not the one that it was made of."""
+async def _is_in(log: Log, summary: Summary) -> bool:
+    """True if the log holds the record that the summary was made behind."""
     before = summary.below - 1
-    found = {} if summary.below > record.offset else await log.at(POLICIES, 0, [before])
-    if before not in found:
-        raise SummaryRefused(f"of all below {summary.below}, and the log does not hold the record before that")
-    if digest_of(found[before]) != summary.last:
-        raise SummaryRefused(f"made of another log: the record at {before} is not the one that it names")
+    found = await log.at(POLICIES, 0, [before])
+    if before in found and digest_of(found[before]) == summary.last:
+        return True
+    _refuse("made of another log", f"the record at {before} is not the one that the summary names")
+    return False
+
+
+def _refuse(reason: str, line: str) -> None:
+    logger.warning("policies_summary_not_used reason=%s: %s", reason, line)
+
+
+def _series(app: str) -> str:
+    return f"{app}/policies"

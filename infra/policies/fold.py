@@ -1,29 +1,31 @@
-"""All records of `policies`, folded one by one: what a trainer knows of versions, and what it makes summaries of.
+"""State of every policy, folded from the records of `policies`. Pure.
 
-Guarantee: a fold that begins with a summary and reads on says the same as one that read every record, but of versions below
-`known_from`. Bound: of each policy twice `window` versions, and those that its channels serve. Pure.
+Guarantee: a fold that begins with a summary and reads on equals one that read every record, except for versions below
+`known_from`. Bound: twice `window` versions a policy, and the versions that its channels serve.
 """
 
 from infra.log.bus import Record, digest_of
 from infra.log.log import LogMessage
 from infra.policies.channel import Stable
 from infra.policies.policy_feed import PolicyFeed
-from infra.policies.summary import FORMAT, Learning, LeaseFence, PolicySummary, Summary, count, entries
+from infra.policies.summary import Learning, LeaseFence, PolicySummary, Summary, count, entries
 from schemas import Directive, PolicyEvent
 
 WINDOW = 64  # newest versions of a policy: more than a checkpoint, an evaluation or a verdict is usually behind
 
 
 class PoliciesFold:
-    """since: a summary of the records below `begun_at`. next_offset: of the first record that is not folded. learning:
-    the newest word of an operator about it. window: how many of a policy's newest versions a summary has.
+    """since: summary of the records below `begun_at`. next_offset: of the first record that is not folded. learning: an
+    operator's newest order about it. window: number of a policy's newest versions in a summary.
     """
 
     def __init__(self, since: Summary | None = None, *, window: int = WINDOW) -> None:
         self._window = window
         self._lease = -1 if since is None else since.lease
         self._last: Record | str = "" if since is None else since.last
-        self._policies = {} if since is None else {one.policy: _OfPolicy(one, window) for one in since.policies}
+        self._policies = (
+            {} if since is None else {policy.policy: _PolicyFold(policy, window) for policy in since.policies}
+        )
         self.begun_at = self.next_offset = 0 if since is None else since.below
         self.learning: Learning = "" if since is None else since.learning
 
@@ -38,22 +40,21 @@ class PoliciesFold:
             policy = message.value.policy
             if policy not in self._policies:
                 begun = PolicySummary(policy, Stable(lease=self._lease))
-                self._policies[policy] = _OfPolicy(begun, self._window)
+                self._policies[policy] = _PolicyFold(begun, self._window)
             self._policies[policy].take(message.value, message.offset)
 
     def of(self, policy: str) -> PolicySummary:
-        """What was said of a policy."""
+        """Summary of one policy."""
         return self.summary().of(policy)
 
     def summary(self) -> Summary:
-        """Of all below `next_offset`."""
+        """Summary of the records below `next_offset`."""
         return Summary(
-            format=FORMAT,
             below=self.next_offset,
             last=self._last if isinstance(self._last, str) else digest_of(self._last),
             lease=self._lease,
             learning=self.learning,
-            policies=tuple(one.summary() for one in self._policies.values()),
+            policies=tuple(policy.summary() for policy in self._policies.values()),
         )
 
     def _directive(self, directive: Directive, offset: int) -> None:
@@ -61,11 +62,11 @@ class PoliciesFold:
             self.learning = directive.order
         if directive.order == "lease":
             self._lease = max(self._lease, offset)
-        for one in self._policies.values():
-            one.feed.fence(directive, offset)
+        for policy in self._policies.values():
+            policy.feed.fence(directive, offset)
 
 
-class _OfPolicy:
+class _PolicyFold:
     def __init__(self, since: PolicySummary, window: int) -> None:
         self._window = window
         self.feed = PolicyFeed(since.policy, since=since)
@@ -92,16 +93,16 @@ class _OfPolicy:
             known_from=self._known_from,
             announced=entries(events.values()),
             otherwise=entries(
-                one
-                for version, one in self._published.items()
-                if one.event != "published" or events.get(version) != one
+                event
+                for version, event in self._published.items()
+                if event.event != "published" or events.get(version) != event
             ),
         )
 
     def _trim(self) -> None:
         stable, events = self.feed.stable, self.feed.events
         kept = {stable.version, stable.promoted, stable.trial, stable.before}
-        for known in (self._published, events):  # each: the highest number that was given out is among the first
+        for known in (self._published, events):  # the highest number given out is among the published
             kept |= set(sorted(known)[-self._window :])
         gone = (self._published.keys() | events.keys()) - kept
         for version in gone:

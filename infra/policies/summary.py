@@ -1,14 +1,12 @@
 """What `policies` says up to a place in it, in few bytes: a reader begins there, and not at the first record.
 
-    policies   0 ……………… 811 │ 812 … 905 │ 906: a version, with the summary of all below 812 in a header │ 907 … end
-                             └─────────────────────────── what a start reads ──────────────────────────────────┘
+    policies   0 ……………… 811 │ 812 … end
+    store      a summary of all below 812
 
 A summary is a function of the records below its place, so each is true, from any writer and at any time. It names the
-last of these by a digest of its time and bytes: in a log that lost records and went on otherwise it counts for nothing. It lies
-in a header, so that older releases pass over it and no damage to it costs a version. Pure.
+last of these by a digest of its time and bytes: a log that lost records and went on otherwise does not match it. Pure.
 """
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
@@ -18,23 +16,14 @@ from infra.policies.channel import Stable
 from schemas import PolicyEvent
 from schemas.fields import PolicyEventKind
 
-FORMAT = 1  # of the layout, and of the rules by which records count
-HEADER = "policies"
-MAX_BYTES = 1024 * 1024
-SUM_BYTES = 16
-
 Learning = Literal["", "drain", "pause", "continue"]
 
 
-class SummaryRefused(Exception):
-    """A summary that is not used, and why."""
-
-
 class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine and a trainer need of the event of a version.
+    """Fields of a version's event that engines and trainers use.
 
-    event: its kind. version: that it is of. parent: trained from, -1 for none. token: of the trainer's lease. step: the
-    last one it contains. manifest: its key. sha256: of the manifest's bytes.
+    event: kind of the event. version: its number. parent: version it was trained from, -1 for none. token: of the trainer's
+    lease. step: last step it contains. manifest: key in the store. sha256: of the manifest's bytes.
 
     Example: VersionEntry("published", 12, 11, 17, 12, "policies/main/17/manifests/12.json", "9f…")
     """
@@ -49,12 +38,11 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PolicySummary(msgspec.Struct, frozen=True):
-    """What was said of one policy.
+    """State of one policy.
 
-    policy: its name. stable: what customers get. token: of the newest trainer's lease. newest: the highest version with
-    weights. known_from: from this version on all are there; of older ones those that a channel serves. announced:
-    versions that an engine may load. otherwise: those that a trainer takes for something else, as an orphaned one (see
-    `infra.policies.summary`).
+    policy: name. stable: versions that channels serve. token: of the newest trainer's lease. newest: highest version with
+    weights. known_from: first version from which on all are listed; of older versions only those that a channel serves are.
+    announced: versions that an engine may load. otherwise: versions that a trainer counts differently, such as orphaned ones.
 
     Example: PolicySummary(policy="main", token=17, newest=144, known_from=81)
     """
@@ -69,25 +57,23 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     def events(self) -> dict[int, PolicyEvent]:
         """Version → the event that announces it."""
-        return {one.version: _event(self.policy, one) for one in self.announced}
+        return {entry.version: _event(self.policy, entry) for entry in self.announced}
 
     def published(self) -> dict[int, PolicyEvent]:
-        """Version → its event, as `infra.policies.summary.published` has it, from `known_from` on."""
+        """Version → its event as `published` below returns it, from `known_from` on."""
         found = {version: event for version, event in self.events().items() if event.event == "published"}
-        return found | {one.version: _event(self.policy, one) for one in self.otherwise}
+        return found | {entry.version: _event(self.policy, entry) for entry in self.otherwise}
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Of all policies.
+    """All policies at one place in `policies`.
 
-    format: of the file. below: the offset in `policies` up to which it tells. last: digest of the record before that.
-    lease: of the newest master, -1 before one. learning: an operator's newest word, "" before the first. policies: one
-    for each.
+    below: offset up to which records count. last: digest of the record before that. lease: offset of the newest master's
+    lease, -1 before one. learning: an operator's newest order about learning, "" before the first. policies: state of each.
 
-    Example: Summary(format=1, below=812, last="3a…", lease=17, learning="", policies=(PolicySummary("main"),))
+    Example: Summary(below=812, last="3a…", lease=17, learning="", policies=(PolicySummary("main"),))
     """
 
-    format: int
     below: int
     last: str
     lease: int
@@ -95,61 +81,36 @@ class Summary(msgspec.Struct, frozen=True):
     policies: tuple[PolicySummary, ...]
 
     def of(self, policy: str) -> PolicySummary:
-        """What was said of a policy; of one of which nothing was, too."""
+        """Summary of one policy, empty for a policy without events."""
         begun = PolicySummary(policy, Stable(lease=self.lease))
-        return next((one for one in self.policies if one.policy == policy), begun)
-
-
-class _Numbered(msgspec.Struct):
-    format: int
-
-
-def packed(summary: Summary) -> bytes:
-    """Its bytes, behind their sum."""
-    data = msgspec.msgpack.encode(summary)
-    return _sum(data) + data
-
-
-def unpacked(stored: bytes) -> Summary:
-    """Raises SummaryRefused for what is damaged or of another format."""
-    data = stored[SUM_BYTES:]
-    if stored[:SUM_BYTES] != _sum(data):
-        raise SummaryRefused(f"damaged: {len(stored)} bytes whose sum is not the one they begin with")
-    try:
-        if (number := msgspec.msgpack.decode(data, type=_Numbered).format) != FORMAT:
-            raise SummaryRefused(f"of format {number}, this release reads {FORMAT}")
-        return msgspec.msgpack.decode(data, type=Summary)
-    except msgspec.MsgspecError as error:
-        raise SummaryRefused(f"not read: {error}") from error
+        return next((summary for summary in self.policies if summary.policy == policy), begun)
 
 
 def entries(events: Iterable[PolicyEvent]) -> tuple[VersionEntry, ...]:
-    """What a summary keeps of these events."""
+    """Entries of a summary for these events."""
     return tuple(
-        VersionEntry(one.event, one.version, one.parent, one.token, one.step, one.manifest, one.manifest_sha256)
-        for one in events
+        VersionEntry(
+            event.event, event.version, event.parent, event.token, event.step, event.manifest, event.manifest_sha256
+        )
+        for event in events
     )
 
 
-def _event(policy: str, one: VersionEntry) -> PolicyEvent:
+def _event(policy: str, entry: VersionEntry) -> PolicyEvent:
     return PolicyEvent(
-        event=one.event,
+        event=entry.event,
         policy=policy,
-        version=one.version,
-        parent=one.parent,
-        token=one.token,
-        manifest=one.manifest,
-        manifest_sha256=one.sha256,
-        step=one.step,
+        version=entry.version,
+        parent=entry.parent,
+        token=entry.token,
+        manifest=entry.manifest,
+        manifest_sha256=entry.sha256,
+        step=entry.step,
     )
-
-
-def _sum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=SUM_BYTES).digest()
 
 
 class LeaseFence:
-    """Which trainer's word holds, from the events of one policy in log order. token: of the newest lease, -1 before one."""
+    """Admits events of the newest trainer's lease, in log order of one policy. token: of that lease, -1 before one."""
 
     KEPT: ClassVar[dict[str, Any]] = {"token": int}
 
@@ -157,7 +118,7 @@ class LeaseFence:
         self.token = token
 
     def admits(self, event: PolicyEvent, offset: int) -> bool:
-        """Whether a trainer's event that lies at `offset` counts; a lease itself says nothing of a version."""
+        """True if a trainer's event at `offset` counts. A lease moves the fence and is itself False."""
         if event.event == "lease":
             self.token = max(self.token, offset)
             return False
@@ -175,8 +136,8 @@ def count(found: dict[int, PolicyEvent], event: PolicyEvent) -> None:
 def published(
     events: Iterable[tuple[int, PolicyEvent]], policy: str, since: PolicySummary | None = None
 ) -> dict[int, PolicyEvent]:
-    """Version → its event, "published" or "orphaned", of (offset, event) in log order. since: of what lies before them; then
-    versions from its `known_from` on.
+    """Version → its event, "published" or "orphaned", from (offset, event) in log order. since: summary of the records before
+    them; the result then begins at its `known_from`.
     """
     fence = LeaseFence(-1 if since is None else since.token)
     found = {} if since is None else since.published()

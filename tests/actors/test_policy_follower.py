@@ -366,7 +366,7 @@ class Life:
 
     def __init__(self, channel: Channel) -> None:
         self.bus, self.store, self.metrics = CountingBus(), MemoryStore(), Metrics("serve")
-        self.log = Log(self.bus, FLOOR.app)
+        self.log = Log(self.bus, FLOOR.app, store=self.store)
         self.events, self.weights = published(self.store)
         self.engine = FolderEngine()
         role = role_of("serve", FLOOR, self.log, self.store, metrics=self.metrics)

@@ -12,10 +12,11 @@ from infra.chain.processor import feedback
 from infra.log.bus import Headers
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.log.placing import key_of
 from infra.observe.metrics import Metrics
 from infra.settings.config import decode
 from infra.store.memory import MemoryStore
-from schemas import DeadLetter, Feedback, Received
+from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import StreamsConfig
@@ -39,12 +40,13 @@ def said(**fields: Any) -> Received:
 
 
 async def read(
-    records: list[Received], *sources: EventSource, headers: Headers = ()
+    records: list[Received], *sources: EventSource, more_headers: Headers = ()
 ) -> tuple[list[Feedback], list[DeadLetter]]:
     log = Log(MemoryBus(), "bot", store=MemoryStore())
     await log.create_topics(partitions=2, keep_ms=3_600_000)
     for record in records:
-        await log.publish(FEEDBACK, record, headers=headers)
+        headers = (*kafka_headers(record), *more_headers)
+        await log.bus.send(log.name(FEEDBACK), encode(record), key=key_of(FEEDBACK, record), headers=headers)
     by_path = {source.webhook: source for source in sources}
     reader = await log.subscribed(FEEDBACK, group=GROUP)
     seen: OrderedDict[str, None] = OrderedDict()
@@ -79,7 +81,7 @@ def test_a_webhooks_event_that_was_sent_again_is_read_once_unless_a_person_deliv
     body = msgspec.json.encode({"answer_id": REF, "id": "t-1", "csat": 4})
     events = [Received(path="/zendesk", body=body, id=name) for name in ("x", "x", "y", "x")]
     assert len(asyncio.run(read(events, source))[0]) == 2
-    assert len(asyncio.run(read(events, source, headers=((REDELIVERED, b"dead-letters/0@7"),)))[0]) == 4
+    assert len(asyncio.run(read(events, source, more_headers=((REDELIVERED, b"dead-letters/0@7"),)))[0]) == 4
 
 
 def test_a_webhook_is_read_by_the_function_of_its_source() -> None:

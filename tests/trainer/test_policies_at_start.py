@@ -1,6 +1,7 @@
 """What a trainer reads of `policies` when it begins, and what it leaves there for whoever begins later."""
 
 import asyncio
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK, newest_summary, read_on
 from infra.policies.fold import PoliciesFold
-from infra.policies.summary import HEADER, published
+from infra.policies.summary import published
 from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent, topics
 from tests.starts import CountingBus, summarize
@@ -67,7 +68,7 @@ def test_a_trainer_reads_policies_once_from_its_newest_summary_and_goes_on_as_on
 
 def test_a_trainer_whose_checkpoint_is_older_than_every_summary_reads_all() -> None:
     async def main() -> None:
-        log = Log(MemoryBus(), "t")
+        log = Log(MemoryBus(), "t", store=MemoryStore())
         await log.create_topics(partitions=1, keep_ms=-1)
         await lived(log)
         for version in (0, LONG // 2, LONG - 3):
@@ -87,9 +88,10 @@ async def publisher_of(log: Log, store: MemoryStore) -> WeightPublisher:
     return WeightPublisher(log, store, lease, "main", *await read_policies(log, "main", 0))
 
 
-def test_a_version_now_and_then_carries_a_summary_of_all_before_it() -> None:
+def test_a_summary_of_all_records_is_stored_now_and_then() -> None:
     async def main() -> None:
-        log, store = Log(MemoryBus(), "t"), MemoryStore()
+        store = MemoryStore()
+        log = Log(MemoryBus(), "t", store=store)
         await log.create_topics(partitions=1, keep_ms=-1)
         publisher = await publisher_of(log, store)
         for version in range(10):
@@ -97,12 +99,12 @@ def test_a_version_now_and_then_carries_a_summary_of_all_before_it() -> None:
                 await log.publish(topics.POLICIES, Directive(order="eval", suite="dev", version=version))
             await read_on(log, publisher.past)  # as the trainer does that follows the topic
             await publish(publisher, version, version)
-        records = [message.record async for message in log.read_all(topics.POLICIES)]
-        carrying = [record.offset for record in records if HEADER in dict(record.headers)]
-        gaps = [later - earlier for earlier, later in zip([0, *carrying], carrying, strict=False)]
-        assert len(carrying) == 2 and all(SUMMARIZE_EVERY <= gap < 2 * SUMMARIZE_EVERY for gap in gaps)
+        keys = sorted(store.keys("snapshots/t/policies/manifests/"))
+        places = [int(key.rpartition("/")[2].partition("-")[0]) for key in keys]
+        gaps = [later - earlier for earlier, later in pairwise([0, *places])]
+        assert len(places) == 2 and all(SUMMARIZE_EVERY <= gap < 2 * SUMMARIZE_EVERY for gap in gaps)
         again = PoliciesFold()
-        await read_on(log, again, stop=carrying[-1])
+        await read_on(log, again, stop=places[-1])
         for _ in range(LOOK):
             await log.publish(topics.POLICIES, Directive(order="eval", suite="dev", version=3))
         assert await newest_summary(log) == again.summary()
@@ -115,7 +117,8 @@ def test_after_a_restart_it_is_known_what_was_replaced_before_the_horizon_as_wit
 
     async def main() -> None:
         now_ms = [0]
-        log, store = Log(MemoryBus(lambda: now_ms[0]), "t"), MemoryStore()
+        store = MemoryStore()
+        log = Log(MemoryBus(lambda: now_ms[0]), "t", store=store)
         await log.create_topics(partitions=1, keep_ms=-1)
         first = await publisher_of(log, store)
         for version in range(10):
@@ -134,9 +137,10 @@ def test_after_a_restart_it_is_known_what_was_replaced_before_the_horizon_as_wit
 
 
 @pytest.mark.full
-def test_over_a_broker_a_start_begins_with_the_summary_that_a_version_carries(kafka: str, app_name: str) -> None:
+def test_over_a_broker_a_start_begins_with_the_newest_summary(kafka: str, app_name: str) -> None:
     async def main() -> None:
-        log, store = Log(KafkaBus(kafka), app_name), MemoryStore()
+        store = MemoryStore()
+        log = Log(KafkaBus(kafka), app_name, store=store)
         await log.bus.start()
         await log.create_topics(partitions=1, keep_ms=3_600_000)
         publisher = await publisher_of(log, store)

@@ -3,8 +3,8 @@
 Order: shards, manifest, event. After a restart the executed steps are compared with what was published: equal content is
 not published again, different content takes the next free number and the old one is marked orphaned.
 
-Guarantee: each SUMMARIZE_EVERY records of `policies` a version carries a summary of all before it, so that no start reads more
-of them than lie behind the newest one (see `infra.policies.summary`).
+Guarantee: after SUMMARIZE_EVERY records of `policies` the next version is followed by a summary in the store, so that no start
+reads more of them than lie behind the newest summary (see `infra.policies.beginning`).
 """
 
 import asyncio
@@ -13,19 +13,20 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from infra.log.bus import Headers, Partition
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.policies.adapter import Adapter
-from infra.policies.beginning import folded, read_on
+from infra.policies.beginning import folded, read_on, write_summary
 from infra.policies.fold import PoliciesFold
 from infra.policies.manifest import decode_manifest, first_difference
 from infra.policies.policy import Probe
 from infra.policies.prune import prune as prune_weights
 from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion
-from infra.policies.summary import HEADER, MAX_BYTES, packed
+from infra.store.snapshots import SnapshotDamaged
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
+from schemas.errors import StoreError
 from trainer.journal.journal import Lease
 from trainer.learners.learner import Weights
 
@@ -108,7 +109,8 @@ class WeightPublisher:
             probe=probe,
         )
         event = msgspec.structs.replace(event, owner=self._lease.owner, stats={**event.stats, **stats})
-        position = await self._log.publish(topics.POLICIES, event, headers=self._summary())
+        position = await self._log.publish(topics.POLICIES, event)
+        await self._summarize()
         self._previous = weights
         self.full_bytes = int(event.stats["full_bytes"])
         self._events[version] = event
@@ -117,18 +119,14 @@ class WeightPublisher:
         self._published_ms = position.timestamp_ms
         return version
 
-    def _summary(self) -> Headers:
-        """The header with a summary, where one is due."""
+    async def _summarize(self) -> None:
         if self.past.next_offset - self._summarized < SUMMARIZE_EVERY:
-            return ()
+            return
         self._summarized = self.past.next_offset
-        data = packed(self.past.summary())
-        if len(data) <= MAX_BYTES:
-            return ((HEADER, data),)
-        logger.warning(
-            "policies_not_summarized bytes=%d expected at most %d: starts read all of it", len(data), MAX_BYTES
-        )
-        return ()
+        try:
+            await asyncio.to_thread(write_summary, self._store, self._log.app, self.past.summary())
+        except (StoreError, SnapshotDamaged) as error:
+            logger.warning("policies_not_summarized error=%s: starts read more of it", error)
 
     async def _orphan(self, version: int) -> None:
         orphan = PolicyEvent(

@@ -84,7 +84,7 @@ FEW = LOOK + WINDOW * 8
 
 async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
     """So many versions, of which ann promoted 7 at the end."""
-    log = Log(bus, "t")
+    log = Log(bus, "t", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
     events = [
         PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0)

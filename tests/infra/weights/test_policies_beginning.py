@@ -1,4 +1,4 @@
-"""Where a start reads `policies` from: the newest summary of this very log, and without one the first record."""
+"""A start reads `policies` from the newest summary of this very log, and without one from the first record."""
 
 import asyncio
 import logging
@@ -9,10 +9,12 @@ import pytest
 
 from infra.log.bus import Partition, Record
 from infra.log.log import Log
-from infra.policies.beginning import LOOK, MOST, folded, newest_summary
+from infra.policies.beginning import LOOK, folded, newest_summary, write_summary
 from infra.policies.fold import PoliciesFold
-from infra.policies.summary import HEADER, Summary, packed
+from infra.policies.summary import Summary
+from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent
+from schemas.errors import StoreError
 from schemas.topics import POLICIES
 from tests.starts import CountingBus, summarize
 from trainer.loop.publication import SUMMARIZE_EVERY
@@ -29,7 +31,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.bus = CountingBus()
-        self.log = Log(self.bus, "t")
+        self.store = MemoryStore()
+        self.log = Log(self.bus, "t", store=self.store)
         self.name = self.log.name(POLICIES)
 
     @property
@@ -51,12 +54,9 @@ class Rig:
         await folded(self.log)
         return self.bus.read.get(self.name, 0)
 
-    def with_headers(self, change: Callable[[bytes], bytes | None]) -> None:
-        """Let the summaries be others; None: none."""
-        for place, record in enumerate(self.records):
-            headers = [(name, data if name != HEADER else change(data)) for name, data in record.headers]
-            kept = tuple((name, data) for name, data in headers if data is not None)
-            self.records[place] = msgspec.structs.replace(record, headers=kept)
+    def summaries(self, kind: str = "parts") -> list[str]:
+        """Keys in the store, oldest first."""
+        return sorted(self.store.keys(f"snapshots/t/policies/{kind}/"))
 
 
 def run(body: Callable[[Rig], Awaitable[None]]) -> None:
@@ -87,44 +87,38 @@ def test_a_start_reads_no_more_of_policies_however_long_the_app_has_lived() -> N
     run(body)
 
 
-@pytest.mark.parametrize("change", [lambda data: None, lambda data: data[:-1], lambda data: bytes(len(data))])
-def test_where_no_summary_is_whole_all_is_read_and_that_is_said(
-    change: Callable[[bytes], bytes | None], caplog: pytest.LogCaptureFixture
-) -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(LONG)
-        rig.with_headers(change)
-        with caplog.at_level(logging.INFO):
-            assert (await folded(rig.log)).summary() == await whole(rig.log)
-        assert await newest_summary(rig.log) is None
-
-    run(body)
-    assert "policies_read_whole" in caplog.text
-
-
 def test_a_damaged_summary_is_said_and_the_one_before_it_taken(caplog: pytest.LogCaptureFixture) -> None:
     async def body(rig: Rig) -> None:
         await rig.says(LONG)
         newest = await newest_summary(rig.log)
-        assert newest is not None
-        rig.with_headers(lambda data: data[::-1] if data == packed(newest) else data)
+        rig.store.put(rig.summaries()[-1], b"damaged")
         before = await newest_summary(rig.log)
-        assert before is not None and before.below < newest.below
+        assert newest is not None and before is not None and before.below < newest.below
         assert (await folded(rig.log)).summary() == await whole(rig.log)
 
     run(body)
     assert "policies_summary_not_used" in caplog.text and "damaged" in caplog.text
 
 
-def test_an_old_log_without_summaries_is_read_once_and_what_was_looked_at_besides_is_bounded() -> None:
+class ClosedStore(MemoryStore):
+    """A store that does not answer."""
+
+    def keys(self, prefix: str) -> list[str]:
+        raise StoreError("no answer")
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore(), ClosedStore()])
+def test_where_the_store_has_no_summary_all_is_read(
+    store: MemoryStore | None, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body(rig: Rig) -> None:
-        await rig.says(2 * MOST)
-        rig.with_headers(lambda data: None)
-        overshot = 5 * 500  # a reader of each step gets a batch at a time
-        assert await rig.reads() <= len(rig.records) + MOST + overshot
-        assert (await folded(rig.log)).summary() == await whole(rig.log)
+        await rig.says(LONG)
+        log = Log(rig.bus, "t", store=store)
+        with caplog.at_level(logging.INFO):
+            assert (await folded(log)).summary() == await whole(rig.log)
 
     run(body)
+    assert ("policies_read_whole" in caplog.text) == (store is not None)
 
 
 def lost(records: Sequence[Record], at: int) -> list[Record]:
@@ -138,31 +132,23 @@ def test_a_summary_of_records_that_the_log_lost_counts_for_nothing(caplog: pytes
     async def body(rig: Rig) -> None:
         await rig.says(LONG)
         ahead = (await folded(rig.log)).summary()
-        rig.with_headers(lambda data: None)
+        write_summary(rig.store, "t", ahead)
+        for key in rig.summaries("manifests")[:-1]:
+            rig.store.delete(key)
         rig.bus.restore(rig.name, lost(rig.records, ahead.below - 100))
-        await rig.log.publish(POLICIES, version(LONG), headers=((HEADER, packed(ahead)),))
         assert await newest_summary(rig.log) is None
         assert "made of another log" in caplog.text
         rig.bus.restore(rig.name, rig.records[: ahead.below - 50])
-        await rig.log.publish(POLICIES, version(LONG), headers=((HEADER, packed(ahead)),))
         assert await newest_summary(rig.log) is None
-        assert "does not hold the record before that" in caplog.text
-        assert (await folded(rig.log)).summary() == await whole(rig.log)
+        now = (await folded(rig.log)).summary()
+        assert now == await whole(rig.log)
+        write_summary(rig.store, "t", now)
+        assert await newest_summary(rig.log) == now, "the summary ahead of the log is gone"
 
     run(body)
 
 
-def test_a_summary_costs_a_reader_that_does_not_know_it_nothing() -> None:
-    async def body(rig: Rig) -> None:
-        await rig.says(LONG)
-        before = [message.value async for message in rig.log.read_all(POLICIES)]
-        rig.with_headers(lambda data: None)
-        assert [message.value async for message in rig.log.read_all(POLICIES)] == before
-
-    run(body)
-
-
-def test_what_lies_below_a_place_is_folded_up_to_it() -> None:
+def test_records_below_a_place_are_folded_up_to_it() -> None:
     async def body(rig: Rig) -> None:
         await rig.says(LONG)
         await rig.log.publish(POLICIES, Directive(order="pause"))
@@ -174,11 +160,11 @@ def test_what_lies_below_a_place_is_folded_up_to_it() -> None:
     run(body)
 
 
-def test_whoever_needs_an_older_version_begins_with_an_older_summary() -> None:
+def test_a_reader_that_needs_an_older_version_begins_with_an_older_summary() -> None:
     async def body(rig: Rig) -> None:
         await rig.says(4 * LONG)
         wanted = 3 * LONG // 2
-        found = await newest_summary(rig.log, fits=lambda one: one.of("main").known_from <= wanted)
+        found = await newest_summary(rig.log, fits=lambda summary: summary.of("main").known_from <= wanted)
         newest = await newest_summary(rig.log)
         assert found is not None and newest is not None
         assert found.of("main").known_from <= wanted < newest.of("main").known_from
