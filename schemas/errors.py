@@ -1,4 +1,4 @@
-"""What can go wrong with bytes and records, and whether trying again can help.
+"""Errors of bytes and records, and whether trying again can help.
 
     HeadraceError
     ├── BadFrame            bytes that are not a valid record: dead-letter them, never retry

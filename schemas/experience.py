@@ -160,7 +160,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the bulk came in sealed sections."""
+        """True if the bulk came in sealed sections."""
         sections = None if self.bulk is None else self.bulk.sections
         return sections is not None and bool(sections.sealed_under)
 
@@ -176,7 +176,7 @@ class Experience(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return self.lane == "expert" or self.kind in ("demonstration", "chosen", "rejected")
 
     def reference(self, name: str = "answer") -> str | int | float | bool | None:
-        """What a right answer is compared with: the task's under "answer", else what the user's `meta` has of that name."""
+        """Reference answer: the task's under "answer", else the entry of that name in the user's `meta`."""
         return self.answer if name == "answer" else self.meta.get(name)
 
     def score(self, name: str) -> float | None:
@@ -242,7 +242,6 @@ Experiences = Annotated[tuple[Experience, ...], Bounds(min_length=1, max_length=
 
 
 def _plain(value: object) -> object:
-    """What msgspec does not know: bulk is not part of the header, numpy numbers are their Python ones."""
     if isinstance(value, Bulk):
         return None
     if isinstance(value, np.generic):
@@ -396,16 +395,16 @@ def pair_side(experience: Experience) -> Side | None:
 
 def pair_fault(experiences: Sequence[Experience]) -> str:
     """Why these members of a group are no pair that could be learned from, "" if they are one, or none is a side."""
-    sides = sorted(pair_side(one) or "" for one in experiences)
+    sides = sorted(pair_side(member) or "" for member in experiences)
     if not any(sides):
         return ""
     if sides != [CHOSEN, REJECTED]:
         return "half a pair"
-    one, other = experiences
-    num_prompt = one.num_prompt
-    if num_prompt != other.num_prompt or not np.array_equal(one.tokens[:num_prompt], other.tokens[:num_prompt]):
+    first, other = experiences
+    num_prompt = first.num_prompt
+    if num_prompt != other.num_prompt or not np.array_equal(first.tokens[:num_prompt], other.tokens[:num_prompt]):
         return "pair with different prompts"
-    if np.array_equal(one.tokens[num_prompt:], other.tokens[num_prompt:]):
+    if np.array_equal(first.tokens[num_prompt:], other.tokens[num_prompt:]):
         return "pair with equal sides"
     return ""
 
@@ -414,7 +413,7 @@ WITHDRAWN = "withdrawn"  # the reason it is refused with
 
 
 def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Experience:
-    """What takes `experience` back from `lane`, where older revisions than this lie."""
+    """Record that takes `experience` back from `lane`, where older revisions than this lie."""
     empty = experience.with_bulk(tokens=(), logprobs=(), messages=(), spans=())
     return structs.replace(
         empty,
@@ -435,5 +434,5 @@ def withdrawal_of(experience: Experience, *, lane: Lane, revision: int) -> Exper
 
 
 def is_withdrawal(experience: Experience) -> bool:
-    """Whether this takes back, and holds nothing itself."""
+    """True if this record takes an experience back, and holds nothing itself."""
     return experience.kind == "withdrawal"

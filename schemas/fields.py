@@ -1,4 +1,4 @@
-"""What fields of records are made of: bounded numbers, names and lists, and the words that a field may hold."""
+"""Types of fields of records: bounded numbers, names and lists, and the words that a field may hold."""
 
 from typing import Annotated, Literal, get_args
 
@@ -50,7 +50,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def is_kept_figure(name: str) -> bool:
-    """Whether the event of a version keeps this value.
+    """True if the event of a version keeps this value.
 
     >>> is_kept_figure("live/entropy"), is_kept_figure("live/mismatch_k3"), is_kept_figure("loss")
     (True, False, True)

@@ -1,4 +1,4 @@
-"""How things in the log are named, so that an id alone says where its record lives.
+"""Ids in the log: an id alone says where its record lies.
 
 group        <task>.<round>                       the key of every record about it, but for the gateway's
 experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats it, a new attempt does not
@@ -113,7 +113,7 @@ def sessions_in(text: str) -> tuple[str, ...]:
 
 
 def partition_key(group: str) -> str:
-    """What the records about a group lie together by: all turns of a session are in one partition, in their order.
+    """Key of the records about a group: all turns of a session are in one partition, in their order.
 
     >>> partition_key("add-3745.2")
     'add-3745.2'

@@ -32,7 +32,7 @@ class Ranges:
         return at > 0 and number <= self._lasts[at - 1]
 
     def __len__(self) -> int:
-        """How many ranges there are."""
+        """Number of ranges."""
         return len(self._firsts)
 
 
@@ -144,7 +144,7 @@ class Rollback(Struct, frozen=True, tag_field="kind", tag="rollback"):
 
 
 class Saved(Struct, frozen=True, tag_field="kind", tag="saved"):
-    """What the learner's state was after `step`, written to the journal just before its checkpoint becomes valid; it stays
+    """Hash of the learner's state after `step`, written to the journal just before its checkpoint becomes valid; it stays
     when the checkpoint is pruned, so that a replay can be compared with every one made inside the horizon.
 
     run, token: as in a Batch. step: -1 before the first. version: of these weights. sha256: of the state over names, dtypes,
@@ -182,7 +182,7 @@ class Effective:
         self._seen: dict[tuple[type, int], Ranges] = {}  # steps by kind of record and token
 
     def counts(self, record: JournalRecord) -> bool:
-        """Whether the next record counts; a fence never does."""
+        """True if the next record counts; a fence never does."""
         if record.run != self._run:
             return False
         if isinstance(record, Fence):

@@ -36,12 +36,12 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
 
 
 def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
-    """Who rated, where no rater is named: the holder of a key, or of one answer's token."""
+    """Rater of feedback that names none: the holder of a key, or of one answer's token."""
     return f"{kind} {identity}"
 
 
 def is_person(rater: str) -> bool:
-    """Whether a rater is one person, as far as is known.
+    """True if a rater is one person, as far as is known.
 
     >>> is_person("nqjwlddn"), is_person(rater_of("key", "abcdefgh")), is_person("")
     (True, False, False)
@@ -50,12 +50,12 @@ def is_person(rater: str) -> bool:
 
 
 def keyed_subject(secret: bytes, tenant: str, user: str) -> str:
-    """How the person behind a request is written in the log, "" for none."""
+    """Pseudonym of the person behind a request, "" for none."""
     return pseudonym(secret, "subject", tenant, user, letters=SUBJECT_LETTERS) if user else ""
 
 
 def forgotten_mark(secret: bytes, subject: str) -> str:
-    """How a directive `forget` names a subject: as a hash that only those who know the secret can compare."""
+    """Name of a subject in a directive `forget`: a hash that only those who know the secret can compare."""
     return pseudonym(secret, "forget", subject, letters=24)
 
 
@@ -87,7 +87,7 @@ def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | No
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None
-    return next((one for one in consents if _same(check, _check(secret, name, one))), None)
+    return next((consent for consent in consents if _same(check, _check(secret, name, consent))), None)
 
 
 def _same(given: str, ours: str) -> bool:

@@ -1,4 +1,4 @@
-"""What an experience holds besides tokens and text: spans, scores, and what people made of the answer."""
+"""Parts of an experience besides tokens and text: spans, scores, and people's edits of the answer."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -61,7 +61,7 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
-    """What a turn of a session is trained together with. name: group of the first of its turns. more: how many of them
+    """Turns of a session that are trained together. name: group of the first of its turns. more: how many of them
     follow it into `buffer`.
 
     Example: Join(name="mddrffqvmjcncqrrjhvnrntq.7-3", more=18)
@@ -72,7 +72,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Edit(msgspec.Struct, array_like=True, frozen=True):
-    """What people made of an answer. text: the newest correction, None where all were taken back. count: how often
+    """People's corrections of an answer. text: the newest correction, None where all were taken back. count: how often
     one was made or taken back.
 
     Example: Edit(text="281", count=1)

@@ -57,7 +57,7 @@ class Message(Struct, frozen=True):
 
 
 class Issued(Struct, frozen=True):
-    """How the master wants one task run.
+    """The master's order to run one task.
 
     group: `<task>.<round>`. attempt: 0 first, +1 for each re-issue. num_episodes: runs compared with each other.
     sequence: issue order among usual groups, -1 for evals. min_version: the engine waits until it holds at least this
@@ -129,7 +129,7 @@ class DropMarker(Struct, frozen=True, tag_field="kind", tag="stub"):
 
 
 class Feedback(Struct, frozen=True, tag_field="kind", tag="feedback"):
-    """What a person or a system said later about an answer. Append-only: a newer one with the same
+    """Feedback of a person or a system about an answer. Append-only: a newer one with the same
     (ref, source, rater, type) revises the older; a retraction takes it back.
 
     ref: experience id or answer id. id: unique at its source. value: 0 to 1, None where only text was given.
@@ -161,7 +161,7 @@ class Tick(Struct, frozen=True, tag_field="kind", tag="tick"):
 
 
 class Rating(Struct, frozen=True):
-    """What one rater thinks of one answer: revised ones are replaced, those taken back are not there.
+    """Opinion of one rater about one answer: revised ratings are replaced, those taken back are not there.
 
     source: the feedback source. rater: a pseudonym, "" where none is named. value: 0 to 1, of this answer alone: credit for
     later turns is not a rating. time_ms: log-append time of the feedback.
@@ -176,7 +176,7 @@ class Rating(Struct, frozen=True):
 
 
 class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
-    """How one attempt's group ended in collect; exactly one per (group, attempt, revision).
+    """End of one attempt's group in collect; exactly one per (group, attempt, revision).
 
     group, attempt, sequence, lane: of the group's experiences. revision: 0, +1 each time late feedback closes it anew.
     outcome: buffered, dropped or superseded (another attempt completed first). reason: why it was dropped, a short phrase.
@@ -206,7 +206,7 @@ class Closure(Struct, frozen=True, tag_field="kind", tag="closure"):
 
 
 class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
-    """What the trainer took from its buffer for one step, reported to the master after it is journaled.
+    """Groups that the trainer took from its buffer for one step, reported to the master after it is journaled.
 
     token: fencing token of the trainer. step: optimizer step that is about to run. version: policy version when drawn.
     groups: trained. dropped: groups the trainer will never train, with the reason.
@@ -222,7 +222,7 @@ class Drawn(Struct, frozen=True, tag_field="kind", tag="drawn"):
 
 
 class PolicyEvent(Struct, frozen=True, tag_field="kind", tag="policy"):
-    """What happened to a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
+    """Event of a policy. Its offset orders events; a `lease` event's offset is that trainer's fencing token.
 
     event: promoted, held (by the gate), pinned and rolled_back are of the stable channel, promoted also of the canary
     one, the rest of the candidate one. policy: its name. channel: that the event is about. step: the optimizer step that made
@@ -271,7 +271,7 @@ class Directive(Struct, frozen=True, tag_field="kind", tag="directive"):
 
     @property
     def is_of_learning(self) -> bool:
-        """Whether it pauses or resumes learning. The newest such record is in force."""
+        """True if it pauses or resumes learning. The newest such record is in force."""
         return self.order in ("drain", "pause", "continue")
 
 
@@ -333,7 +333,7 @@ class DeadLetter(Struct, frozen=True, tag_field="kind", tag="dead_letter"):
 
 
 class Received(Struct, frozen=True, tag_field="kind", tag="received"):
-    """What came in over HTTP about answers, as it came (but redacted): a feedback source reads it.
+    """Input over HTTP about answers, as it came but redacted: a feedback source reads it.
 
     path: where it came in, which says whose it is. body: JSON, with what people wrote sealed (`infra.store.seal`). tenant:
     of the key that sent it, "" for a webhook. rater: who the gateway knows it is from, "" where the body says. ref: the

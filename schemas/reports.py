@@ -1,4 +1,4 @@
-"""What roles say of themselves: to people, and to the roles that decide from it. Evolution: see `schemas.records`."""
+"""Reports of roles: for people, and for roles that decide from them. Evolution: see `schemas.records`."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -24,8 +24,8 @@ class Client(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
-    """What one gateway served of one version since it started. version: of the policy. trial: as in a Closure. answers: how
-    many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: whom, those
+    """Answers of one version that one gateway served since it started. version: of the policy. trial: as in a Closure. answers:
+    how many. failed: answers the engine did not bring to an end. refused: answers that began as a refusal. clients: whom, those
     past 63 are one, of no name; () of versions that answered nothing lately, and from gateways of older releases.
 
     Example: Answered(version=44, answers=480, failed=1, refused=12)
@@ -40,7 +40,7 @@ class Answered(Struct, frozen=True):
 
 
 class MasterState(Struct, frozen=True):
-    """How far the master is, for roles that wait for it.
+    """Progress of the master, for roles that wait for it.
 
     state: see `MasterPhase`. outstanding: groups that were issued and neither drawn nor given up. drained_to: offset in
     `policies` of the newest drain, pause or continue it has read, -1 for none.
@@ -54,17 +54,17 @@ class MasterState(Struct, frozen=True):
 
     @property
     def issues_no_more(self) -> bool:
-        """Whether no group comes that is not outstanding already, unless an operator lets it go on."""
+        """True if no group comes that is not outstanding already, unless an operator lets it go on."""
         return self.state in ("draining", "drained", "evaluating", "done")
 
     @property
     def is_drained(self) -> bool:
-        """Whether an operator's drain has come to its end, or everything has."""
+        """True if an operator's drain has come to its end, or everything has."""
         return self.state in ("drained", "done")
 
 
 class FeedbackWait(Struct, frozen=True):
-    """What waits for feedback at a stream worker.
+    """Answers that wait for feedback at a stream worker.
 
     answers: how many. first_ms: when the window of the one that has waited longest passes, by the log's clock; 0 for none.
 
@@ -79,13 +79,13 @@ MAX_HELD = 16_384
 
 
 def together(waits: Iterable[FeedbackWait]) -> FeedbackWait:
-    """What waits for feedback at several places.
+    """Sum of the answers that wait for feedback at several places.
 
     >>> together([FeedbackWait(2, 7000), FeedbackWait(), FeedbackWait(3, 5000)])
     FeedbackWait(answers=5, first_ms=5000)
     """
-    found = [one for one in waits if one.answers]
-    return FeedbackWait(sum(one.answers for one in found), min((one.first_ms for one in found), default=0))
+    found = [wait for wait in waits if wait.answers]
+    return FeedbackWait(sum(wait.answers for wait in found), min((wait.first_ms for wait in found), default=0))
 
 
 class Progress(Struct, frozen=True, tag_field="kind", tag="progress"):

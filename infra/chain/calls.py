@@ -45,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Trouble:
-    """What went wrong with one function: threads that hang, and which errors were logged. name: of the step, for the log."""
+    """Faults of one function: threads that hang, and errors that were logged. name: of the step, for the log."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name

@@ -102,13 +102,13 @@ class Step(msgspec.Struct, kw_only=True):
 
     @property
     def stamp(self) -> str:
-        """What an experience that passed carries: `name@version`."""
+        """Stamp of an experience that passed: `name@version`."""
         return f"{self.name}@{self.version}"
 
 
 class Context(msgspec.Struct, kw_only=True):
-    """Where the experiences lie. time_ms: log-append time. record_offset: of the record, -1 for none. memories: of its
-    partition, by step. turn: waited for before a step that remembers and ended behind the last one, so memories see records
+    """Position of the experiences in the log. time_ms: log-append time. record_offset: of the record, -1 for none. memories: of
+    its partition, by step. turn: waited for before a step that remembers and ended behind the last one, so memories see records
     in log order; None where records come one at a time. recorded: scores of outside verdicts that need not be asked for again.
 
     Example: Context(time_ms=1763715600000, record_offset=981, memories=new_memories(steps))
@@ -122,7 +122,8 @@ class Context(msgspec.Struct, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """What goes no further. experience: it; reason: a constant phrase; detail: what exactly; processor: the step's stamp.
+    """An experience that goes no further. experience: it; reason: a constant phrase; detail: what exactly; processor: the
+    step's stamp.
 
     Example: Dropped(experience, "too short", "3 tokens, expected 8 or more", "filter@1")
     """
@@ -134,7 +135,7 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class ChainResult(msgspec.Struct, frozen=True):
-    """All that went in and all that was made: members of the group first, then what was made, in other groups.
+    """Every experience that went in or was made: members of the group first, then what was made, in other groups.
 
     kept: what passed. dropped: the rest. absent: verdicts that were not given though asked for, by (score, reason).
     cost_usd: of each score that charged.

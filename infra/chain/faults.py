@@ -1,4 +1,4 @@
-"""What a step may give back: the checks that turn nonsense into a reason that names the field.
+"""Checks of a step's result: each fault is a reason that names the field.
 
 Only what changed is looked at, so a step that leaves an experience alone costs nothing and an edit of the header never
 decodes the bulk.
@@ -66,14 +66,14 @@ def accepted_new(result: object, parents: Sequence[Experience]) -> Experience | 
 
 
 def drop_fault(drop: Drop) -> str:
-    """What is wrong with a Drop, "" for nothing: its reason becomes a metric label."""
+    """Fault of a Drop, "" for none: its reason becomes a metric label."""
     if not isinstance(drop.reason, str) or not 0 < len(drop.reason) <= MAX_REASON_CHARS:
         return f"Drop.reason: got {str(drop.reason)[:60]!r}, expected a phrase of 1 to {MAX_REASON_CHARS} characters"
     return ""
 
 
 def header_fault(experience: Experience) -> str:
-    """What is wrong with the header, "" for nothing; a step may also have written into `meta` in place."""
+    """Fault of the header, "" for none; a step may also have written into `meta` in place."""
     try:
         experience.check_header()
     except ValueError as error:
@@ -122,7 +122,7 @@ def _sound(before: Experience | None, after: Experience) -> Experience | str:
 
 
 def _only_numbers_differ(before: Experience, after: Experience) -> bool:
-    """Whether these, of one identity, differ in plain numbers alone, and the numbers are sound.
+    """True if two experiences of one identity differ in plain, sound numbers alone.
 
     What steps do most, so nothing is encoded for it; the chain encodes every header once at its end.
     """

@@ -1,4 +1,4 @@
-"""What users write: processors, feedback sources and scores, and how they say what they decide.
+"""Interface of users' code: processors, feedback sources and scores, and their results.
 
 A processor is pure and versioned: time comes from the record, seeds from its id, memory from what it declares. The
 decorators only mark a function (or an options-as-fields struct with `__call__`) with its version; wiring is
@@ -34,7 +34,7 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a score may return instead of a plain number.
+    """Result of a score, in place of a plain number.
 
     value: None leaves the score absent. reason: why, a short constant phrase that becomes a metric label. model: what
     answered. cost_usd: what it cost.
@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What a decorator declared. memory: entries remembered per partition, 0 for none. inline, of: see
+    """Declaration of a decorator. memory: entries remembered per partition, 0 for none. inline, of: see
     `processor`.
 
     kind: which decorator. version: of what it decides.
@@ -65,7 +65,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class MemoryChanges(NamedTuple):
-    """What a saver has not seen of a memory yet.
+    """Changes of a memory since it was last saved.
 
     gone: keys that were forgotten since; one that is in `entries` as well was remembered anew, so it is young.
     entries: what was set since, the new ones in the order of their age.
@@ -76,7 +76,7 @@ class MemoryChanges(NamedTuple):
 
 
 class Memory:
-    """What one processor remembers on one partition: a bounded mapping that forgets the oldest insertion first.
+    """Memory of one processor on one partition: a bounded mapping that forgets the oldest insertion first.
 
     Guarantees: two memories that saw the same writes in the same order are equal, byte for byte in `to_bytes`; one that is kept
     by its changes alone is equal to the one that was changed.
@@ -100,7 +100,7 @@ class Memory:
         return iter(self._entries)
 
     def get(self, key: str, default: Value = None) -> Value:
-        """What was remembered under `key`."""
+        """Value remembered under `key`."""
         return self._entries.get(key, default)
 
     def set(self, key: str, value: Value = True) -> None:
@@ -178,7 +178,7 @@ def score(*, version: int, inline: bool = False) -> Callable[[Marked], Marked]:
 
 
 def mark_of(function: Callable[..., Any]) -> Mark:
-    """What the decorator declared; raises ValueError for a function that was never marked."""
+    """The decorator's declaration; raises ValueError for a function that was never marked."""
     bare = function.func if isinstance(function, functools.partial) else function
     mark = getattr(bare, MARK_ATTRIBUTE, None)
     if not isinstance(mark, Mark):

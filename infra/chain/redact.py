@@ -41,14 +41,14 @@ _CARD_WITHIN = re.compile(
 
 
 class Searching(Protocol):
-    """What of a compiled pattern is needed."""
+    """Methods of a compiled pattern that are used here."""
 
     def finditer(self, text: str, pos: int, endpos: int, /) -> Iterator["re.Match[str]"]:
         """Matches between two places."""
 
 
 class Signs(NamedTuple):
-    """What a text has that data cannot do without. digits: how many, up to MOST_DIGITS. row: sixteen characters of
+    """Necessary signs of data in a text. digits: how many, up to MOST_DIGITS. row: sixteen characters of
     secrets in a row. at: a sign of an address. begin: the first words of a private key.
     """
 
@@ -62,7 +62,7 @@ Needs = Callable[[Signs], bool]
 
 
 class Shape(NamedTuple):
-    """What data of one kind looks like. pattern: where to look; its repetitions are bounded, or give nothing back and begin
+    """Shape of one kind of data. pattern: where to look; its repetitions are bounded, or give nothing back and begin
     where no other match can. looks: the data within a match, in their order. needs: False for signs with which no text has any.
     kind: its name, as `[email]` shows it.
     """
@@ -149,7 +149,7 @@ def matches(pattern: Searching, text: str) -> Iterator["re.Match[str]"]:
 
 @lru_cache(maxsize=16)
 def shapes(kinds: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> tuple[Shape, ...]:
-    """Of the kinds and of one's own patterns, in the order in which they are looked for."""
+    """Shapes of the kinds and of the user's patterns, in the order of the search."""
     built_in: dict[str, list[tuple[str, Looks, Needs]]] = {
         "key": list(_KEYS),
         "iban": [(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ \u00a0]?[A-Z0-9]){11,30}", _iban, _digits(2))],
@@ -166,7 +166,7 @@ def shapes(kinds: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> tup
         "phone": [(pattern, looks, _digits(least)) for pattern, looks, least in _PHONES],
     }
     # In this order, whichever asked for: what has check digits or a name is not taken for a telephone number.
-    found = [(kind, *one) for kind, known in built_in.items() if kind in kinds for one in known]
+    found = [(kind, *shape) for kind, known in built_in.items() if kind in kinds for shape in known]
     found += [(name, pattern, _any, lambda signs: True) for name, pattern in patterns]
     return tuple(Shape(kind, re.compile(pattern), looks, needs) for kind, pattern, looks, needs in found)
 
@@ -209,14 +209,14 @@ def _national(match: "re.Match[str]") -> list[Span]:
 
 
 def _mixed(match: "re.Match[str]") -> list[Span]:
-    """As random as a secret is: neither a hash in hexadecimal nor a name."""
+    """Matches as random as a secret, and neither a hexadecimal hash nor a name."""
     text = match.group()
     upper, lower, digits = (sum(map(test, text)) for test in (str.isupper, str.islower, str.isdigit))
     return [match.span()] if upper >= 5 and lower >= 5 and digits else []
 
 
 def _iban(match: "re.Match[str]") -> list[Span]:
-    """As long as its country says, with its check digits (ISO 7064, MOD 97-10)."""
+    """Matches of the length of their country, with correct check digits (ISO 7064, MOD 97-10)."""
     text, length = match.group(), _IBAN.get(match.group()[:2], 0)
     places = [at for at, character in enumerate(text) if character.isalnum()][:length]
     if not length or len(places) < length:
@@ -225,14 +225,14 @@ def _iban(match: "re.Match[str]") -> list[Span]:
     compact = "".join(text[at] for at in places)
     if (
         text[stop : stop + 1].isalnum()
-        or int("".join(str(int(one, 36)) for one in compact[4:] + compact[:4])) % 97 != 1
+        or int("".join(str(int(letter, 36)) for letter in compact[4:] + compact[:4])) % 97 != 1
     ):
         return []
     return [(match.start(), match.start() + stop)]
 
 
 def _luhn(text: str) -> bool:
-    """Whether the digits carry a card number's check digit (ISO/IEC 7812-1, annex B)."""
+    """True if the digits carry a card number's check digit (ISO/IEC 7812-1, annex B)."""
     digits = [int(character) for character in text if character.isdigit()][::-1]
     doubled = [digit * 2 - 9 if digit > 4 else digit * 2 for digit in digits[1::2]]
     return (sum(digits[0::2]) + sum(doubled)) % 10 == 0

@@ -76,31 +76,31 @@ def _settled(step: Step, member: Task, result: object, known: set[str]) -> list[
             return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp)
         return GoneTask(member, result.reason, str(result.detail)[:MAX_DETAIL_CHARS], step.stamp)
     results = list(result) if isinstance(result, list | tuple) else [result]
-    fault = next((fault for one in results if (fault := task_fault(one))), "")
-    tasks = [one for one in results if isinstance(one, Task)]
+    fault = next((fault for result in results if (fault := task_fault(result))), "")
+    tasks = [result for result in results if isinstance(result, Task)]
     if not fault:
         fault = _family_fault(member, tasks, known)
     return GoneTask(member, NONSENSE, f"{step.stamp}: {fault}", step.stamp) if fault else tasks
 
 
 def _family_fault(member: Task, tasks: Sequence[Task], known: set[str]) -> str:
-    """What is wrong with a task and its variations together, "" for nothing; `known` takes the new ids."""
-    own = sum(one.id == member.id for one in tasks)
+    """Fault of a task and its variations together, "" for none; `known` takes the new ids."""
+    own = sum(task.id == member.id for task in tasks)
     if own != 1:
         return f"id: got {member.id} {own} times, expected the task itself once, or Drop(reason)"
-    for one in tasks:
-        if one.id == member.id:
+    for task in tasks:
+        if task.id == member.id:
             continue
-        if one.parent != member.id:
-            return f"parent: got {one.parent!r} on {one.id}, expected {member.id!r}, which it was made from"
-        if one.id in known:
-            return f"id: {one.id} is there already"
-        known.add(one.id)
+        if task.parent != member.id:
+            return f"parent: got {task.parent!r} on {task.id}, expected {member.id!r}, which it was made from"
+        if task.id in known:
+            return f"id: {task.id} is there already"
+        known.add(task.id)
     return ""
 
 
 def task_fault(task: object) -> str:
-    """What makes a task unusable, "" for nothing."""
+    """Reason why a task is unusable, "" for none."""
     if not isinstance(task, Task):
         return f"got {type(task).__name__}, expected a Task, a list of them, or Drop"
     try:

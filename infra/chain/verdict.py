@@ -1,4 +1,4 @@
-"""What a score was asked, as a hash, so that an answer on record can be used instead of asking again.
+"""Hashes of the input of a score, so that a recorded verdict is used instead of asking again.
 
 Only scores that are not inline have one: a judge, a sandbox, a model. What is computed here and now is computed again.
 """
@@ -43,13 +43,13 @@ Recorded = Callable[[Question], Verdict | Failure | None]
 
 
 def options_hash(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """Of the options a score has: its own as far as they can be read back, and those it was given; ":" and `code_hash`."""
+    """Hash of a score's options: its own as far as they can be read back, and those it was given; ":" and `code_hash`."""
     options = hashlib.blake2b(_encoder.encode((option_defaults(function), given))).hexdigest()[:HASH_CHARS]
     return f"{options}:{code_hash(function)}"
 
 
 def code_hash(function: Callable[..., Any]) -> str:
-    """Of a function's (or class's) own source without comments, docstrings and layout; "" where none can be read."""
+    """Hash of a function's (or class's) source without comments, docstrings and layout; "" where none can be read."""
     bare = getattr(function, "func", function)
     try:
         source = inspect.getsource(bare if inspect.isroutine(bare) or inspect.isclass(bare) else type(bare))
@@ -66,7 +66,7 @@ def code_hash(function: Callable[..., Any]) -> str:
 
 
 def input_hash(question: str, experience: Experience) -> str:
-    """Of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
+    """Hash of what a score may read: options, text, tokens, reference answer, and how the episode ended. Raises BadFrame.
 
     question: `options_hash`. What follows its ":" is no part of the hash and follows it as it is: a verdict is looked
     for by the hash alone, and whether the code is still the same is known beside it.
@@ -80,12 +80,12 @@ def input_hash(question: str, experience: Experience) -> str:
 
 
 def has_score(experience: Experience, name: str, version: int) -> bool:
-    """Whether it has this version's score already, from any model."""
-    return any(one.name == name and one.version.partition("+")[0] == str(version) for one in experience.scores)
+    """True if it has this version's score already, from any model."""
+    return any(found.name == name and found.version.partition("+")[0] == str(version) for found in experience.scores)
 
 
 def read_verdict(result: object) -> Verdict | str:
-    """What a score returned, its numbers plain and finite; or what is wrong with it. Raises what the result itself raises."""
+    """A score's result with plain, finite numbers, or its fault. Raises what the result itself raises."""
     verdict = result if isinstance(result, Verdict) else None
     value = result if verdict is None else verdict.value
     number = None if value is None else _finite(value)

@@ -206,12 +206,14 @@ def restore_log(folder: Path, bundle: Bundle, app: str, store: Store, *, max_byt
         try:
             topic = by_name(name)
             records: list[Record] = []
-            for one in recorded(DirectoryStore(folder / "bundle"), partitions[0]) if partitions else ():
-                max_bytes -= len(one.key) + len(one.value)
+            for stored in recorded(DirectoryStore(folder / "bundle"), partitions[0]) if partitions else ():
+                max_bytes -= len(stored.key) + len(stored.value)
                 if max_bytes < 0:
                     raise ValueError("too many bytes; --max-unpacked allows more in all")
                 records.append(
-                    Record(log.name(topic), 0, one.offset, one.timestamp_ms, one.key, one.value, one.headers)
+                    Record(
+                        log.name(topic), 0, stored.offset, stored.timestamp_ms, stored.key, stored.value, stored.headers
+                    )
                 )
             bus.restore(log.name(topic), records)
         except ValueError as error:

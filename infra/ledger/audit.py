@@ -37,7 +37,7 @@ async def audit(log: Log, run: str, on_reading: OnReading = lambda topic, left: 
 
 
 async def _journal_begin_ms(log: Log) -> int:
-    """When the first kept record of a trimmed journal was written; 0 where all of it is kept."""
+    """Time of the first kept record of a trimmed journal; 0 where all of it is kept."""
     begin = (await log.bounds(topics.BATCHES))[0][0]
     found = await log.at(topics.BATCHES, 0, [begin]) if begin else {}
     return found[begin].timestamp_ms if found else 0

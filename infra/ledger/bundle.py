@@ -95,7 +95,7 @@ class BundleWriter:
         self._entries: list[BundleObject] = []
 
     def has(self, name: str) -> bool:
-        """Whether a file of the bundle is there."""
+        """True if the bundle has this file."""
         raise NotImplementedError
 
     def put(self, name: str, data: bytes | memoryview) -> None:
@@ -254,5 +254,5 @@ def recorded(place: Store, partition: PartitionRange) -> Iterator[StoredRecord]:
 
 def describe(bundle: Bundle) -> str:
     """Contents in a line."""
-    count = sum(one.end - one.begin for partitions in bundle.topics.values() for one in partitions)
+    count = sum(part.end - part.begin for partitions in bundle.topics.values() for part in partitions)
     return f"{count:,} records, {bundle.num_objects:,} objects of {bundle.num_bytes:,} bytes"

@@ -26,7 +26,7 @@ from schemas.names import forgotten_mark, keyed_subject
 
 
 class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a forgetting found. keys: destroyed now or earlier. groups: sealed under them, those made from others included.
+    """Result of forgetting a user. keys: destroyed now or earlier. groups: sealed under them, those made from others included.
 
     steps: journaled on it and not taken back; replay cannot compute these again, nor anything after the first of them that
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
@@ -103,8 +103,8 @@ async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) ->
 
 
 def report(index: LogIndex, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
-    """What the log says about these keys. The index is up to date."""
-    steps = tuple(one.step for one in index.steps_under(key_ids) if not one.undone)
+    """Report about these keys from an index that is up to date."""
+    steps = tuple(trained.step for trained in index.steps_under(key_ids) if not trained.undone)
     return ForgetReport(
         about=about,
         keys=key_ids,

@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexPlace(msgspec.Struct, frozen=True, order=True):
-    """Where one record lies. topic: without the app. partition: index. offset: in the partition. time_ms: when the broker
+    """Position of one record. topic: without the app. partition: index. offset: in the partition. time_ms: when the broker
     stored it.
 
     Example: IndexPlace(topic="verified", partition=3, offset=981, time_ms=1763715600000)
@@ -405,18 +405,20 @@ async def follow(log: Log, index: LogIndex, stop: asyncio.Event | None = None, *
 
 
 async def bounds_now(log: Log, chosen: Iterable[Topic]) -> Bounds:
-    """Where topics begin and end. Asked downstream first, so that what a record is about lies before the end of its topic."""
+    """First and next offsets of topics. Asked downstream first, so that what a record is about lies before the end of its
+    topic.
+    """
     found = {topic: await log.bounds(topic) for topic in reversed(tuple(chosen))}
     return dict(reversed(found.items()))
 
 
 def reads_of(database: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """How far each partition was read, by topic without the app, and index."""
+    """Offset up to which each partition was read, by topic without the app, and index."""
     return {(topic, part): at for topic, part, at in database.execute("SELECT topic, part, next FROM reads")}
 
 
 def left_of(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[str, int]:
-    """How many records of each topic are still to be read."""
+    """Number of records of each topic that are still to be read."""
     return {
         topic.name: sum(max(0, end - max(begins[part], reads.get((topic.name, part), 0))) for part, end in ends.items())
         for topic, (begins, ends) in bounds.items()
@@ -424,7 +426,7 @@ def left_of(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[str, i
 
 
 def inode(path: Path) -> int:
-    """Which file lies there; 0 for none."""
+    """Inode of the file; 0 for none."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -478,7 +480,7 @@ def bounds(replay: str) -> dict[str, str]:
 
 
 def sizes(database: sqlite3.Connection) -> dict[str, int]:
-    """How many rows each table has. Texts are not counted, which would read them all: each unsealed answer has one."""
+    """Number of rows of each table. Texts are not counted, which would read them all: each unsealed answer has one."""
     tables = bounds("").keys() - {"texts", "words"}
     found = {table: int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]) for table in sorted(tables)}
     (num_sealed,) = database.execute("SELECT count(*) FROM answers WHERE sealed > 0").fetchone()
@@ -486,7 +488,7 @@ def sizes(database: sqlite3.Connection) -> dict[str, int]:
 
 
 def _held(record: Record) -> Control | Block | None:
-    """What a record holds, sealed sections shut; None where it does not decode. Raises UnknownMajor."""
+    """The decoded record, sealed sections shut; None where it does not decode. Raises UnknownMajor."""
     if is_claim(record.value):
         return None
     try:

@@ -111,7 +111,7 @@ def number(text: str) -> int:
 
 
 def is_opened(topic: Topic, record: Record) -> bool:
-    """Whether places need what the record holds, and not its headers and key alone."""
+    """True if places need the decoded record, and not its headers and key alone."""
     return topic not in KEYED or (topic is topics.PROGRESS and dict(record.headers).get("kind") == b"drawn")
 
 
@@ -363,7 +363,7 @@ class Folder:
 
 
 def places_of(topic: Topic, records: Iterable[Record], found: Iterable[Found]) -> list[tuple[int, str, int, int, int]]:
-    """Where records about a group lie, by their header or else their key; a role's own reports are left out, and groups that
+    """Positions of records about a group, by their header or else their key; a role's own reports are left out, and groups that
     the trainer will never train are named by what it says of them.
     """
     about: list[tuple[str, Record]] = []

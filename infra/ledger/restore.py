@@ -136,7 +136,7 @@ def _round(records: Iterator[Placed]) -> list[Placed]:
 
 
 def placed(records: Iterator[StoredRecord], at: int, stretch: PartitionRange) -> Iterator[Placed]:
-    """What is to lie at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
+    """Records to write at each offset from `at` to the end of the stretch: in a hole the record behind it, once more."""
     last: Placed = (0, b"", b"", ())
     for record in records:
         last = (record.timestamp_ms, record.key, record.value, record.headers)

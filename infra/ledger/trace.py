@@ -65,7 +65,7 @@ class AnswerTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What made a policy: the steps since its parent, and who was trained on in them.
+    """Origin of a policy: the steps since its parent, and the experiences trained in them.
 
     lanes, versions: lane or behaviour version → experiences. without tenants: the journal does not hold them.
 
@@ -136,7 +136,7 @@ def dropped(record: object, name: str) -> str:
 
 
 async def trace_policy(log: Log, index: LogIndex, version: int) -> PolicyTrace:
-    """What version learned from since its parent. Raises NotInLog for one that was never published."""
+    """Experiences that a version learned from since its parent. Raises NotInLog for one that was never published."""
     events = await policy_events(log, index, version)
     own = next((event for _, event in events if event.event == "published"), None)
     if own is None:
@@ -162,7 +162,7 @@ async def trace_policy(log: Log, index: LogIndex, version: int) -> PolicyTrace:
 
 
 async def policy_events(log: Log, index: LogIndex, version: int) -> list[tuple[int, PolicyEvent]]:
-    """What was said about a version, with times."""
+    """Events about a version, with times."""
     places = [IndexPlace(topics.POLICIES.name, 0, offset, 0) for offset in index.policy_offsets(version)]
     return [
         (message.timestamp_ms, message.value)
@@ -172,7 +172,7 @@ async def policy_events(log: Log, index: LogIndex, version: int) -> list[tuple[i
 
 
 async def uses_of(log: Log, steps: Sequence[TrainedStep], name: str) -> list[TrainedUse]:
-    """Where the journal names an experience."""
+    """Uses of an experience in the journal."""
     places = {IndexPlace(topics.BATCHES.name, 0, step.offset, step.time_ms): step for step in steps}
     return [
         TrainedUse(
@@ -218,7 +218,7 @@ def arrivals(
 
 
 def is_about(feedback: Feedback, group: str) -> bool:
-    """Whether a word is about an answer of a group."""
+    """True if the feedback is about an answer of the group."""
     try:
         return group_of(feedback.ref) == group
     except ValueError:

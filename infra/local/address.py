@@ -1,4 +1,4 @@
-"""Which ports a data folder's broker uses: chosen once, written down, and kept while they are free.
+"""Ports of a data folder's broker: chosen once, written down, and kept while they are free.
 
 So a broker that is restarted is found again by clients that know its old address.
 """
@@ -28,12 +28,12 @@ class BrokerPorts(msgspec.Struct, frozen=True):
 
     @property
     def bootstrap(self) -> str:
-        """What clients connect to."""
+        """Address for clients."""
         return f"{HOST}:{self.port}"
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on `port` now."""
+    """True if a server could listen on `port` now."""
     with socket.socket() as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

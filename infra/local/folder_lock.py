@@ -39,7 +39,7 @@ def lock_folder(file: Path, what: str) -> IO[str]:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock file now."""
+    """True if a process holds the lock file now."""
     if not file.exists():
         return False
     with file.open() as lock:

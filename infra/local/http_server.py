@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client may take of a server. limit_s: seconds for each thing it is waited for. connections: open ones at most.
-    refused: called with a reason for each connection that a bound ends.
+    """Limits of what a client may take of a server. limit_s: seconds for each thing it is waited for. connections: open ones at
+    most. refused: called with a reason for each connection that a bound ends.
     """
 
     limit_s: float = 30.0
@@ -176,12 +176,12 @@ class BoundedConnection(HttpToolsProtocol):
             self.flow.pause_reading()  # uvicorn resumes it after each answer, however many requests wait
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP, or `_stop` ended the parsing."""
+        """Answer input that is not HTTP, or that `_stop` ended."""
         self._refuse(*(self._refusal or (400, msg, "not_http")))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client's turn is next: to send a head, or the rest of a body."""
+        """True if the client's turn is next: to send a head, or the rest of a body."""
         return not self._is_answering or (self._in_body and not self.pipeline)
 
     def check(self, now_s: float) -> None:

@@ -56,7 +56,7 @@ def read_lock() -> tuple[Jar, ...]:
 
 
 def cache_folder() -> Path:
-    """Where fetched jars are kept: `$XDG_CACHE_HOME/headrace/kafka-<version>`, by default under `~/.cache`."""
+    """Folder of fetched jars: `$XDG_CACHE_HOME/headrace/kafka-<version>`, by default under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "headrace" / f"kafka-{VERSION}"
 

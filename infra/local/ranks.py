@@ -36,7 +36,7 @@ POLL_S = 0.2
 
 
 class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run on how many ranks. log: folder, one file per rank. final_codes: 0, and those no restart can mend.
+    """Command of a group of ranks. log: folder, one file per rank. final_codes: 0, and those no restart can mend.
     max_failures: deaths in a row, each within HEALTHY_S of its start. stop_s: from SIGTERM to SIGKILL.
 
     argv: the command. num_ranks: how many processes. env: added to this process's.

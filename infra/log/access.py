@@ -1,4 +1,4 @@
-"""How clients prove to Kafka who they are, and that the broker is the one they mean: TLS and SASL, in Kafka's own words.
+"""Authentication of clients and brokers: TLS and SASL, with Kafka's own settings.
 
 Secrets come from the environment or from a file, never from the settings; no text of this module shows one.
 """
@@ -28,7 +28,7 @@ Token = Callable[[], str | Awaitable[str]]
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client connects with. protocol, mechanism: as [kafka] names them. token: gives a bearer token anew each time.
+    """Credentials of a client. protocol, mechanism: as [kafka] names them. token: gives a bearer token anew each time.
 
     username, password: under SASL. context: under TLS.
 
@@ -50,7 +50,7 @@ PLAINTEXT = Access()
 
 
 def access_of(floor: Floor) -> Access:
-    """What the [kafka] table asks for, its secrets read now. Raises ConfigError naming what is not there."""
+    """Credentials that the [kafka] table names, with secrets read now. Raises ConfigError naming what is not there."""
     kafka = floor.kafka
     if not kafka.bootstrap_servers:
         return embedded_access(floor.folder / EMBEDDED_FOLDER)
@@ -71,7 +71,7 @@ def access_of(floor: Floor) -> Access:
 
 
 def embedded_access(folder: Path) -> Access:
-    """What the embedded broker of a folder asks for: its password, or nothing without one. Raises ConfigError."""
+    """Credentials of a folder's embedded broker: its password, if it has one. Raises ConfigError."""
     try:
         password = (folder / EMBEDDED_PASSWORD).read_text(encoding="ascii")
     except FileNotFoundError:

@@ -62,7 +62,7 @@ async def claimed_keys(log: Log) -> set[str]:
 
 async def _claims(log: Log, topic: Topic) -> AsyncGenerator[bytes, None]:
     async with aclosing(log.chunks(topic)) as chunks:
-        async for record in (one async for records in chunks for one in records):
+        async for record in (record async for records in chunks for record in records):
             if is_claim(record.value):
                 yield record.value
             elif topic is DEAD_LETTERS:

@@ -25,7 +25,7 @@ _KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
-    """Where a frame lies.
+    """Key and hash of a frame in the store.
 
     key: in the object store. sha256: of the frame, hexadecimal. size: of the frame, in bytes.
 
@@ -38,7 +38,7 @@ class Claim(msgspec.Struct, array_like=True, frozen=True):
 
 
 def is_claim(value: bytes) -> bool:
-    """Whether a record's value is a claim instead of a frame."""
+    """True if a record's value is a claim instead of a frame."""
     return value[:2] == MAGIC
 
 
@@ -48,7 +48,7 @@ def day_of(seconds: float) -> int:
 
 
 def day_of_key(key: str) -> int | None:
-    """When the frame under a key was deposited; None for images and for frames of before there were days."""
+    """Day of the deposit of the frame under a key; None for images."""
     match = _KEY.fullmatch(key)
     return int(match[1]) if match and match[1] else None
 
@@ -68,7 +68,7 @@ def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
 
 
 def read_claim(value: bytes) -> Claim:
-    """What a claim says; raises BadFrame, UnknownMajor."""
+    """The decoded claim; raises BadFrame, UnknownMajor."""
     if len(value) > 3 and value[2] > FORMAT:
         raise UnknownMajor(f"claim of format {value[2]}; this reader knows {FORMAT}: upgrade readers first")
     try:

@@ -36,7 +36,7 @@ class Partition(msgspec.Struct, frozen=True, order=True):
 
 
 class RecordPosition(msgspec.Struct, frozen=True):
-    """Where a record was stored; timestamp_ms is the broker's (log-append) clock.
+    """Position of a stored record.
 
     topic: full name. partition: index. offset: in the partition. timestamp_ms: by the broker's clock.
     """
@@ -139,7 +139,7 @@ class Bus(Protocol):
         """Next offset of each partition."""
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
-        """Of each partition the first offset appended at `timestamp_ms` or later; its end without such a record."""
+        """First offset of each partition appended at `timestamp_ms` or later; its end without such a record."""
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
         """Committed next-to-read offsets; partitions without one are absent."""

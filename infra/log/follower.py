@@ -1,4 +1,4 @@
-"""What comes into several topics, read again and again by one reader that stays open.
+"""Repeated reads of several topics by one reader that stays open.
 
 `Log.chunks` connects a reader for each call, which costs both sides milliseconds. Here one connection serves all calls that go
 on where the one before ended, and asks the broker for nothing between them. A call that begins elsewhere connects
@@ -91,11 +91,11 @@ class Follower:
         return self._reader
 
     def _taken(self, found: Mapping[Partition, Sequence[Record]], ends: Mapping[Partition, int]) -> list[Record]:
-        """What lies before the ends; the rest is kept for a later call."""
+        """Records before the ends; the others are kept for a later call."""
         taken: list[Record] = []
         for at, records in found.items():
             end = ends.get(at, 0)
-            kept = [one for one in records if one.offset < end]
+            kept = [record for record in records if record.offset < end]
             taken += kept
             if kept:
                 self._nexts[at] = kept[-1].offset + 1

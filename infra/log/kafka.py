@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 
 class _TryAgain(Exception):
-    """What a moment's waiting mends, though aiokafka does not say so."""
+    """An error that waiting mends, though aiokafka does not say so."""
 
 
 async def answers(bootstrap_servers: str, *, timeout_s: float, access: Access = PLAINTEXT) -> bool:
-    """Whether a broker that takes records answers. Raises ConfigError where it is refused, BrokerUnavailable for no token."""
+    """True if a broker answers that takes records. Raises ConfigError where it is refused, BrokerUnavailable for no token."""
     timeout_ms = int(timeout_s * 1000)
     client = AIOKafkaClient(
         bootstrap_servers=bootstrap_servers, request_timeout_ms=timeout_ms, **client_options(access)
@@ -214,13 +214,11 @@ class KafkaBus:
             if code:
                 raise for_code(code)(group)
             given = [ConsumerProtocol.ASSIGNMENT.decode(assignment) for *_, assignment in members if assignment]
-            return {one.partition for share in given for one in share.partitions() if one.topic == topic}
+            return {at.partition for share in given for at in share.partitions() if at.topic == topic}
 
         return await self._retried(f"who holds {topic} in {group}", attempt)
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
-        """See Bus. Without a replication it is the brokers' default.replication.factor."""
-
         async def attempt() -> bool:
             if (leaders := (await self._topics()).get(topic)) is not None:
                 if len(leaders) != partitions:

@@ -85,7 +85,7 @@ async def stop(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient
 
 
 async def _ends(closing: Coroutine[object, object, None]) -> bool:
-    """Whether `closing` returned in time; its errors, cancellation included, stay its own."""
+    """True if `closing` returned in time; its errors, cancellation included, stay its own."""
     task = asyncio.create_task(closing)
     await asyncio.wait([task], timeout=CLOSE_S)
     if not task.done():

@@ -163,7 +163,7 @@ class Log:
             raise
 
     def decode(self, record: Record) -> LogMessage:
-        """What a record holds; raises UnknownMajor and, where it `asks_store` (which blocks), StoreError."""
+        """The decoded record; raises UnknownMajor and, where it `asks_store` (which blocks), StoreError."""
         try:
             value = record.value
             if is_claim(value):
@@ -252,7 +252,7 @@ class Log:
                     yield await self.decoded(record)
 
     async def bounds(self, topic: Topic) -> tuple[dict[int, int], dict[int, int]]:
-        """Where each partition begins, and where it ends now."""
+        """First kept offset and next offset of each partition, now."""
         begins = await self.bus.beginning_offsets(self.name(topic))
         ends = await self.bus.end_offsets(self.name(topic))
         return {at.index: begin for at, begin in begins.items()}, {at.index: end for at, end in ends.items()}
@@ -266,7 +266,7 @@ class Log:
         max_records: int = 500,
         fetch_bytes: int = 0,
     ) -> AsyncGenerator[list[Record], None]:
-        """What `scan` reads, as it comes and not decoded."""
+        """Like `scan`, in batches that are not decoded."""
         if stops is None:
             stops = (await self.bounds(topic))[1]
         begun = {index for index, stop in stops.items() if isinstance(starts, str) or starts[index] < stop}
@@ -278,7 +278,7 @@ class Log:
             reading = [(Partition(self.name(topic), index), stop) for index, stop in stops.items() if index in begun]
             while any(reader.positions().get(at, 0) < stop for at, stop in reading):
                 records = await reader.get_many(timeout_s=1.0, max_records=max_records)
-                if kept := [one for one in records if one.offset < stops[one.partition]]:
+                if kept := [record for record in records if record.offset < stops[record.partition]]:
                     yield kept
         finally:
             await reader.close()
@@ -309,7 +309,7 @@ class Log:
         }
 
     async def holds(self, topic: Topic) -> bool:
-        """Whether the broker has the topic: an app that was not begun has none, an archive of an older release lacks some."""
+        """True if the broker has the topic: an app that was not begun has none."""
         try:
             return bool(await self.bus.partitions(self.name(topic)))
         except ValueError:
@@ -362,13 +362,13 @@ class Log:
 
 
 def asks_store(record: Record) -> bool:
-    """Whether to decode a record is to ask the object store: for the frame, or for the key of sealed sections."""
+    """True if decoding a record asks the object store: for the frame, or for the key of sealed sections."""
     return is_claim(record.value) or is_sealed(record.value)
 
 
 def _is_slow_to_encode(block: Block) -> bool:
     """Takes milliseconds, or may ask the object store for a key; so it leaves the event loop."""
-    return bool(block.experiences[0].key_id) or sum(one.num_tokens for one in block.experiences) > THREAD_TOKENS
+    return bool(block.experiences[0].key_id) or sum(member.num_tokens for member in block.experiences) > THREAD_TOKENS
 
 
 def _rewind(reader: Reader, records: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""Where records lie in the log: by id, and as dead letters."""
+"""Reads of single records by their offsets, and dead letters of records."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,10 @@ async def records_of(bus: Bus, offsets: Mapping[Partition, Iterable[int]]) -> di
     for topic in {at.topic for at in offsets}:
         begins |= await bus.beginning_offsets(topic)
         ends |= await bus.end_offsets(topic)
-    kept = {at: {one for one in wanted if begins.get(at, 0) <= one < ends.get(at, 0)} for at, wanted in offsets.items()}
+    kept = {
+        at: {place for place in wanted if begins.get(at, 0) <= place < ends.get(at, 0)}
+        for at, wanted in offsets.items()
+    }
     left = {at: deque(runs(wanted)) for at, wanted in kept.items() if wanted}
     found: dict[Partition, dict[int, Record]] = {at: {} for at in left}
     if not left:
@@ -77,7 +80,7 @@ def runs(offsets: Iterable[int], max_hole: int = MAX_HOLE) -> list[tuple[int, in
 
 
 def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> DeadLetter:
-    """Of a record of our own topics. reason: a short constant phrase. error: the message that names the field."""
+    """Dead letter of a record of this app. reason: a short constant phrase. error: the message that names the field."""
     place = record.topic.partition(".")[2], record.partition, record.offset
     return letter_at(place, stage=stage, reason=reason, error=error, value=record.value, key=record.key)
 
@@ -85,7 +88,7 @@ def letter_of(record: Record, *, stage: str, reason: str, error: str = "") -> De
 def letter_at(
     place: tuple[str, int, int], *, stage: str, reason: str, error: str = "", value: bytes = b"", key: bytes = b""
 ) -> DeadLetter:
-    """place: topic, partition and offset. value: as much of it as a letter holds is kept."""
+    """Dead letter of the record at `place`: topic, partition, offset. value: cut at MAX_LETTER_BYTES."""
     topic, partition, offset = place
     return DeadLetter(
         topic=topic,

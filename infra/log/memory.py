@@ -33,7 +33,7 @@ class _Partition(msgspec.Struct):
 
 
 class _Group(msgspec.Struct):
-    """What a group committed, and who reads for it; `generation` grows with each join and leave."""
+    """Committed offsets and readers of a group; `generation` grows with each join and leave."""
 
     committed: dict[Partition, int] = {}
     members: list["MemoryReader"] = []
@@ -94,7 +94,7 @@ class MemoryBus:
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
         return {
             Partition(topic, index): next(
-                (one.offset for one in log.records if one.timestamp_ms >= timestamp_ms), log.end
+                (record.offset for record in log.records if record.timestamp_ms >= timestamp_ms), log.end
             )
             for index, log in enumerate(self._logs(topic))
         }
@@ -112,7 +112,6 @@ class MemoryBus:
         return {partition.index for share in dealt for partition in share if partition.topic == topic}
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
-        """See Bus; `config` and `replication` have no effect here."""
         if topic not in self._topics:
             self._topics[topic] = [_Partition() for _ in range(partitions)]
             return True
@@ -203,7 +202,7 @@ def _finish(waiting: asyncio.Future[None]) -> None:
 
 
 def changed_count(topic: str, got: int, expected: int) -> ConfigError:
-    """What create_topic raises for a topic that is there with another number of partitions."""
+    """Error for a topic that is there with another number of partitions."""
     return ConfigError(
         f"topic {topic}: got {got} partitions in the log, expected {expected} (kafka.partitions): keys would move to "
         "other partitions, so a count is fixed once the topic exists; set it back, or use another app"
@@ -235,7 +234,7 @@ class MemoryReader:
             return []
 
     def rest(self) -> None:
-        """See Reader."""
+        pass
 
     def seek(self, partition: Partition, offset: int) -> None:
         self._follow()

@@ -48,7 +48,7 @@ async def follow(
 
 
 def readable(message: LogMessage, topic: Topic, metrics: Metrics) -> bool:
-    """Whether a message holds a record; one that does not is counted and logged."""
+    """True if a message holds a record; a message with an error is counted and logged."""
     if message.error is None:
         return True
     metrics.counter("bad_frames", topic=topic.name).inc()

@@ -62,9 +62,9 @@ async def refusal(bootstrap_servers: str, access: Access, ask_s: float = ASK_S) 
     """
     if access is PLAINTEXT:
         return None
-    servers = [one.strip() for one in bootstrap_servers.split(",")]
+    servers = [server.strip() for server in bootstrap_servers.split(",")]
     answers = await asyncio.gather(*(_answer(server, access, ask_s) for server in servers))
-    return next((one for one in answers if one is not None), None)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
@@ -87,9 +87,7 @@ async def _answer(server: str, access: Access, ask_s: float) -> Refusal | None:
 
 
 async def _alerted(server: str, access: Access) -> ConfigError | None:
-    """Whether a broker closes for the client's certificate: it tells a client that only listens; one that writes finds the
-    connection gone.
-    """
+    """Error where a broker refuses the client's certificate: it says so only to a client that listens and does not write."""
     if access.context is None:
         return None
     host, _, port = server.rpartition(":")

@@ -1,7 +1,7 @@
-"""Where roles report of themselves, and how far back that is read.
+"""Reads of the newest reports of roles.
 
 A report is of now, so a reader begins with the last hour of them, however many there are: by the broker's clock, counted from
-the newest. Older releases wrote them into `progress`.
+the newest.
 """
 
 from infra.log.log import Log
@@ -11,7 +11,9 @@ LATELY_MS = 3_600_000
 
 
 async def lately(log: Log) -> dict[int, int]:
-    """Where to begin in `reports`, by partition: at the first within LATELY_MS of the newest; at the end where none is kept."""
+    """Offsets at which to begin in `reports`, by partition: the first within LATELY_MS of the newest; the end where none is
+    kept.
+    """
     name = log.name(REPORTS)
     begins, ends = await log.bounds(REPORTS)
     starts = dict(ends)

@@ -19,7 +19,7 @@ DENIED = (TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterA
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same call may succeed once the broker is well again.
+    """True if the same call may succeed once the broker is well again.
 
     aiokafka does not mark its own timeout so: a broker that keeps silent past a request answers the next one.
     """
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 async def retry(
     attempt: Callable[[], Awaitable[Result]], pauses: Iterable[float], again: Callable[[Exception], bool]
 ) -> Result:
-    """What `attempt` returns; after an error that may pass it is called again, once for each pause.
+    """Result of `attempt`, which is called again after an error that may pass, once for each pause.
 
     pauses: seconds, read one at a time as they are needed. again: whether an error may pass; asked once of each.
     Raises the last error.

@@ -1,4 +1,4 @@
-"""What this client may do at the brokers, topic by topic and group by group, asked without leaving anything behind.
+"""Rights of this client at the brokers, by topic and group, asked without leaving anything behind.
 
 A broker looks at rights before it looks at the rest of a request. So each right is asked for with a request that changes
 nothing: a produce without records (write), a fetch at offset 0 (read), a deletion of what lies below offset 0, a heartbeat of a
@@ -54,7 +54,7 @@ class Rights:
     async def of_topic(
         self, name: str, wanted: Sequence[Right], partitions: int, config: Mapping[str, str] = {}
     ) -> Asked:
-        """Of one topic. partitions, config: with which it would be made."""
+        """Rights on one topic. partitions, config: with which it would be created."""
         try:
             error, leaders = await self._described(name)
             if error is UnknownTopicOrPartitionError:
@@ -69,7 +69,7 @@ class Rights:
             return Asked(fault=repr(error))
 
     async def of_group(self, name: str) -> Asked:
-        """Whether one may read as a member of a group."""
+        """Right to read as a member of a group."""
         for _ in range(TRIES):
             try:
                 node = await self._admin.find_coordinator(name)
@@ -89,7 +89,7 @@ class Rights:
     async def _described(self, name: str) -> tuple[type[Exception], list[int]]:
         answer = await self._client.send(self._client.get_random_node(), MetadataRequest([name], False))
         ((code, _, _, partitions),) = answer.topics
-        return for_code(code), [leader for _, _, leader, *_ in sorted(partitions, key=lambda one: one[1])]
+        return for_code(code), [leader for _, _, leader, *_ in sorted(partitions, key=lambda partition: partition[1])]
 
     async def _creates(self, name: str, partitions: int, config: Mapping[str, str]) -> bool:
         new = NewTopic(name, partitions, -1, replica_assignments={}, topic_configs=dict(config))

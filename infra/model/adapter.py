@@ -88,11 +88,11 @@ def _begin(parameters: "Mapping[str, torch.nn.Parameter]", seed: int) -> None:
     import torch
 
     with torch.no_grad():
-        for one, value in parameters.items():
-            if ".lora_B." in one:
+        for name, value in parameters.items():
+            if ".lora_B." in name:
                 value.zero_()
                 continue
-            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(one.encode(), seed=seed) >> 1)
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> 1)
             # Kaiming's uniform with a = √5, as peft begins A: within 1/√(inputs).
             drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
             value.copy_((drawn * 2 - 1) / math.sqrt(value.shape[1]))
@@ -103,7 +103,7 @@ def computing_with(module: "torch.nn.Module", name: str) -> Iterator[None]:
     """The model under another of its adapters than ACTIVE. For forwards without gradients: which adapter is trained stays."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [one for one in module.modules() if isinstance(one, BaseTunerLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
     def take(adapter: str) -> None:
         for layer in layers:
@@ -165,7 +165,7 @@ def merged_model(
         raise ValueError(f"adapter: {odd[0]} is not what {folder} has under {adapter} ({len(odd)} names differ)")
     with torch.no_grad():
         for name, layer in _matched(module, adapter).items():
-            a, b = (to_torch(tensors[adapter_name(f"{name}.lora_{one}.weight")]).float() for one in "AB")
+            a, b = (to_torch(tensors[adapter_name(f"{name}.lora_{side}.weight")]).float() for side in "AB")
             layer.weight.copy_(layer.weight.float() + adapter.alpha / adapter.rank * (b @ a))
     return module
 
@@ -200,18 +200,18 @@ def _text_model(module: Any) -> str:
     if module.config.get_text_config() is module.config:
         return ""
     decoder = module.get_decoder()
-    return next((name for name, one in module.named_modules() if one is decoder), "")
+    return next((name for name, part in module.named_modules() if part is decoder), "")
 
 
 def _linear(module: Any, within: str) -> "dict[str, torch.nn.Linear]":
-    """What can be adapted, by name: every linear module but the output matrix, of which only the weight is read."""
+    """Modules that can be adapted, by name: every linear module but the output matrix, of which only the weight is read."""
     import torch
 
     head = module.get_output_embeddings()
     return {
-        name: one
-        for name, one in module.named_modules()
-        if isinstance(one, torch.nn.Linear) and one is not head and name.startswith(within)
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Linear) and part is not head and name.startswith(within)
     }
 
 
@@ -228,8 +228,8 @@ def _ending(name: str) -> str:
 def _matched(module: Any, adapter: Adapter) -> dict[str, Any]:
     ends = tuple(f".{target}" for target in adapter.targets)
     return {
-        name: one
-        for name, one in module.named_modules()
+        name: part
+        for name, part in module.named_modules()
         if f".{name}".endswith(ends) and name.startswith(adapter.within)
     }
 
@@ -240,13 +240,13 @@ def _check_targets(module: Any, adapter: Adapter, linear: Mapping[str, Any], fol
     what = f"{folder} ({module.config.model_type})"
     for target in adapter.targets:
         found = _matched(module, msgspec.structs.replace(adapter, targets=(target,)))
-        odd = {name: one for name, one in found.items() if name not in linear}
+        odd = {name: part for name, part in found.items() if name not in linear}
         if not found:
             raise ConfigError(f'{WHERE}: got "{target}", which names no module of {what}; expected some of {there}')
         if odd:
-            name, one = next(iter(odd.items()))
+            name, part = next(iter(odd.items()))
             raise ConfigError(
-                f'{WHERE}: got "{target}", and {name} of {what} is a {type(one).__name__}; expected linear modules other '
+                f'{WHERE}: got "{target}", and {name} of {what} is a {type(part).__name__}; expected linear modules other '
                 f"than the output matrix: {there}"
             )
     if not adapter.targets:

@@ -39,8 +39,12 @@ class Controls:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         obeys = not backend.encode_special_tokens
-        named = {one.content: (token, one) for token, one in added.items() if obeys and one.content}
-        self._flags = {name: one for name, (_, one) in named.items() if one.special or name in also}
+        named = {
+            added_token.content: (token, added_token)
+            for token, added_token in added.items()
+            if obeys and added_token.content
+        }
+        self._flags = {name: token for name, (_, token) in named.items() if token.special or name in also}
         self.ids: Mapping[str, int] = {name: named[name][0] for name in self._flags}
         unknown = self.ids.get(
             getattr(backend.model, "unk_token", None) or ""
@@ -102,14 +106,16 @@ class Controls:
             return [self._back.get(token, token) for token in ids]
         # The vocabulary itself knows such a name as a word: then the text is cut in the midst of it.
         pieces = [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
-        ids = _ids(self._copy, pieces[0] + "".join(self._cut + one[:1] + self._cut + one[1:] for one in pieces[1:]))
+        ids = _ids(
+            self._copy, pieces[0] + "".join(self._cut + piece[:1] + self._cut + piece[1:] for piece in pieces[1:])
+        )
         cut = self._copy.token_to_id(self._cut)
         if not self._controls.isdisjoint(ids):
             raise ValueError("the tokenizer spells a control token's name as that token; its vocabulary cannot be used")
         return [self._back.get(token, token) for token in ids if token != cut]
 
     def _stands_in(self, text: str) -> bool:
-        """Whether a name is in the text, or would be once the tokenizer has normalized it."""
+        """True if a name is in the text, or would be once the tokenizer has normalized it."""
         if not self.ids:
             return False
         if self._anywhere.search(text):
@@ -159,7 +165,7 @@ class Controls:
                 for name, value in given.items()
             }
         if isinstance(given, list | tuple):
-            return [self._masked(one, mask) for one in given]
+            return [self._masked(part, mask) for part in given]
         return given
 
     @cached_property
@@ -185,7 +191,7 @@ class Controls:
 
     @cached_property
     def _normalizes(self) -> bool:
-        return self._backend.normalizer is not None and any(one.normalized for one in self._flags.values())
+        return self._backend.normalizer is not None and any(token.normalized for token in self._flags.values())
 
     @cached_property
     def _back(self) -> Mapping[int, int]:
@@ -202,8 +208,8 @@ class Controls:
         from tokenizers import AddedToken, Tokenizer
 
         copy = Tokenizer.from_str(self._backend.to_str())
-        copy.add_special_tokens([_token(AddedToken, name, one, special=True) for name, one in self._flags.items()])
-        copy.add_tokens([_token(AddedToken, self._secret[name], one) for name, one in self._flags.items()])
+        copy.add_special_tokens([_token(AddedToken, name, token, special=True) for name, token in self._flags.items()])
+        copy.add_tokens([_token(AddedToken, self._secret[name], token) for name, token in self._flags.items()])
         copy.add_tokens([AddedToken(self._cut, normalized=False)])
         copy.encode_special_tokens = True
         return copy
@@ -227,7 +233,7 @@ def _all_ids(backend: Any, texts: Sequence[str]) -> list[list[int]]:
         found = backend.encode_batch_fast(list(texts), add_special_tokens=False)  # lets other threads run
     else:
         found = [backend.encode(text, add_special_tokens=False) for text in texts]
-    return [one.ids for one in found]
+    return [encoding.ids for encoding in found]
 
 
 def _writable(text: str) -> str:
@@ -241,13 +247,13 @@ def _writable(text: str) -> str:
 def _strings(given: Any) -> list[str]:
     found, left = [], [given]
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, Mapping):
-            left += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
+        value = left.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
     return found
 
 

@@ -72,11 +72,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text: `decode` leaves them out."""
         added = self._tokenizer.added_tokens_decoder.items()
-        return frozenset((*self._tokenizer.all_special_ids, *(token for token, one in added if one.special)))
+        return frozenset((*self._tokenizer.all_special_ids, *(token for token, spelled in added if spelled.special)))
 
     @property
     def wrapped(self) -> Any:
-        """What transformers made of the folder, for a library that asks for that."""
+        """Tokenizer of transformers, for a library that needs it."""
         return self._tokenizer
 
     @property
@@ -113,7 +113,7 @@ class Tokenizer:
     def spell(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens by their names."""
         num_tokens = self._num_tokens
-        text: str = self._backend.decode([one for one in ids if 0 <= one < num_tokens], skip_special_tokens=False)
+        text: str = self._backend.decode([token for token in ids if 0 <= token < num_tokens], skip_special_tokens=False)
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -137,12 +137,12 @@ class Tokenizer:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model sees."""
+        """True if the model takes images."""
         return self._vision is not None
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template says anything about tools."""
+        """True if the chat template uses tools."""
         return "tools" in str(self._tokenizer.chat_template)
 
     def encode_request(
@@ -160,11 +160,15 @@ class Tokenizer:
 
         try:
             ids = self._controls.encode_rendered(
-                [[as_template_takes(one, self.writing) for one in conversation], [dict(one) for one in tools]], render
+                [
+                    [as_template_takes(message, self.writing) for message in conversation],
+                    [dict(tool) for tool in tools],
+                ],
+                render,
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return self._with_places(ids, sum(one.get("images", 0) for one in conversation))
+        return self._with_places(ids, sum(message.get("images", 0) for message in conversation))
 
     def _applied(self, conversation: Any, tools: Any = None) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -280,11 +284,11 @@ def own_kernels(folder: str | Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     left = [config]
     while left:
-        one = left.pop()
+        part = left.pop()
         # SDPA knows no soft cap of scores and would leave it out.
-        one._attn_implementation = "eager" if getattr(one, "attn_logit_softcapping", None) else None
-        one._experts_implementation = None
-        left += [inner for inner in vars(one).values() if isinstance(inner, PretrainedConfig)]
+        part._attn_implementation = "eager" if getattr(part, "attn_logit_softcapping", None) else None
+        part._experts_implementation = None
+        left += [inner for inner in vars(part).values() if isinstance(inner, PretrainedConfig)]
     return config
 
 
@@ -394,6 +398,6 @@ def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
 
 
 def not_loadable(what: str, folder: str | Path, expected: str, error: Exception) -> ConfigError:
-    """What to raise where a library cannot make something of a folder. expected: to be in it."""
+    """Error where a library cannot load a folder. expected: content of it."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(f"{what}: cannot be loaded from {folder}, expected a local folder with {expected}: {first_line}")

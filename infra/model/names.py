@@ -35,7 +35,7 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
         return dict(state)
     from transformers.core_model_loading import rename_source_key
 
-    by_pattern = {pattern: one for one in experts for pattern in one.source_patterns}
+    by_pattern = {pattern: expert for expert in experts for pattern in expert.source_patterns}
     views: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         renamed, pattern = rename_source_key(name, renamings, experts, reverse=True)
@@ -45,8 +45,8 @@ def published(module: "torch.nn.Module", state: Mapping[str, "torch.Tensor"]) ->
         first, *others = by_pattern[pattern].target_patterns
         patterns = [renamed, *(renamed.replace(first, other) for other in others)]
         for index, expert in enumerate(value.unbind(0)):
-            for one, matrix in zip(patterns, expert.chunk(len(patterns), 0), strict=True):
-                views[one.replace("*", str(index))] = matrix
+            for pattern, matrix in zip(patterns, expert.chunk(len(patterns), 0), strict=True):
+                views[pattern.replace("*", str(index))] = matrix
     return views
 
 
@@ -56,7 +56,7 @@ def adapter_name(name: str) -> str:
 
 
 def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
-    """How transformers gives the model's names back to a folder: renamings, and what splits experts; nothing for a model
+    """Conversions from the model's names to a folder's: renamings and the splitting of experts; none for a model
     without fused experts, whose names stay as they are.
     """
     if not hasattr(module, "config"):
@@ -65,17 +65,21 @@ def _mapping(module: Any) -> tuple[list[Any], list[Any]]:
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     loading = [
-        one for one in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(one, PrefixChange)
+        change
+        for change in get_model_conversion_mapping(module, add_legacy=False)
+        if not isinstance(change, PrefixChange)
     ]
-    experts = [one.reverse_transform() for one in loading[::-1] if isinstance(one, WeightConverter) and _fuses(one)]
+    experts = [
+        change.reverse_transform() for change in loading[::-1] if isinstance(change, WeightConverter) and _fuses(change)
+    ]
     if not experts:
         return [], []
-    return [one.reverse_transform() for one in loading[::-1] if isinstance(one, WeightRenaming)], experts
+    return [change.reverse_transform() for change in loading[::-1] if isinstance(change, WeightRenaming)], experts
 
 
 def _fuses(converter: Any) -> bool:
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    kinds = [(type(one), one.dim) for one in converter.operations if isinstance(one, MergeModulelist | Concatenate)]
+    kinds = [(type(step), step.dim) for step in converter.operations if isinstance(step, MergeModulelist | Concatenate)]
     known = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     return known and len(kinds) == len(converter.operations)

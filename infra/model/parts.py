@@ -106,8 +106,8 @@ class FolderParts:
     def _grouped(self, mapping: Any) -> dict[str, list[str]]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+        converters = [change for change in mapping if isinstance(change, WeightConverter)]
         state, prefix = self._module.state_dict(), self._module.base_model_prefix
         found: dict[str, list[str]] = {}
         for key in sorted(self._files):
@@ -136,12 +136,12 @@ class FolderParts:
             )
         return frozenset(found)
 
-    def _equal(self, one: str, other: str) -> bool:
+    def _equal(self, name: str, other: str) -> bool:
         import torch
         from safetensors import safe_open
 
-        opened: list[Any] = [safe_open(self._files[key], framework="pt") for key in (one, other)]
-        first, second = (file.get_slice(key) for file, key in zip(opened, (one, other), strict=True))
+        opened: list[Any] = [safe_open(self._files[key], framework="pt") for key in (name, other)]
+        first, second = (file.get_slice(key) for file, key in zip(opened, (name, other), strict=True))
         shape = first.get_shape()
         if shape != second.get_shape():
             return False

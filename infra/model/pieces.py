@@ -23,7 +23,7 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
 class Pieces:
-    """What is known of one tokenizer's texts. ids: of its control tokens. encode: ids of several texts. Safe in threads."""
+    """Cache of texts that one tokenizer has encoded. ids: control tokens. encode: ids of several texts. Safe in threads."""
 
     def __init__(self, ids: Mapping[str, int], names: "re.Pattern[str]", encode: Encode) -> None:
         self._ids = ids
@@ -63,12 +63,12 @@ class Pieces:
 
 
 def cuts(backend: Any, flags: Mapping[str, Any], ids: Mapping[str, int]) -> bool:
-    """Whether a tokenizer's control tokens separate the text before them from the text after."""
-    if not flags or any(one.lstrip or one.rstrip or one.single_word for one in flags.values()):
+    """True if a tokenizer's control tokens separate the text before them from the text after."""
+    if not flags or any(token.lstrip or token.rstrip or token.single_word for token in flags.values()):
         return False
-    if backend.normalizer is not None and any(one.normalized for one in flags.values()):
+    if backend.normalizer is not None and any(token.normalized for token in flags.values()):
         return False
-    others = [one.content for one in backend.get_added_tokens_decoder().values() if one.content not in flags]
+    others = [token.content for token in backend.get_added_tokens_decoder().values() if token.content not in flags]
     if any(name in other or other in name for other in others for name in flags):
         return False
 

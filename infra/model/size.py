@@ -44,7 +44,7 @@ class ModelSize(msgspec.Struct, frozen=True):
 
 
 def model_size(folder: str | Path, adapter: Adapter | None = None) -> ModelSize:
-    """Of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError.
+    """Size of the model that a folder's config.json describes; nothing else of the folder is read. Raises ConfigError.
 
     adapter: what is trained of it and published, None for all.
     """
@@ -114,12 +114,14 @@ class TokenCost(msgspec.Struct, frozen=True):
     head: float
 
     def step(self, positions: int, pairs: int, read: int) -> float:
-        """Of a forward and a backward of so many."""
+        """Operations of a forward and a backward pass."""
         return FORWARD_AND_BACKWARD * (positions * self.position + pairs * self.pair + read * self.head)
 
 
 def token_cost(folder: str | Path) -> TokenCost:
-    """Of the model that a folder's config.json describes: of experts those that a token is sent to. Raises ConfigError."""
+    """Cost of a token of the model that a folder's config.json describes: of experts those that a token is sent to. Raises
+    ConfigError.
+    """
     module: Any = meta_model(folder)
     text = module.config.get_text_config()
     heads = int(text.num_attention_heads)
@@ -138,7 +140,7 @@ def token_cost(folder: str | Path) -> TokenCost:
 
 
 def peak_tflops(card: str) -> float:
-    """Of a card by its name, 0 for one that is not in the table.
+    """Peak TFLOP/s of a card by its name, 0 for a card that is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3")
     989.5

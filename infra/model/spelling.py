@@ -53,7 +53,7 @@ class TokenizerFile:
 
 
 class TokenTexts:
-    """What token ids are as text, by the tokenizer in a model folder (or of a model in the cache). Raises ConfigError."""
+    """Texts of token ids, by the tokenizer in a model folder (or of a model in the cache). Raises ConfigError."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = _opened(_file(model, FILE))

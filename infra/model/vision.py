@@ -1,4 +1,4 @@
-"""How a vision-language model takes pictures: their places among the tokens, and what it computes of them.
+"""Images of a vision-language model: their places among the tokens, and its inputs for them.
 
 Of the families LLaVA and InternVL 3 and 3.5 (`model_type` "llava", "internvl"): every picture is brought to one size by the
 model's own image processor, and takes `num_places` copies of one id among the tokens, which the vision tower's features
@@ -42,7 +42,7 @@ class NoModel(ConfigError):
 
 
 class Vision:
-    """Of one model. family: one of FAMILIES. token: the id at a part of a picture. num_places: how many of it make
+    """Image inputs of one model. family: one of FAMILIES. token: the id at a part of a picture. num_places: how many of it make
     a picture.
 
     patch: pixels a side of what the vision tower makes one feature of.
@@ -76,7 +76,7 @@ class Vision:
             )
         before, after = frame
         picture = (*before, *(self.token,) * self.num_places, *after)
-        return [token for one in ids for token in (picture if one == self.token else (one,))]
+        return [token for given in ids for token in (picture if given == self.token else (given,))]
 
     def frame(self, tokenizer: Any) -> Frame:
         """The ids before and after a picture's places, by the tokenizer of the model's folder. Raises ConfigError."""
@@ -130,12 +130,12 @@ def probe_picture(index: int, side: int = 32) -> "Pixels":
 
 
 def takes_pictures(folder: str | Path) -> bool:
-    """Whether the model of a folder takes pictures. Raises NoModel, and ConfigError for a family there is not code for."""
+    """True if the model of a folder takes images. Raises NoModel, and ConfigError for a family there is not code for."""
     return _seeing_config(folder) is not None
 
 
 def load_vision(folder: str | Path) -> Vision | None:
-    """How the model of a folder takes pictures; None for one of text alone.
+    """Image inputs of the model of a folder; None for a model of text alone.
 
     Raises as `takes_pictures`, and ConfigError where the image processor is missing.
     """
@@ -176,7 +176,7 @@ def _seeing_config(folder: str | Path) -> Any:
 
 
 def vision_if_any(folder: str | Path) -> Vision | None:
-    """As `load_vision`, and None without a model: code that needs one raises its own error."""
+    """Like `load_vision`, and None without a model: code that needs a model raises its own error."""
     try:
         return load_vision(folder)
     except NoModel:
@@ -186,7 +186,7 @@ def vision_if_any(folder: str | Path) -> Vision | None:
 def model_inputs(
     module: Any, tokens_BT: "torch.Tensor", places: npt.NDArray[np.int64] | None, pictures: Prepared | None
 ) -> Mapping[str, "torch.Tensor"]:
-    """What the model's forward takes: the tokens, or, where there are pictures, what these and the tokens become.
+    """Inputs of the model's forward pass: the tokens, and what the images become.
 
     places [I * num_places]: indexes into B*T, picture after picture. pictures [I, 3, H, W]. Gradients reach the tower.
     """
@@ -206,7 +206,7 @@ def model_inputs(
 
 
 def probe_inputs(module: Any, vision: Vision | None, tokens_1T: "torch.Tensor") -> Mapping[str, "torch.Tensor"]:
-    """What the forward of one sequence without its images takes: see `Vision.probe`."""
+    """Inputs of the forward pass of one sequence without its images: see `Vision.probe`."""
     if vision is None:
         return {"input_ids": tokens_1T}
     return model_inputs(module, tokens_1T, *vision.probe(tokens_1T[0].tolist()))

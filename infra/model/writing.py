@@ -1,4 +1,4 @@
-"""How a model writes more than plain text: its calls of tools, and what it thinks before it speaks.
+"""Formats of a model's tool calls and of its reasoning.
 
 A parser's name says it. `hermes` and `think` are headrace's own and need nothing; the other names are vLLM's, for its parsers
 of tool calls and of reasoning. `none` leaves what was written as text.
@@ -74,7 +74,7 @@ class Writing(msgspec.Struct, frozen=True):
 
     @property
     def is_own(self) -> bool:
-        """Whether headrace reads all of it by itself."""
+        """True if headrace parses all of it by itself."""
         return self.tools in OWN_TOOLS and self.reasoning in OWN_REASONING
 
     @property
@@ -84,7 +84,7 @@ class Writing(msgspec.Struct, frozen=True):
 
 
 def writing_of(template: str, tool_parser: str = "", reasoning_parser: str = "") -> Writing:
-    """How a model writes. template: its chat template. tool_parser, reasoning_parser: what the settings say, "" for nothing.
+    """Formats of a model. template: its chat template. tool_parser, reasoning_parser: what the settings say, "" for nothing.
 
     >>> writing_of("… <tool_call> … <function= …").tools
     'qwen3_coder'

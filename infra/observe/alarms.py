@@ -33,7 +33,7 @@ class Alarm(NamedTuple):
 
     @property
     def section(self) -> str:
-        """Where the runbook says what to do."""
+        """Section of the runbook."""
         return f"{RUNBOOK}#{anchor(self.title)}"
 
     @property
@@ -167,7 +167,7 @@ OF_MASTER = tuple(alarm for alarm in ALARMS if "alarm_raised" in alarm.rule)
 
 
 def alarm_of(line: str) -> Alarm | None:
-    """Which alarm a line of `status` is; None for one that a plugin or a later release says."""
+    """Alarm of a line of `status`; None for a line of a plugin or of a later release."""
     return next((alarm for alarm in ALARMS if re.search(alarm.says, line)), None)
 
 

@@ -127,7 +127,7 @@ def check() -> None:
 
 
 class Armed:
-    """What the variable asks for; each entry happens once."""
+    """Failures that the variable asks for; each happens once."""
 
     def __init__(self, text: str) -> None:
         self._wanted: dict[str, tuple[Action, int]] = {}

@@ -27,7 +27,7 @@ class Exposed(NamedTuple):
 
 
 def exposed(name: str) -> Exposed:
-    """How Prometheus reads a metric.
+    """Prometheus name and unit of a metric.
 
     >>> exposed("usual/ess")
     Exposed(name='headrace_step_ess', labels={'lane': 'usual'}, scale=1.0)
@@ -312,4 +312,4 @@ MEASURES = (
     _gauge("keys_held", "serve", "keys that wait for the store"),
 )
 
-HELP = {exposed(one.name).name: one.meaning for one in MEASURES}
+HELP = {exposed(measure.name).name: measure.meaning for measure in MEASURES}

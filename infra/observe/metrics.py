@@ -75,7 +75,7 @@ class Metrics:
             self._checks[name] = state
 
     def faults(self) -> dict[str, str]:
-        """What is wrong now, by check; a check that raises is wrong."""
+        """Present faults, by check; a check that raises is a fault."""
         with self._lock:
             checks = dict(self._checks)
         states: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Metrics:
             server.server_close()
 
     def _under(self, kind: type[Made], name: str, labels: dict[str, str], **more: Any) -> Made:
-        """What counts under these labels. Found anew each time it would be a good part of what a short answer costs.
+        """Metric with these labels. Kept, since finding it each time would be a good part of the cost of a short answer.
 
         more: what a family of this kind takes besides.
         """
@@ -164,14 +164,14 @@ class _Renamed(Collector):
             shown = _exposed(family.name)
             help = HELP.get(shown.name, family.documentation)
             into = found.setdefault(shown.name, Metric(shown.name, help, family.type))
-            for one in family.samples:
-                name = shown.name + one.name.removeprefix(family.name)
+            for sample in family.samples:
+                name = shown.name + sample.name.removeprefix(family.name)
                 into.add_sample(
                     name,
-                    {**self._labels, **one.labels, **shown.labels},
-                    one.value * shown.scale,
-                    one.timestamp,
-                    one.exemplar,
+                    {**self._labels, **sample.labels, **shown.labels},
+                    sample.value * shown.scale,
+                    sample.timestamp,
+                    sample.exemplar,
                 )
         yield from found.values()
 

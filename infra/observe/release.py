@@ -1,4 +1,4 @@
-"""Which headrace this is: its release, and in a checkout the commit."""
+"""Release of this headrace, and in a checkout its commit."""
 
 import subprocess
 from functools import cache
@@ -11,7 +11,7 @@ UNKNOWN = "unknown"
 
 @cache
 def release() -> str:
-    """As pyproject.toml says it."""
+    """Version in pyproject.toml."""
     try:
         return version("headrace")
     except PackageNotFoundError:

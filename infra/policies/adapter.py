@@ -4,7 +4,7 @@ import msgspec
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tensors of an adapter mean. One policy keeps it for life.
+    """Settings of an adapter. A policy keeps them for life.
 
     rank: of its two matrices. alpha: its output is scaled by alpha / rank. targets: names of the adapted modules, each
     the end of one or more module names; sorted. base: hash of the folder's tensors that it is an adapter of, see

@@ -1,4 +1,4 @@
-"""Whether two programs compute one policy: their logprobs of the same tokens, where each rounds in its own way.
+"""Test that two programs compute one policy, by their logprobs of the same tokens, though each rounds in its own way.
 
 A token counts by how far the two are apart per nat of its surprise s = -log π: e = |a - b| / (1 + s), so that unlikely tokens,
 whose logits are noisiest, do not decide. Compared are the mean of e and its 95th percentile with those of a noise floor: what
@@ -32,7 +32,7 @@ SHARE = 0.95
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How far two readings of the same tokens are apart. tokens: how many. mean, p95: of e. largest: nats, not divided.
+    """Distance of two readings of the same tokens. tokens: how many. mean, p95: of e. largest: nats, not divided.
 
     Example: Agreement(tokens=252, mean=0.005, p95=0.018, largest=0.16)
     """
@@ -49,14 +49,17 @@ LEAST = {"bfloat16": Agreement(0, 2**-8, 2**-6, 0.0), "float16": Agreement(0, 2*
 
 
 def agreement(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Agreement:
-    """Of two readings of the same sequences; theirs is the reference. Anything not finite is infinitely far off.
+    """Distance of two readings of the same sequences; theirs is the reference. A value that is not finite is infinitely far
+    off.
 
     Raises ValueError where they are of different lengths.
     """
-    if [len(one) for one in ours] != [len(one) for one in theirs]:
-        got, expected = ([len(one) for one in reading] for reading in (ours, theirs))
+    if [*map(len, ours)] != [*map(len, theirs)]:
+        got, expected = ([*map(len, reading)] for reading in (ours, theirs))
         raise ValueError(f"got {got} logprobs, expected {expected}")
-    ours_N, theirs_N = (np.array([value for one in both for value in one], np.float64) for both in (ours, theirs))
+    ours_N, theirs_N = (
+        np.array([value for sequence in reading for value in sequence], np.float64) for reading in (ours, theirs)
+    )
     if not len(ours_N):
         return Agreement(0, 0.0, 0.0, 0.0)
     with np.errstate(invalid="ignore"):
@@ -64,11 +67,11 @@ def agreement(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
         each_N = apart_N / (1.0 - np.minimum(theirs_N, 0.0))
     sound = bool(np.isfinite(apart_N).all() and np.isfinite(each_N).all())
     figures = (each_N.mean(), np.quantile(each_N, SHARE), apart_N.max()) if sound else (math.inf,) * 3
-    return Agreement(len(ours_N), *(float(one) for one in figures))
+    return Agreement(len(ours_N), *map(float, figures))
 
 
 def disagreement(found: Agreement, floor: Agreement | None, dtype: str) -> str:
-    """Why the two do not compute one policy, "" where they may. floor: None before anything was measured."""
+    """Reason why two programs do not compute one policy, "" where they may. floor: None before anything was measured."""
     if dtype in LARGEST:
         most = LARGEST[dtype]
         return "" if found.largest <= most else f"logprobs differ by {found.largest:.2e}, expected at most {most:.0e}"
@@ -98,7 +101,7 @@ def joined(floor: Agreement | None, found: Agreement) -> Agreement:
         return floor
     tokens = floor.tokens + found.tokens
     mean, p95 = (
-        (one * floor.tokens + other * found.tokens) / tokens
-        for one, other in ((floor.mean, found.mean), (floor.p95, found.p95))
+        (before * floor.tokens + now * found.tokens) / tokens
+        for before, now in ((floor.mean, found.mean), (floor.p95, found.p95))
     )
     return Agreement(tokens, mean, p95, max(floor.largest, found.largest))

@@ -26,8 +26,8 @@ MAX_STEPS = 1000  # of a chain of deltas; a longer one cannot be genuine
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """Where tensors are whole. version: that stored them. shards: they are in. newer: names of which newer ones are read
-    elsewhere. num_steps: how many of the newest steps follow.
+    """Version that stored tensors whole. version: that stored them. shards: they are in. newer: names of which newer ones are
+    read elsewhere. num_steps: how many of the newest steps follow.
     """
 
     version: int
@@ -92,7 +92,7 @@ def check_within(manifest: PolicyManifest, key: str) -> None:
 
 
 def names_of_slice(num_bytes: Mapping[str, int], index: int) -> tuple[str, ...]:
-    """Which tensors the slice of that index holds: of all in order, those whose middle lies in its share of the bytes."""
+    """Names of the tensors in the slice of that index: of all in order, those whose middle lies in its share of the bytes."""
     total, before, chosen = sum(num_bytes.values()), 0, []
     for name in sorted(num_bytes):
         if NUM_SLICES * (2 * before + num_bytes[name]) // max(2 * total, 1) == index:
@@ -102,7 +102,7 @@ def names_of_slice(num_bytes: Mapping[str, int], index: int) -> tuple[str, ...]:
 
 
 def next_index(before: Slice | None) -> int:
-    """Of the slice after this one; 0 after an anchor."""
+    """Index of the slice after this slice; 0 after an anchor."""
     return 0 if before is None else (before.index + 1) % NUM_SLICES
 
 

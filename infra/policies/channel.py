@@ -1,5 +1,5 @@
-"""What customers are served, the stable channel, and what a share of them tries, the canary channel: decided by the
-events of `policies` and nothing else. Pure.
+"""Versions of the stable channel, which customers are served, and of the canary channel, which a share of them tries.
+The events of `policies` decide, and nothing else. Pure.
 
 Rules: `promoted` moves it, unless it is pinned; `pinned` holds it at a version, and `pinned` at -1 lets it go to
 the newest promoted one; `rolled_back` moves it to an older version and ends a pin; versions above it that were promoted
@@ -37,7 +37,7 @@ class Stable(msgspec.Struct, frozen=True):
 
     @property
     def watched(self) -> bool:
-        """Whether canaries serve the version before the stable one, to compare it with the stable one."""
+        """True if canaries serve the version before the stable one, to compare the two."""
         return 0 <= self.before == self.trial
 
     def served(self, channel: Channel) -> int:
@@ -64,7 +64,7 @@ def fenced(stable: Stable, directive: Directive, offset: int) -> Stable:
 
 
 def is_overtaken(stable: Stable, event: PolicyEvent) -> bool:
-    """Whether the master that decided this was overtaken before it did."""
+    """True if the master that decided this was overtaken before it did."""
     return event.owner in MASTERS and event.token < stable.lease
 
 

@@ -73,7 +73,7 @@ def encode_tensor(old: Tensor, new: Tensor, seen: Seen = unseen) -> Encoded:
 
 
 def encode_moves(size: int, moves: Iterable[Move]) -> Encoded | None:
-    """What `encode_tensor` gives for a tensor of `size` 16-bit values of which few changed, where these are known: in order,
+    """Like `encode_tensor` for a tensor of `size` 16-bit values, where the few that changed are known: in order,
     some at a time. None where it would be raw.
     """
     streams = _UlpStreams()
@@ -92,7 +92,7 @@ def sampled_share(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def _moves_between(before: np.ndarray, after: np.ndarray, seen: Seen) -> Iterator[Move]:
-    """What differs is found piece by piece, so that what is made of a piece stays in the processor's cache."""
+    """Differences, found piece by piece, so that each piece stays in the processor's cache."""
     room = np.empty(min(before.size, CHUNK_VALUES), bool)
     found: list[Move] = []
     start = waiting = 0
@@ -145,7 +145,7 @@ class _UlpStreams:
 
 
 def _sparse(differs: np.ndarray) -> np.ndarray:
-    """Where few of many are true: eight at a time are looked at first."""
+    """Indices of the true values of an array with few of them: eight are tested at a time."""
     if differs.size % 8:
         return np.flatnonzero(differs)
     eights = differs.view(np.uint64)
@@ -156,7 +156,7 @@ def _sparse(differs: np.ndarray) -> np.ndarray:
 
 
 def _signed(ulps: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Where `down`, the negative, of 16 bits; without a branch, since signs cannot be foreseen."""
+    """16-bit values, negative where `down`; without a branch, since signs cannot be foreseen."""
     ones: np.ndarray = np.negative(down.view(np.uint8).astype(np.uint16))
     signed: np.ndarray = (ulps ^ ones) - ones
     return signed
@@ -194,7 +194,7 @@ def decode_pieces(parts: Sequence[Part], old: Tensor) -> Iterator[memoryview]:
 
 
 def _last_moves(parts: Sequence[Part], old: Tensor) -> tuple[np.ndarray, list[Moves]]:
-    """What a chain ends with: values [size], and the moves that are still to be made on them."""
+    """End of a chain: values [size], and the moves that are still to be made on them."""
     if unknown := [encoder for encoder, _ in parts if encoder not in ("k1", "raw")]:
         raise ValueError(f"delta: got encoder {unknown[0]!r} for {old.dtype}, expected k1 or raw")
     raw = max((index for index, (encoder, _) in enumerate(parts) if encoder == "raw"), default=-1)
@@ -307,7 +307,7 @@ def moved(base: np.ndarray, moves: Sequence[Moves], out: np.ndarray | None = Non
     move = _move_all if len(moves) >= MANY_MOVES else _move
     for chunk, start in enumerate(starts[:-1]):
         parts = [slice(cut[chunk], cut[chunk + 1]) for cut in cuts]
-        near = (Moves(one.positions[part], one.ulps[part]) for one, part in zip(moves, parts, strict=True))
+        near = (Moves(move.positions[part], move.ulps[part]) for move, part in zip(moves, parts, strict=True))
         old = base[start : start + CHAIN_VALUES]
         piece = scratch.values[0, : old.size] if out is None else out[start : start + CHAIN_VALUES]
         move(old, piece, start, near, scratch)

@@ -86,7 +86,7 @@ class PolicyFetcher:
             return False
         listing = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
         if manifest.adapter is not None or listing != {
-            name: (one.dtype, one.shape) for name, one in tensors.items()
+            name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
         }:  # asked before, since to hash a model takes a while
             return False
         if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
@@ -181,7 +181,7 @@ def _from_wholes(
     store: Store, chain: Chain, at_the_end: Callable[[str, Tensor, int], tuple[Tensor, Look]]
 ) -> dict[str, tuple[Tensor, Look]]:
     def taken(begin: tuple[Whole, Shard]) -> dict[str, tuple[Tensor, Look]]:
-        """What an object holds and no newer one does, moved on and put at once: then the object can go."""
+        """Tensors of an object that no newer object has, moved on and put at once, so that the object can go."""
         whole, shard = begin
         data = memoryview(_read_shard(store, chain.root, shard))
         try:
@@ -223,7 +223,7 @@ def verified(manifest: PolicyManifest, tensors: dict[str, Tensor]) -> dict[str, 
 
 def _check_looks(manifest: PolicyManifest, found: Mapping[str, tuple[Tensor, Look]]) -> None:
     """Raise PolicyRefused, naming a tensor, unless what was seen of all of them is exactly the manifest's, and finite."""
-    entries = tuple(TensorEntry(name, one.dtype, one.shape, look.xxh3) for name, (one, look) in found.items())
+    entries = tuple(TensorEntry(name, tensor.dtype, tensor.shape, look.xxh3) for name, (tensor, look) in found.items())
     if difference := first_difference(entries, manifest.tensors, values=True):
         raise PolicyRefused(difference)
     if wrong := next((name for name, (_, look) in found.items() if not look.finite), ""):
@@ -232,7 +232,7 @@ def _check_looks(manifest: PolicyManifest, found: Mapping[str, tuple[Tensor, Loo
 
 def read_shards(store: Store, manifest: PolicyManifest, shards: tuple[Shard, ...]) -> list[memoryview]:
     """Objects of a policy, verified. Raises PolicyRefused, NotInStore, StoreError."""
-    return [memoryview(one) for one in in_threads(lambda shard: _read_shard(store, manifest, shard), shards)]
+    return [memoryview(data) for data in in_threads(lambda shard: _read_shard(store, manifest, shard), shards)]
 
 
 def _payload(shards: list[memoryview], part: DeltaPart) -> memoryview:

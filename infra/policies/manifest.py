@@ -1,4 +1,4 @@
-"""What a published version consists of: every tensor with the hash of its state, and the ways to obtain them.
+"""Manifest of a published version: every tensor with the hash of its state, and the ways to obtain them.
 
     policies/<policy>/<token>/manifests/<version>.json      one per version, written last, named by the event's sha256
     policies/<policy>/<token>/anchors/<version>/<digest>.safetensors
@@ -34,7 +34,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class DeltaPart(msgspec.Struct, frozen=True):
-    """Where a changed tensor's encoded difference lies. tensor: its name. encoder: that wrote it. shard: index among
+    """Position of a changed tensor's encoded difference. tensor: its name. encoder: that wrote it. shard: index among
     those of the source. offset: of its first byte in the shard. num_bytes: from there on.
     """
 
@@ -121,7 +121,7 @@ class PolicyManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: PolicyManifest) -> bytes:
-    """As JSON, the same bytes for the same manifest."""
+    """JSON of a manifest, the same bytes for the same manifest."""
     return msgspec.json.encode(manifest)
 
 
@@ -146,12 +146,12 @@ class _Format(msgspec.Struct):
 
 
 def folder_of(policy: str, token: int) -> str:
-    """Where everything lies that one trainer lease publishes."""
+    """Folder of everything that one trainer lease publishes."""
     return f"policies/{policy}/{token}"
 
 
 def manifest_key(policy: str, token: int, version: int) -> str:
-    """Where the manifest of a version lies."""
+    """Key of the manifest of a version."""
     return f"{folder_of(policy, token)}/manifests/{version}.json"
 
 
@@ -206,7 +206,7 @@ def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def first_difference(got: tuple[TensorEntry, ...], expected: tuple[TensorEntry, ...], *, values: bool) -> str | None:
-    """What first differs between two lists of tensors (names, dtypes, shapes; values), in words; None if nothing."""
+    """First difference of two lists of tensors (names, dtypes, shapes; values), in words; None for none."""
     have = {entry.name: entry for entry in got}
     for entry in expected:
         own = have.pop(entry.name, None)

@@ -1,4 +1,4 @@
-"""The policies there are, as read from the log, and which one an engine should load next. Pure.
+"""Versions of a policy as read from the log, and the one that an engine should load next. Pure.
 
 Guarantees: a trainer that lost its lease publishes nothing (fencing); an engine goes forward only, unless it follows the
 stable channel, which may be pinned or rolled back; the version an evaluation waits for is not skipped while it is known.
@@ -61,13 +61,15 @@ class PolicyFeed:
             del self.events[old]
 
     def lacks(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> bool:
-        """Whether `next` may hang on a version of which only the events before a summary tell: then all are to be read."""
+        """True if `next` may need a version that only events before the summary name: then all are to be read."""
         wanted = self.stable.served(self._channel)
         if wanted >= 0:
             return wanted < self._known_from and wanted not in (held, *refused, *self.events)
         ahead = [version for version in self.events if version > held and version not in refused]
         unknown = range(held + 1, self._known_from)
-        awaited = any(one in unknown and one not in self.events and one not in refused for one in pinned)
+        awaited = any(
+            version in unknown and version not in self.events and version not in refused for version in pinned
+        )
         return awaited or max(ahead, default=held) < self._known_from - 1
 
     def next(self, held: int, *, pinned: Collection[int], refused: Collection[int]) -> PolicyEvent | None:

@@ -53,7 +53,7 @@ CHANGED_SHARE = 1 / 8  # of the values or the bytes: a chain of larger deltas wo
 
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be published.
+    """A version to publish.
 
     policy: its name. token: of the trainer's lease. version: higher than any before. parent: the version it was trained
     from, -1 for none. step: the last one it contains. adapter: of which the tensors are, None for the whole model.
@@ -119,7 +119,9 @@ def publish_shares(
         anchor=has_anchor,
         slice=names_of_slice(num_bytes, next_index(parent.slice)) if parent and not has_anchor else (),
     )
-    sources, slice_shards = _sources(wanted, put(wanted), new, parent_sha256, sum(one.num_changed for one in shares))
+    sources, slice_shards = _sources(
+        wanted, put(wanted), new, parent_sha256, sum(share.num_changed for share in shares)
+    )
     since = None if has_anchor else parent
     sliced = None
     if since is not None:

@@ -1,4 +1,4 @@
-"""What one process publishes of a version: its tensors, hashed, encoded against those of the parent, and put into the store.
+"""One process's share of a version: its tensors, hashed, encoded against those of the parent, and put into the store.
 
 Where several processes have the tensors of a version, each publishes its own part, in two phases: all encode, then the
 leading process decides from their answers what is put, and all put.
@@ -47,7 +47,7 @@ class VersionTensors(Protocol):
         """Hash the tensors, and encode those whose difference from `old` is smaller than the tensor."""
 
     def base(self) -> "VersionTensors":
-        """All that `encoded_since` of the next version needs: every entry, and the values of 16-bit tensors."""
+        """Base for `encoded_since` of the next version: every entry, and the values of 16-bit tensors."""
 
 
 class HashedTensors(dict[str, Tensor]):
@@ -99,7 +99,7 @@ class HashedTensors(dict[str, Tensor]):
             )
             self._looks = {name: look for name, (look, _) in zip(self, found, strict=True)}
             tried = {name: encoded for name, (_, encoded) in zip(self, found, strict=True) if encoded is not None}
-        return {name: one for name, one in tried.items() if one.encoder != "raw"} | encode_rest(self, old, tried)
+        return {name: part for name, part in tried.items() if part.encoder != "raw"} | encode_rest(self, old, tried)
 
     def base(self) -> "HashedTensors":
         kept = HashedTensors({name: tensor for name, tensor in self.items() if ITEM_BYTES[tensor.dtype] == 2})
@@ -128,11 +128,11 @@ def encode_rest(new: VersionTensors, old: VersionTensors, tried: Collection[str]
         size=sizes.__getitem__,
         same=lambda name: (old.same_as(name), new.same_as(name)),
     )
-    return {name: one for name, one in zip(sizes, found, strict=True) if one.encoder != "raw"}
+    return {name: part for name, part in zip(sizes, found, strict=True) if part.encoder != "raw"}
 
 
 class EncodedShare(msgspec.Struct, frozen=True):
-    """What one process found. entries: of the version. parent: of its parent, None where the process does not have it.
+    """Encoded tensors of one process. entries: of the version. parent: of its parent, None where the process does not have it.
     not_finite: name of a tensor that must not be published. delta_bytes: of a delta. num_changed: values that differ from
     the parent; all values of a tensor that a delta holds whole.
     """
@@ -145,7 +145,7 @@ class EncodedShare(msgspec.Struct, frozen=True):
 
 
 class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be put. folder: see `infra.policies.manifest`. version: that is published. parent: the delta's base.
+    """Objects to put. folder: see `infra.policies.manifest`. version: that is published. parent: the delta's base.
     delta, anchor: put one. slice: names, of all tensors.
     """
 
@@ -158,7 +158,7 @@ class WantedObjects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What was put. delta: shards of differences. parts: of the delta; their shards are counted from the first of
+    """Objects that were put. delta: shards of differences. parts: of the delta; their shards are counted from the first of
     `delta`. anchor: shards of whole tensors. slice: likewise, of some.
     """
 
@@ -197,8 +197,9 @@ class Share:
             self._tensors.entries,
             self._previous.entries,
             self._tensors.not_finite,
-            sum(len(one.payload) for one in self._encoded.values()) + sum(self._sizes[name] for name in whole),
-            sum(one.changed for one in self._encoded.values()) + sum(math.prod(entries[name].shape) for name in whole),
+            sum(len(part.payload) for part in self._encoded.values()) + sum(self._sizes[name] for name in whole),
+            sum(part.changed for part in self._encoded.values())
+            + sum(math.prod(entries[name].shape) for name in whole),
         )
 
     def put(self, wanted: WantedObjects) -> StoredShare:
@@ -243,12 +244,12 @@ class Share:
         found = {name: self._encoded.get(name) or Encoded("raw", self._tensors[name].data, 0) for name in self._changed}
         shards: list[_NewShard] = []
         parts: list[DeltaPart] = []
-        for names in split_runs({name: len(one.payload) for name, one in found.items()}, self._shard_bytes):
+        for names in split_runs({name: len(part.payload) for name, part in found.items()}, self._shard_bytes):
             offset = 0
             for name in names:
-                one = found[name]
-                parts.append(DeltaPart(name, one.encoder, len(shards), offset, len(one.payload)))
-                offset += len(one.payload)
+                part = found[name]
+                parts.append(DeltaPart(name, part.encoder, len(shards), offset, len(part.payload)))
+                offset += len(part.payload)
             payloads = [found[name].payload for name in names]
             shards.append(_NewShard(f"{wanted.folder}/deltas/{wanted.parent}-{wanted.version}", "delta", payloads))
         return shards, tuple(parts)

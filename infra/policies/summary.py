@@ -1,4 +1,4 @@
-"""What `policies` says up to a place in it, in few bytes: a reader begins there, and not at the first record.
+"""State of `policies` at a place in it, in few bytes: a reader begins there, and not at the first record.
 
     policies   0 ……………… 811 │ 812 … end
     store      a summary of all below 812

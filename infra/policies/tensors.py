@@ -88,7 +88,7 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is infinite or NaN; integers always are finite."""
+    """True if no value is infinite or NaN; integers always are finite."""
     if tensor.dtype not in FLOATS:
         return True
     return all(are_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
@@ -112,7 +112,7 @@ def chunks(patterns: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def are_finite(patterns: np.ndarray, dtype: str) -> bool:
-    """Whether no pattern of a dtype means infinity or NaN."""
+    """True if no pattern of a dtype means infinity or NaN."""
     if dtype not in FLOATS or not patterns.size:
         return True
     # An exponent of ones is the largest there is: of positive values the patterns are largest as signed integers, of negative
@@ -150,9 +150,9 @@ def from_torch(tensor: "torch.Tensor", rooms: Rooms | None = None) -> Tensor:
     return _copied(tensor, rooms, unseen)
 
 
-def place_of(one: "torch.Tensor") -> Hashable:
+def place_of(tensor: "torch.Tensor") -> Hashable:
     """The same for tied tensors: the same values of the same memory."""
-    return one.device, one.data_ptr(), one.dtype, one.shape, one.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class CopiedTensors(dict[str, Tensor]):
@@ -165,16 +165,16 @@ class CopiedTensors(dict[str, Tensor]):
     def add(self, values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = None) -> None:
         """Copy more, in threads; tied ones once, for each of their names. rooms: where the copies are put."""
 
-        def copied(one: "torch.Tensor") -> tuple[Tensor, bool]:
-            dtype, finite = _dtype_of(one), True
+        def copied(tensor: "torch.Tensor") -> tuple[Tensor, bool]:
+            dtype, finite = _dtype_of(tensor), True
 
             def look(piece: memoryview) -> None:
                 nonlocal finite
                 finite = finite and are_finite(np.frombuffer(piece, f"<u{ITEM_BYTES[dtype]}"), dtype)
 
-            return _copied(one, rooms, look), finite
+            return _copied(tensor, rooms, look), finite
 
-        copies = in_threads(copied, values.values(), size=lambda one: int(one.nbytes), same=place_of)
+        copies = in_threads(copied, values.values(), size=lambda tensor: int(tensor.nbytes), same=place_of)
         for name, (tensor, finite) in zip(values, copies, strict=True):
             self[name] = tensor
             self.not_finite = self.not_finite or ("" if finite else name)
@@ -199,7 +199,6 @@ def _dtype_of(tensor: "torch.Tensor") -> str:
 
 
 def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Seen) -> Tensor:
-    """See `from_torch`. seen: is shown the copy."""
     import torch
 
     dtype = _dtype_of(tensor)
@@ -237,7 +236,7 @@ def save_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """What `save_tensors` gives, written piece by piece: nothing is copied, and other threads run meanwhile."""
+    """Like `save_tensors`, written piece by piece: nothing is copied, and other threads run meanwhile."""
     for piece in pieces_of(tensors, metadata):
         file.write(piece)
 
@@ -245,7 +244,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
 def layout(
     listing: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """What a safetensors file begins with, and where the data of each tensor starts and stops after that, in order.
+    """Head of a safetensors file, and start and stop of the data of each tensor behind it, in order.
 
     listing: dtype and shape by name. ValueError for a name or a dtype that safetensors does not have.
     """
@@ -268,7 +267,7 @@ def layout(
 
 
 def pieces_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """What `save_tensors` gives, in pieces: what the file begins with, and the data of each tensor, not copied."""
+    """Like `save_tensors`, in pieces: the head of the file, and the data of each tensor, not copied."""
     header, places = layout({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     yield header
     yield from (tensors[name].data for name in places)

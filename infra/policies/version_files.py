@@ -59,7 +59,7 @@ class FileTensors(dict[str, Tensor]):
 
 
 def free_bytes(folder: Path) -> int:
-    """What may still be written there."""
+    """Bytes that may still be written there."""
     return shutil.disk_usage(folder).free
 
 
@@ -77,11 +77,11 @@ class VersionFiles:
         self, places: Sequence[Path] = (), free: Callable[[Path], int] = free_bytes, *, wait_s: float = WAIT_S
     ) -> None:
         asked = places or (MEMORY, Path(tempfile.gettempdir()))
-        self._folders = [one / f"headrace-versions-{os.getuid()}" for one in asked if os.access(one, os.W_OK)]
+        self._folders = [place / f"headrace-versions-{os.getuid()}" for place in asked if os.access(place, os.W_OK)]
         self._free = free
         self._wait_s = wait_s
         self.metrics: Metrics | None = None
-        """Where it is counted that a place had no room, or that a file is not what it should be."""
+        """Counts places without room, and damaged files."""
         self._remove_left()
 
     def place(
@@ -109,7 +109,6 @@ class VersionFiles:
         return None
 
     def _found(self, path: Path, check: Check) -> FileTensors | None:
-        """What another holds, looked at once more."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -127,7 +126,7 @@ class VersionFiles:
         return tensors
 
     def _made(self, path: Path, entries: Sequence[TensorEntry], fill: Fill, check: Check) -> FileTensors | None:
-        """What is filled now, here or by another who has begun. None where there is no room or the other takes too long."""
+        """Tensors filled here or by another process. None without room, or if the other takes too long."""
         _make_folder(path.parent)
         plan, part, deadline = _plan(entries), path.with_name(f"{path.name}.part"), time.monotonic() + self._wait_s
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Whether a log and a store belong together.
+"""Check that a log and a store belong together.
 
 A log is known by the first record of `policies`, which is kept for ever: its bytes and when the broker stored it. The first
 trainer of an app writes that into the store, under `identity/`. Guarantee: a role that asks here before it begins never
@@ -47,7 +47,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What the store holds. sum: of the rest, since a store may give other bytes than it was given.
+    """Identity of the log in the store. sum: of the rest, since a store may give other bytes than it was given.
 
     log: that the store belongs to.
     """
@@ -62,7 +62,7 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What was found. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
+    """Result of the check. here: the log, None where it is empty. named: what the store says. missing: an object of the store.
 
     new: both are empty. unclaimed: the store names no log, and nothing speaks against this one.
 
@@ -98,7 +98,7 @@ async def require_fit(log: Log, store: Store, floor: Floor) -> None:
 
 
 def fault(fit: Fit, app: str, store: str) -> str:
-    """What does not fit and what helps, in a line; "" where all does."""
+    """Fault and remedy in a line; "" for none."""
     helps = "put back what is missing or name what belongs together in [kafka] and [store]; `headrace recover` goes on without"
     named = f"the log {fit.named}" if fit.named is not None else "another log"
     if fit.verdict == "log lost":
@@ -128,7 +128,7 @@ async def beginning_of(log: Log) -> Begun | None:
 
 
 def _named(store: Store, app: str) -> Begun | None:
-    """What the store says; None where it says nothing, or nothing whole however often it is read."""
+    """Beginning that the store names; None for none, or none that is whole however often it is read."""
     for _ in range(READS):
         try:
             named = msgspec.json.decode(store.get(_key(app)), type=Named)

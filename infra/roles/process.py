@@ -1,4 +1,4 @@
-"""What a role's process needs around its loops: a folder of its own, deadlines, work that ends early, and missing peers."""
+"""Parts of a role's process around its loops: a folder of its own, deadlines, work that ends early, and missing peers."""
 
 import asyncio
 import faulthandler
@@ -97,7 +97,7 @@ MISSING_S = 30.0  # a role that was started late or again is back sooner
 
 
 class Absence:
-    """Of something that is looked for now and then. limit_s: away for so long, it is missing."""
+    """Absence of something that is looked for now and then. limit_s: seconds after which it is missing."""
 
     def __init__(self, limit_s: float = MISSING_S) -> None:
         self._limit_s = limit_s

@@ -1,4 +1,4 @@
-"""What every role is given, and what its process needs around its loops."""
+"""Inputs of every role."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from infra.store.store import Store
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What every role is given. floor: the settings that all roles share. stop: set when it is to end. instance: the name that
+    """Inputs of a role. floor: the settings that all roles share. stop: set when it is to end. instance: the name that
     its reports and leases bear.
 
     log: of the app. store: of objects. metrics: of this process.
@@ -29,7 +29,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def instance_of(role: str) -> str:
-    """How this process is named in a role, such as `train/host-3/417`."""
+    """Name of this process in a role, such as `train/host-3/417`."""
     return f"{role}/{socket.gethostname()}/{os.getpid()}"
 
 

@@ -167,7 +167,6 @@ class SandboxChild:
         return bool(chunk) and not self.fault
 
     def _drain(self) -> None:
-        """What it wrote before it ended."""
         for descriptor in list(self._open):
             while self._read(descriptor):
                 pass

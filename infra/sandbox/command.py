@@ -38,7 +38,7 @@ Above = Annotated[float, msgspec.Meta(gt=0, description="seconds above 0")]
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run may use. wall_s: of the run, start included. cpu_s, memory_bytes (address space), open_files: of
+    """Limits of one run. wall_s: of the run, start included. cpu_s, memory_bytes (address space), open_files: of
     each of its processes; total_bytes: of memory, of all of them together and of their files' names in the kernel, measured
     every 20 ms. processes: threads count too. file_bytes: of one file. tmp_bytes: of /tmp, and of /dev/shm.
     output_bytes: of standard output, and of standard error.
@@ -58,7 +58,7 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def is_machine_root() -> bool:
-    """Whether this process is root and may become any user (in a user namespace it may not)."""
+    """True if this process is root and may become any user (in a user namespace it may not)."""
     if os.geteuid() != 0:
         return False
     return Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", "4294967295"]
@@ -98,7 +98,7 @@ def _namespaces(as_root: bool) -> list[str]:
     shared += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1"]
     if as_root:  # setpriv gives up what it needs itself: to change the user and to empty the bounding set
         kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-        return [*shared, "--cap-drop", "ALL", *(word for one in kept for word in ("--cap-add", one))]
+        return [*shared, "--cap-drop", "ALL", *(word for right in kept for word in ("--cap-add", right))]
     user = str(UNPRIVILEGED_USER)
     return [*shared, "--unshare-user", "--uid", user, "--gid", user, "--cap-drop", "ALL"]
 
@@ -113,7 +113,7 @@ def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[
     for path in dict.fromkeys(paths):
         if not os.path.lexists(path):
             continue
-        if any(path.startswith(f"{one}/") for one in bound):
+        if any(path.startswith(f"{folder}/") for folder in bound):
             continue
         mounts += _folders(PurePosixPath(path).parent, made)
         if os.path.islink(path):
@@ -122,7 +122,7 @@ def _mounts(limits: SandboxLimits, files: Mapping[str, int], readable: Sequence[
             mounts += ["--ro-bind", path, path]
             bound.append(path)
     packages = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_prefix})["purelib"]
-    if os.path.isdir(packages) and not any(one.startswith(packages) for one in readable):
+    if os.path.isdir(packages) and not any(path.startswith(packages) for path in readable):
         mounts += ["--tmpfs", packages, "--remount-ro", packages]
     mounts += ["--perms", "0755", "--dir", PROGRAM]
     for name, descriptor in files.items():

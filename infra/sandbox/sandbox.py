@@ -27,7 +27,7 @@ PROBE = "import os; print(os.getuid(), os.path.exists('/proc/1'))"
 
 
 class SandboxResult(msgspec.Struct, frozen=True):
-    """How a run ended. code: its exit code (128 + n for signal n), None where `fault` says why it was stopped.
+    """End of a run. code: its exit code (128 + n for signal n), None where `fault` says why it was stopped.
 
     fault: why it was stopped, "" where it ended by itself. stdout, stderr: what it wrote, up to the limit. wall_s: seconds it
     took.

@@ -1,4 +1,4 @@
-"""What the wheel is made of: everything below one name, `headrace`, so that it collides with no other `infra` or `schemas`.
+"""Contents of the wheel: everything below one name, `headrace`, so that it collides with no other `infra` or `schemas`.
 
 In the repository `infra.log` is a folder at the top; where it is installed it is `headrace.infra.log`. The build copies the
 sources and puts the prefix before the names of modules: in imports, and in strings that are such a name as a whole, as
@@ -57,7 +57,7 @@ def _places(tree: ast.Module, lines: list[bytes], root: Path) -> Iterator[tuple[
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
             yield node.lineno, node.col_offset + len("from ")
-        elif isinstance(node, ast.Import) and any(one.name.partition(".")[0] in PACKAGES for one in node.names):
+        elif isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in PACKAGES for alias in node.names):
             raise ValueError(f"got `{ast.unparse(node)}`, expected `from … import …`")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_module(node.value, root):
             quoted = lines[node.lineno - 1][node.col_offset :]

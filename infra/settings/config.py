@@ -106,7 +106,7 @@ class Kafka(Section, frozen=True):
 
     @property
     def is_sasl(self) -> bool:
-        """Whether clients say who they are with SASL."""
+        """True if clients authenticate with SASL."""
         return self.security_protocol.startswith("SASL")
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class StoreConfig(Section, frozen=True):
 
     @property
     def shown(self) -> str:
-        """Where objects lie, as `headrace check` names it."""
+        """Place of objects, as `headrace check` shows it."""
         return self.use or self.url
 
 
@@ -228,7 +228,7 @@ class PolicyConfig(Section, frozen=True):
 
     @property
     def parsers(self) -> tuple[str, str]:
-        """Of tool calls and of reasoning."""
+        """Parsers of tool calls and of reasoning."""
         return self.tool_parser, self.reasoning_parser
 
 

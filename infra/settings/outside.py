@@ -45,7 +45,7 @@ def checked_url(url: str) -> str:
 
 @cache
 def shared_tls() -> ssl.SSLContext:
-    """What `httpx` checks a server with, read once: each client that reads it anew takes 20 ms of a core for it."""
+    """TLS context for `httpx`, made once: each client that makes its own takes 20 ms of a core."""
     import httpx
 
     return httpx.create_ssl_context()
@@ -82,7 +82,7 @@ async def bounded_pieces(headers: Mapping[str, str], raw: AsyncIterable[bytes], 
 
 
 def is_metadata(host: str) -> bool:
-    """Whether a host is a link-local address, however it is spelled, or a cloud's metadata service."""
+    """True if a host is a link-local address, however it is spelled, or a cloud's metadata service."""
     if host.lower() in METADATA:
         return True
     for read in (ipaddress.ip_address, _as_the_resolver_reads):

@@ -82,7 +82,7 @@ def find(use: str, where: str = "use") -> object:
 
 
 def load(use: str, options: Mapping[str, Any], where: str = "use") -> Any:
-    """What `use` names with its options: a function with them bound, an instance of a class, or a plain object.
+    """Plugin that `use` names, with its options: a function with them bound, an instance of a class, or a plain object.
 
     Options are keyword-only parameters of a function, fields of a msgspec struct, or parameters of a class; where they
     are annotated their types are checked. Raises ConfigError starting with `where`.

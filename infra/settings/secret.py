@@ -10,7 +10,7 @@ from schemas.errors import ConfigError
 def secret_of(
     setting: str, env: str, file: str, folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """What the file holds where one is named, without blanks around it, else the variable. No error shows it.
+    """Secret in the file if a file is named, without blanks around it, else in the variable. No error shows it.
 
     setting: its name without `_env` and `_file`. folder: of the TOML, None where it is not known; the path is absolute then.
     Raises ConfigError.

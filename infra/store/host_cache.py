@@ -100,7 +100,7 @@ class HostCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
-        """Whether the lock is held inside the `with`: not where it cannot be had, or another had it for too long."""
+        """Yields True if the lock is held inside the `with`: not if it cannot be had, or another had it for too long."""
         with ExitStack() as closed:  # which lets go of the lock
             try:
                 self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -47,7 +47,7 @@ def images_of(messages: Sequence[Message]) -> tuple[Image, ...]:
 
 
 def image_named(data: bytes, media_type: str = "image/png") -> Image:
-    """How a message names these bytes."""
+    """Image record of these bytes."""
     return Image(sha256=hashlib.sha256(data).hexdigest(), size=len(data), media_type=media_type)
 
 

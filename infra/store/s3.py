@@ -273,7 +273,7 @@ class S3Store(Store):
         begun: Callable[[_Object], None] = lambda answered: None,
         length: int = RANGE_BYTES,
     ) -> T:
-        """What `take` makes of a range and its start; the range is read again where the connection breaks. tag: of the object
+        """Result of `take` for a range and its start; the range is read again where the connection breaks. tag: of the object
         that the range must belong to. begun: called before the bytes of each answer.
         """
         from minio.error import S3Error

@@ -1,4 +1,4 @@
-"""Whose keys ask a bucket: those in the environment or in a file, or a role's, which the platform changes by itself.
+"""Credentials for a bucket: those in the environment or in a file, or a role's, which the platform changes by itself.
 
 The first of these that is there:
 
@@ -44,7 +44,7 @@ class S3Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class S3Keys:
-    """What the client asks for its keys before each request. Thread-safe.
+    """Provider that the client asks for its keys before each request. Thread-safe.
 
     retrieve_now: the keys as they are now; may block. what: where they come from, for errors.
     """
@@ -60,7 +60,7 @@ class S3Keys:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must not be shown, the newest last."""
+        """Secrets that must not be shown, the newest last."""
         return tuple(self._given)
 
     def retrieve(self) -> "Credentials":
@@ -77,7 +77,9 @@ class S3Keys:
                 said = f"refused with HTTP status {status[1]}" if status else type(error).__name__
                 fault = f"no keys from {self._what}: {said}"
             else:
-                new = [one for one in (keys.secret_key, keys.session_token) if one and one not in self._given]
+                new = [
+                    secret for secret in (keys.secret_key, keys.session_token) if secret and secret not in self._given
+                ]
                 self._given = [*self._given, *new][-2 * REMEMBERED :]
                 return keys
         raise ValueError(fault)

@@ -78,7 +78,7 @@ def sealed(block: Block, keys: "Keys", subject: str) -> Block:
 
 
 def seal_text(text: str, keys: "Keys", answer: str) -> str:
-    """What was written about an answer, as it may be kept: sealed under its session's key. answer: experience id.
+    """Text about an answer as it may be kept: sealed under its session's key. answer: experience id.
 
     An answer that is of no session was given to no user: what is written about it stays as it is. Blocks; raises StoreError.
     """
@@ -89,7 +89,7 @@ def seal_text(text: str, keys: "Keys", answer: str) -> str:
 
 
 def is_sealed(text: str) -> bool:
-    """Whether it is what `seal_text` made."""
+    """True if `seal_text` made it."""
     return _SEALED_TEXT.fullmatch(text) is not None
 
 

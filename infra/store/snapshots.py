@@ -47,7 +47,7 @@ class SnapshotPart(msgspec.Struct, frozen=True):
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True):
-    """What a manifest says.
+    """Manifest of a snapshot.
 
     series: whose snapshots these are. position: of the log, everything below is in it. parts: by name. about: whatever
     else its role says of it, in msgpack's types. format: of the manifest. key: of the manifest itself.
@@ -64,7 +64,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Of all parts."""
+        """Stored bytes of all parts."""
         return sum(part.stored_bytes for part in self.parts.values())
 
 
@@ -137,7 +137,7 @@ def candidates(store: Store, series: str, refused: Refused) -> Iterator[Snapshot
 
 
 def read(store: Store, part: SnapshotPart) -> bytes:
-    """What was given to `save`. Raises SnapshotDamaged, StoreError."""
+    """Bytes that were given to `save`. Raises SnapshotDamaged, StoreError."""
     try:
         stored = store.get(part.key)
     except NotInStore as error:

@@ -177,7 +177,7 @@ def _restore(
 
 
 def logprobs_fault(logprobs: Logprobs) -> str | None:
-    """What is wrong with logprobs that must be finite and at most 0, or None."""
+    """Fault of logprobs, which must be finite and at most 0, or None."""
     if not logprobs.size or (np.maximum.reduce(logprobs) <= 0 and np.minimum.reduce(logprobs) > -np.inf):
         return None
     position = int(np.argmax(~((logprobs <= 0) & (logprobs > -np.inf))))

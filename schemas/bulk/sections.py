@@ -30,7 +30,7 @@ Ranges = Annotated[tuple[Index, ...], Meta(max_length=MAX_BOUNDS)]  # start, sto
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """What the header says of one section.
+    """Description of one section in the header.
 
     name: of the section. width: bytes per item. items: how many.
 

@@ -54,7 +54,7 @@ def encode(record: Control | Block, find: FindSeal | None = None) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether a frame announces sealed sections."""
+    """True if a frame announces sealed sections."""
     return data[:4] == _SEALED_START
 
 
@@ -93,7 +93,7 @@ def decode(data: bytes | bytearray | memoryview, find: FindSeal | None = None) -
 
 
 def kafka_headers(record: Control | Block) -> tuple[tuple[str, bytes], ...]:
-    """What routing and the answer to a poisoned frame need, so that none of them opens the value."""
+    """Headers for routing and for the answer to a poisoned frame, so that neither opens the value."""
     found: dict[str, object] = {"schema": MAJOR, "kind": kind_of(record)}
     if isinstance(record, Block):
         first = record.experiences[0]

@@ -75,7 +75,9 @@ def with_routing(experience: Experience, experts_RLk: npt.NDArray[np.integer]) -
 
 def _with_sections(experience: Experience, sections: dict[str, tuple[int, bytes]]) -> Experience:
     carried = {
-        name: one for name, one in experience.held().extra_sections().items() if name not in (PROMPT_SECTION, SECTION)
+        name: section
+        for name, section in experience.held().extra_sections().items()
+        if name not in (PROMPT_SECTION, SECTION)
     }
     made = experience.with_bulk()
     made.held().extras = {**carried, **sections}

@@ -14,7 +14,7 @@ WIDTH = 4
 
 
 def teacher_logprobs(experience: Experience) -> Logprobs | None:
-    """What the teacher gives each sampled token, float32 [num_sampled], or None where it was not asked. Raises BadFrame."""
+    """Logprob of the teacher for each sampled token, float32 [num_sampled], or None where it was not asked. Raises BadFrame."""
     found = experience.held().extra_sections().get(SECTION)
     if found is None or not found[1]:
         return None

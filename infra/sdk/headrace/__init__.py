@@ -1,4 +1,4 @@
-"""What plugins import: `from headrace import Experience, Outcome, processor, …`. Re-exports only.
+"""Names for plugins: `from headrace import Experience, Outcome, processor, …`. Re-exports only.
 
 Nothing is loaded before it is asked for: a stream worker's plugin does not load torch, and `import headrace` loads nothing.
 Type checkers read `__init__.pyi`.
