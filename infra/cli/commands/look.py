@@ -22,7 +22,7 @@ def status(
         int, typer.Option(help="Records waiting for a stage above which its lag is an alarm.")
     ] = MAX_LAG,
     kept: Annotated[
-        bool, typer.Option("--kept", help="Also how much of each topic, folder and file is kept, and its bound.")
+        bool, typer.Option("--kept", help="Also print the size and the bound of each topic, folder and file.")
     ] = False,
 ) -> None:
     """Roles, versions, rates, lags, drops by reason, and alarms.
