@@ -89,15 +89,11 @@ that it is counted or set on.
 | metric | kind | labels | role | meaning |
 |---|---|---|---|---|
 """
-BENCHMARKS = f"""\
-# Every benchmark
+AREAS = RUNS.parent / "areas"
+MEASURED = """*Written by `python -m infra.cli.docs` from `tests/bench/areas` and `tests/bench/measured.json`, which `make bench NAME=… ARGS=--save`
+writes.* Load: processes that ran or waited for a core before the run; above the number of cores, trust ratios and processor time. A comparison's
+value is the peer's figure over headrace's: above 1 headrace is cheaper.
 
-The newest run of each benchmark, with its targets.
-
-{BY}The figures are of `tests/bench/measured.json`, which `make bench NAME=… ARGS=--save` writes. Load: processes that ran or
-waited for a core before the run; above the number of cores, trust ratios and processor time, not the clock. A comparison has
-the figure of headrace and of the peer; its value is the peer's divided by headrace's, above 1 where headrace is cheaper.
-[What was measured](../explanation/measured.md) explains the figures.
 """
 # Keys that mean the same in every table.
 COMMON = {
@@ -126,27 +122,39 @@ def pages() -> dict[str, str]:
         "reference/headrace.md": NAMES + "".join(names()),
         "reference/options.md": OPTIONS + "".join(parts()),
         "reference/metrics.md": METRICS + "".join(metrics()),
-        "reference/benchmarks.md": BENCHMARKS + "".join(benchmarks()),
+        **measured(),
         "../deploy/alerts.yml": rules(),
     }
 
 
-def benchmarks() -> Iterator[str]:
-    """The newest run of each benchmark."""
-    for name, run in json.loads(RUNS.read_text(encoding="utf-8")).items():
-        where = f"{run['at']} UTC, commit {run['commit']}, {run['machine']}, load {run['load']:g}"
-        yield f"\n## {name}\n\n`{run['command']}`, {where}, {run['took_s'] / 60:.1f} minutes.\n\n"
-        yield "| figure | headrace | peer | value | target | |\n|---|---|---|---|---|---|\n"
-        for row in run["rows"]:
-            value, low, high, unit = row.get("value"), row.get("low"), row.get("high"), row.get("unit", "")
-            sides = [f"{figure(row[side])} {unit}" if side in row else "" for side in ("ours", "peer")]
-            bounds = [f"{words} {figure(at)}" for words, at in (("at least", low), ("at most", high)) if at is not None]
-            met = value is None or ((low is None or value >= low) and (high is None or value <= high))
-            verdict = (
-                "met" if bounds and met else "" if met else f"missed: {row['why']}" if row.get("why") else "missed"
-            )
-            shown = "" if value is None else f"{figure(value)} {'times' if 'peer' in row else unit}"
-            yield f"| {cell(row['what'])} | {' | '.join([*sides, shown, ', '.join(bounds), cell(verdict)])} |\n"
+def measured() -> dict[str, str]:
+    """A page of figures for each area: its text with the newest runs that it names."""
+    runs = json.loads(RUNS.read_text(encoding="utf-8"))
+    found = {}
+    for path in sorted(AREAS.glob("*.md")):
+        text = re.sub(r"<!-- run ([\w-]+) -->", lambda name: benchmark(runs[name[1]]), path.read_text(encoding="utf-8"))
+        title, about, rest = text.split("\n\n", 2)
+        found[f"measured/{path.name}"] = f"{title}\n\n{about}\n\n{MEASURED}{rest}"
+    return found
+
+
+def benchmark(run: dict[str, Any]) -> str:
+    """One run of a benchmark: its command and its figures."""
+    where = f"{run['at']} UTC, commit {run['commit']}, {run['machine']}, load {run['load']:g}"
+    compares = any("peer" in row for row in run["rows"])
+    has_targets = any("low" in row or "high" in row for row in run["rows"])
+    titles = ["figure", *(["headrace", "peer"] if compares else []), "value", *(["target", ""] if has_targets else [])]
+    lines = [f"`{run['command']}`, {where}.\n", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in run["rows"]:
+        value, low, high, unit = row.get("value"), row.get("low"), row.get("high"), row.get("unit", "")
+        sides = [f"{figure(row[side])} {unit}" if side in row else "" for side in ("ours", "peer")]
+        bounds = [f"{words} {figure(at)}" for words, at in (("at least", low), ("at most", high)) if at is not None]
+        is_met = value is None or ((low is None or value >= low) and (high is None or value <= high))
+        verdict = "missed" if not is_met else "met" if bounds else ""
+        shown = "" if value is None else f"{figure(value)} {'times' if 'peer' in row else unit}"
+        cells = [row["what"], *(sides if compares else []), shown, *([", ".join(bounds), verdict] if has_targets else [])]
+        lines.append(f"| {' | '.join(cell(each) for each in cells)} |")
+    return "\n".join(lines)
 
 
 def figure(value: float) -> str:

@@ -21,7 +21,7 @@ from infra.store.snapshots import KEPT
 from schemas import topics
 from trainer.config import SLOTS
 
-# What grows for as long as the app lives, and by what (how that was had: infra/docs/explanation/measured.md). Why nothing of it
+# What grows for as long as the app lives, and by what (how that was had: infra/docs/measured/records.md). Why nothing of it
 # may be removed: see `schemas.topics`.
 FOREVER: Mapping[str, str] = {
     topics.EXPERTS.name: "for ever: what is loaded",
