@@ -163,7 +163,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 def patience_s(settings: Settings) -> float:
     """How long the embedded broker is asked for an answer before it counts as one that does not run.
 
-    One that a process runs may be slow on a busy machine, and no other can be started beside it.
+    One that a process runs may be slow on a busy machine, and no other can be started next to it.
     """
     from infra.local.broker import LOCK
     from infra.local.folder_lock import is_locked

@@ -1,4 +1,4 @@
-"""Exit codes of the commands, and the causes of failure that a restart cannot mend. `reference/commands.md` has the table."""
+"""Exit codes of the commands, and the causes of failure that a restart cannot fix. `reference/commands.md` has the table."""
 
 import os
 import re
@@ -68,5 +68,5 @@ def root_cause(error: BaseException) -> str:
 
 
 def is_final(cause: str) -> bool:
-    """Whether a restart cannot mend what a library failed for."""
+    """True for a library's error that a restart cannot fix."""
     return FINAL_WORDS.search(cause) is not None

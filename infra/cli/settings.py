@@ -1,4 +1,4 @@
-"""The whole TOML file as one struct: the floor's sections, each wing's own, and those of the commands."""
+"""The whole TOML file as one struct: the floor's sections, each wing's own, and sections of the commands."""
 
 import re
 from collections.abc import Iterable
@@ -50,8 +50,8 @@ class ConsoleConfig(Section, frozen=True):
     listen: host:port of the pages. up: whether `headrace up` starts it. url: where browsers reach it through a proxy that ends
     TLS, such as https://console.example.org, without a path; then links name it, cookies go over TLS alone, and forms are taken
     from pages of that address alone; "" where there is none. Headers of a proxy, such as X-Forwarded-Proto, are ignored.
-    hosts: names by which browsers reach it besides those of `url`, `listen` and localhost, as behind a proxy without TLS; a
-    request for any other is refused. beside: folders of other runs, relative to the TOML, whose curves are drawn beside this
+    hosts: further names by which browsers reach it, next to `url`, `listen` and localhost, as behind a proxy without TLS; a
+    request for any other is refused. beside: folders of other runs, relative to the TOML, whose curves are drawn with this
     run's; each must have been looked at with `headrace console` once.
 
     Example: ConsoleConfig(listen="127.0.0.1:8400", url="https://console.example.org", beside=("../last-week",))
@@ -114,7 +114,7 @@ class Settings(Floor, frozen=True):
     console: ConsoleConfig = ConsoleConfig()
 
     def gate(self) -> MasterConfig:
-        """The master's part, where a word of people counts as long as feedback and the rest of a session are waited for."""
+        """The master's part, where a rating counts as long as feedback and the rest of a session are waited for."""
         people = self.master.gate.people
         longest_s = max((duration_s(one.window) for one in self.feedback), default=0.0)
         waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"

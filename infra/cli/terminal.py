@@ -1,7 +1,7 @@
 """Foreign text on a terminal and in logs: prompts, answers, names, errors and all else that others wrote.
 
 Guarantee: text is text. Escape sequences, cursor moves, bidirectional overrides and lone surrogates are shown as `\\x1b`,
-markup as it is written; only the styles of our own code reach the terminal. Every command prints through `Screen` or
+markup unchanged; only the styles of our own code reach the terminal. Every command prints through `Screen` or
 `printable`; a log record is one line, but for its traceback.
 """
 
@@ -67,7 +67,7 @@ class JsonFormatter(logging.Formatter):
     """Log records as one JSON object a line: time (UTC), level, logger, message, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object; printable as it is."""
+        """The object; printable."""
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = {
             "time": f"{second}.{int(record.msecs):03d}Z",

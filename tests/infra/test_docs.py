@@ -336,3 +336,51 @@ def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
 
 
 ASK: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": "Hello?"}]}
+
+
+# Private or archaic words, with the plain term for each.
+PLAIN = {
+    "whoever": "the role or client", "is said": "name who reports it", "are said": "name who reports them",
+    "say of": "report about", "words of": "reports or ratings of", "a word": "a rating or record",
+    "told apart": "distinguished", "so long": "how long", "so many": "at most N", "anew": "again", "for ever": "permanently",
+    "of no account": "does not matter", "goes on": "continues", "lies in": "is in", "mend": "fix", "let go": "release",
+    "the one that": "repeat the noun", "those of": "repeat the noun", "as it is": "unchanged",
+    "is taken": "name who accepts it", "beside": "next to, with, compared with",
+}  # fmt: skip
+NOT_PLAIN = re.compile(rf"\b(?i:{'|'.join(PLAIN)})\b|(?:^|[.:] )Of ")
+# Uses left in each folder; lower a number when you fix its words.
+WORDS_LEFT = {
+    "infra/docs": 16, "infra/cli": 10, "infra": 112, "schemas": 18, "streams": 48, "actors": 114, "trainer": 106,
+}  # fmt: skip
+
+
+def written(path: Path) -> Iterator[str]:
+    """Texts that people read: a page without code; docstrings, help of options and messages of errors of a module."""
+    if path.suffix == ".md":
+        yield without_fences(path)
+        return
+    for node in ast.walk(ast.parse(text_of(path))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not getattr(node, "name", "").startswith("_"):
+                yield ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.keyword) and node.arg == "help"):
+            yield from (
+                part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            )
+
+
+def test_pages_docstrings_help_and_errors_use_plain_words() -> None:
+    generated = {docs.FOLDER / path for path in docs.pages()}
+    texts = [page for page in PAGES if page not in generated] + sources(
+        "schemas", "infra", "streams", "actors", "trainer"
+    )
+    found: dict[str, list[str]] = {folder: [] for folder in WORDS_LEFT}
+    for path in texts:
+        name = name_of(path)
+        home = max((folder for folder in WORDS_LEFT if name.startswith(f"{folder}/")), key=len, default="infra/docs")
+        for text in written(path):
+            plain = re.sub(r"\s+", " ", re.sub(r"`[^`]*`|\bbeside[:=]", "", text))
+            found[home] += [
+                f"{name}: {plain[max(0, at.start() - 40) : at.end() + 20]}" for at in NOT_PLAIN.finditer(plain)
+            ]
+    assert {folder: hits for folder, hits in found.items() if len(hits) > WORDS_LEFT[folder]} == {}

@@ -28,7 +28,7 @@ BODY = b"headrace check --connect"
 
 
 class Tried(NamedTuple):
-    """One thing that was tried. fault: what is missing and where to mend it, "" where all is well."""
+    """One thing that was tried. fault: what is missing and where to fix it, "" where all is well."""
 
     what: str
     found: str

@@ -66,7 +66,7 @@ def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> lis
         return []
     return [
         f"{what} was made by {_described(*before)}, the settings ask for {_described(*asked)}: weights, optimizer and "
-        "reference are kept, nothing begins anew; gradients are summed in another order, so that later steps differ in "
+        "reference are kept, nothing starts from zero; gradients are summed in another order, so that later steps differ in "
         "their last bits from what the earlier ones would have made"
     ]
 
@@ -85,19 +85,19 @@ def check_shapes(settings: Settings, shapes: dict[str, tuple[int, ...]], what: s
         raise ConfigError(
             f"trainer.lora: {what} is of {f'an adapter of rank {has}' if has else 'full weights'}, the settings ask for "
             f"{f'an adapter of rank {wanted.rank}' if wanted else 'full weights'}: a run keeps what it trains; expected the "
-            "settings it was made with, or another name in `run`, which begins anew from policy.model"
+            "settings it was made with, or another name in `run`, which starts from policy.model"
         )
     here = {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in header_shapes(path).items()}
     for name in sorted(shapes.keys() & here.keys()):
         if shapes[name] != here[name]:
             raise ConfigError(
                 f"{what} does not fit the configured model: {name} is {shapes[name]}, policy.model has {here[name]}; "
-                "expected the policy.model it was made with, or another name in `run`, which begins anew from policy.model"
+                "expected the policy.model it was made with, or another name in `run`, which starts from policy.model"
             )
 
 
 def adapter_rank(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Of the adapter whose weights these are, 0 for a whole model's."""
+    """Rank of the adapter with these weights, 0 for a whole model."""
     return next((shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight")), 0)
 
 

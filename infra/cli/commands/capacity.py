@@ -56,9 +56,9 @@ def plan(
 ) -> None:
     """Plan capacity: what the model needs of memory, time and disk, and what rates need of brokers and processes.
 
-    Of the model only config.json is read: memory of a learner's rank and of an engine, seconds and bytes of a version. With
+    It reads config.json of the model alone: memory of a learner's rank and of an engine, seconds and bytes of a version. With
     rates: bytes and disk by topic, stream workers, gateways, explorers, partitions, and what is full first. Group size,
-    partitions, copies, retention and processes are those of the settings. Figures are computed from measured unit costs,
+    partitions, copies, retention and processes come from the settings. Figures are computed from measured unit costs,
     which are printed with them. Exit code 1: something will not fit or will not keep up, named with the setting that mends it.
 
     Example: [cyan]headrace plan --gpu-gb 80 --requests-per-s 50 --engine-tokens-per-s 4000[/]

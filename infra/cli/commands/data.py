@@ -75,7 +75,7 @@ def load_pairs(
 
 def forget(
     user: Annotated[str, typer.Option("--user", help="As requests named them: user, or safety_identifier.")],
-    tenant: Annotated[str, typer.Option(help="Of the API key those requests came with.")] = "default",
+    tenant: Annotated[str, typer.Option(help="Tenant of the API key of those requests.")] = "default",
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
@@ -97,7 +97,7 @@ def forget(
 
 
 def load_prompts(
-    count: Annotated[int, typer.Argument(min=1, help="At most so many, the newest.")] = 200,
+    count: Annotated[int, typer.Argument(min=1, help="Newest records to delete at most.")] = 200,
     suite: Annotated[str, typer.Option(help="Eval suite they become; [master.gate.replies] names it.")] = "production",
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
@@ -139,7 +139,7 @@ def create_topic(
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
 ) -> None:
-    """Make a topic that a feedback source names and the broker does not have. One that is there stays as it is.
+    """Make a topic that a feedback source names and the broker does not have. An existing topic stays unchanged.
 
     Stream workers that wait for it begin to read it by themselves. The embedded broker is started where it does not run.
 

@@ -67,7 +67,7 @@ def unpin(why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -
 
 
 def rollback(version: Version, why: Why = "", config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006
-    """Take customers back to an older version. Training continues, and what it publishes has to pass the gate anew.
+    """Take customers back to an older version. Training continues, and what it publishes has to pass the gate again.
 
     Example: [cyan]headrace rollback 120 --why "refuses too often"[/]
     """
@@ -99,7 +99,7 @@ def export_model(
     version: Annotated[str, typer.Argument(help='A published version, "newest" or "stable".')],
     folder: Annotated[Path, typer.Argument(help="The folder to write; it must not be there, or be empty.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with [trainer.lora]: the adapter alone.")
+        bool, typer.Option("--adapter", help="The adapter alone; for a run with [trainer.lora].")
     ] = False,
     config: ConfigOption = DEFAULT,
     sets: SetOption = [],  # noqa: B006
@@ -107,7 +107,7 @@ def export_model(
     """Write a version as a model folder: configuration, tokenizer, safetensors. transformers and vLLM load it as any other.
 
     A version of a run with [trainer.lora] is merged into policy.model; --adapter writes the folder that peft writes instead.
-    Every tensor is verified first. headrace.json beside the weights says which version it is, and what the gate and people
+    Every tensor is verified first. headrace.json next to the weights says which version it is, and what the gate and people
     decided about it.
 
     Example: [cyan]headrace export-model stable ./support-v144[/]

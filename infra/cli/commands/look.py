@@ -28,7 +28,7 @@ def status(
     """Roles, versions, rates, lags, drops by reason, and alarms.
 
     Read from the log alone, so it works from any machine that reaches the broker.
-    Rates are those of the last minute.
+    Rates cover the last minute.
     An alarm is a role that does not report, a stage that lags, a refused policy, or a diagnostic out of its range.
 
     Example: [cyan]headrace status --check --json[/]
@@ -101,7 +101,7 @@ def trace(
 
     Who sampled what, what every processor and score said, the feedback and when it came, how the group ended, the steps
     that used it with their advantages, and the first version that learned from it, or what is waited for and until when.
-    Where the records lie is kept in an index beside the TOML, which `headrace up` keeps up with the log; without it the
+    Where the records lie is kept in an index next to the TOML, which `headrace up` keeps up with the log; without it the
     first trace reads the whole log, and the next ones what has come since.
 
     Example: [cyan]headrace trace hr-add-37-45.2.0-7-0[/], [cyan]headrace trace --policy 40[/]
@@ -124,7 +124,7 @@ def evaluate(
     within: Annotated[str, typer.Option(help="How long to wait for the result.")] = "10m",
     as_json: JsonOption = False,
 ) -> None:
-    """Have a suite answered by exactly one version, beside its schedule, and print the result.
+    """Have exactly one version answer a suite, in addition to its schedule, and print the result.
 
     The request is in the log, so it outlives this command. An engine cannot go back: an older version is refused,
     and one that explorers pass meanwhile is answered by a later one.

@@ -1,4 +1,4 @@
-"""The commands that repeat or mend: replay, export, reprocess, backup, restore, recover.
+"""The commands that repeat or repair: replay, export, reprocess, backup, restore, recover.
 
 Bodies import what they need when they run: see `infra.cli.main`.
 """
@@ -39,7 +39,7 @@ def replay(
 
     Appends nothing to the log and writes nothing to the store. A record that is missing or was altered is named.
     In one process on the same model of CPU, with the same code, libraries and threads, the hashes are equal; elsewhere the
-    batches are, and what differs is said. Code that headrace does not ship is imported with --trust-plugins alone, after its
+    batches are, and it prints what differs. Code that headrace does not ship is imported with --trust-plugins alone, after its
     names.
 
     Example: [cyan]headrace replay runs/demo --verify[/]
@@ -64,7 +64,7 @@ def export(
 
     What was decided and measured of every version is in it too, for [bold]headrace console[/].
 
-    No address, no credential and no key is in it: steps that trained on sealed answers, those of named users, cannot be
+    No address, no credential and no key is in it: steps that trained on sealed answers, answers of named users, cannot be
     replayed from it. Their number is printed.
     Where an objective or a learner comes from a plugin, the plugin must be importable where it is replayed, and
     `headrace replay` asks for --trust-plugins.
@@ -86,12 +86,12 @@ class ReprocessFlags(msgspec.Struct, frozen=True):
         ),
     ] = "beginning"
     stop: Annotated[str, typer.Option("--to", help='"end", or a place as in --from; not included itself.')] = "end"
-    topic: Annotated[str, typer.Option(help="Of verify: experiences or experts alone.")] = ""
+    topic: Annotated[str, typer.Option(help="Input topic of verify: experiences or experts alone.")] = ""
     other: Annotated[
         Path | None,
         typer.Option(
             "--with",
-            help="Judge by this TOML: whole settings, or tables laid over those of -c.",
+            help="Judge by this TOML: whole settings, or tables that override those in -c.",
             metavar="FILE",
         ),
     ] = None
@@ -113,7 +113,7 @@ def reprocess(
     """Run a stage over any part of the log again, exactly as the workers do, and see what it would have changed.
 
     The app that is read is only read; with the settings and processors that made the record, nothing differs.
-    Offsets are those of the stage's input: taskset.raw, experiences (or --topic), verified.
+    Offsets belong to the stage's input: taskset.raw, experiences (or --topic), verified.
     dead-letters delivers each letter that decodes by now once more to where it came from.
 
     Example: [cyan]headrace reprocess verify --from 2026-11-20 --with stricter.toml --diff[/]
@@ -154,7 +154,7 @@ def backup(
     """Copy an app, its topics and its store, while it runs.
 
     Run again after a stop, it continues. Without --keys what was sealed of users stays shut after a restore, and API keys are
-    made anew.
+    made again.
 
     Example: [cyan]headrace backup s3://backups/support-11-23 --keys /safe/support-11-23[/]
     """

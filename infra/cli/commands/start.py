@@ -23,14 +23,14 @@ class DemoFlags(msgspec.Struct, frozen=True):
         str, typer.Option(help="arithmetic, guess (several turns with an environment) or shapes (pictures).")
     ] = "arithmetic"
     minutes: Annotated[
-        float, typer.Option(help="Stop issuing tasks after so long.", show_default="4; guess 10, traffic 9")
+        float, typer.Option(help="Time after which no more tasks are issued.", show_default="4; guess 10, traffic 9")
     ] = 0.0
-    seed: Annotated[int, typer.Option(help="Of the model, the tasks and the draws.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
     engine: Annotated[
         str, typer.Option(help="vllm or torch; torch for shapes, and with --traffic, where two fit on two cores.")
     ] = ""
     traffic: Annotated[
-        bool, typer.Option("--traffic", help="Learn from what simulated users say of a gateway's answers.")
+        bool, typer.Option("--traffic", help="Learn from simulated users' feedback on a gateway's answers.")
     ] = False
     control: Annotated[
         str,
@@ -85,9 +85,9 @@ def demo(
 def up(config: ConfigOption = DEFAULT, sets: SetOption = []) -> None:  # noqa: B006 (typer copies it)
     """Start the broker (unless one is configured) and one process per role; Ctrl-C stops them.
 
-    A role that dies, or that something else ends by a signal, is started again; what each says goes to logs/ beside the
+    A role that dies, or that something else ends by a signal, is started again; its output goes to logs/ next to the
     TOML. So `kill` of one role has it read changed plugins and settings. A role that cannot start for a
-    cause that a restart cannot mend ends all; the console may fail alone.
+    cause that a restart cannot fix ends all; the console may fail alone.
 
     Example: [cyan]headrace up -c support/headrace.toml --set trainer.learning_rate=1e-6[/]
     """

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Viewer(msgspec.Struct, frozen=True):
-    """A signed-in person. name: as it is written in the log. scopes: of their key. token: that every form of theirs carries.
+    """A signed-in person. name: its name in the log. scopes: of their key. token: that every form of theirs carries.
 
     Example: Viewer(name="console:acme/abcdefghijklmnop", scopes=("look",), token="4f…")
     """

@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 
 def reason_in(form: Form) -> str:
-    """The reason in a form, as it is written to the log. Raises Refusal for an empty one."""
+    """The reason in a form, in its form for the log. Raises Refusal for an empty one."""
     why = " ".join(form.get("why", "").split())[:MAX_WHY]
     if not why:
         raise Refusal("say why: it is kept with the decision")

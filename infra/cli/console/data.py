@@ -14,7 +14,7 @@ Rows = Sequence[sqlite3.Row]
 
 
 def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tuple[Rows, int]:
-    """Dead letters below a number of the index, newest first, and the number from which the next page goes on, 0 at the end."""
+    """Dead letters below a number of the index, newest first, and the number where the next page begins, 0 at the end."""
     which = "reason = ? AND" if reason else "? = '' AND"
     found = database.execute(
         "SELECT letters.*, marks.n IS NOT NULL AS done, coalesce(done_by, '') AS done_by FROM letters LEFT JOIN marks"

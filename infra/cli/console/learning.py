@@ -1,4 +1,4 @@
-"""The Learning page: charts of what was measured of each version, for this run and those beside it, drawn by uPlot.
+"""The Learning page: charts of what was measured of each version, for this run and other runs, drawn by uPlot.
 
 A chart is plain data for the page's script and for the table below it: `title`, `x` (versions or minutes), `labels` of each x,
 `series` with a value or None for each x, and how to draw them.
@@ -86,7 +86,7 @@ def _aligned(chart: Chart) -> Chart:
 
 
 def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
-    """At most so many finite points: the first, the last, and the lowest and highest of each stretch between."""
+    """At most `at_most` finite points: the first, the last, and the lowest and highest of each stretch between."""
     points = [point for point in points if math.isfinite(point[2])]
     if len(points) <= at_most:
         return points

@@ -76,7 +76,7 @@ class Console:
 
 
 async def flow(console: Console, request: Request) -> Values:
-    """The system as it is; before the first reading has ended, that the log is being read."""
+    """The state of the system; before the first reading has ended, that the log is being read."""
     reading = console.reading
     try:
         state, history = await asyncio.gather(reading.status(FLOW_S), reading.history(FLOW_S))

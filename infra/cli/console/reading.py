@@ -217,8 +217,8 @@ class Reading:
         self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S, wait_s: float | None = None
     ) -> Found:
         """What `read` returns, called once for all requests within `held_s`; where the log is away, what it returned last.
-        wait_s: for a reading that goes on, None for its end: then what it returned last. Raises NotReadYet where that is
-        nothing.
+        wait_s: longest wait for a reading that has begun, None for no limit: then what it returned last. Raises NotReadYet
+        where that is nothing.
         """
         known: tuple[float, Found] | None = self._held.get(name)
         if known is not None and known[0] == -math.inf:  # a decision was made here, and is to be seen
@@ -260,7 +260,7 @@ class Reading:
         return value
 
     def forget_fresh(self) -> None:
-        """Read anew, since something was decided here; what was known stays for when the log is away."""
+        """Read again, since a decision was made here; old values stay for when the log is away."""
         self._decided += 1
         self._readings.clear()
         self._held = {name: (-math.inf, value) for name, (_, value) in self._held.items()}

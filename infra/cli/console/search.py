@@ -1,6 +1,7 @@
 """A search in the index: newest first, one window after another, for a bounded time.
 
-Guarantee: a search looks at no further window after LONGEST_S. It says how far back it looked, and the next one goes on there.
+Guarantee: a search looks at no further window after LONGEST_S. It says how far back it looked, and the next search continues
+there.
 """
 
 import math
@@ -140,7 +141,7 @@ def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
 
 
 def terms_of(text: str) -> tuple[list[str], list[str]]:
-    """The words of a text that the index of words can find, and the first MAX_PIECES pieces for which the texts themselves are
+    """Terms in a text that the index of words can find, and the first MAX_PIECES pieces for which the texts themselves are
     read: signs, and scripts without spaces between words or with marks within them.
 
     >>> terms_of("refund, please!")
@@ -160,7 +161,7 @@ def terms_of(text: str) -> tuple[list[str], list[str]]:
 
 
 def match_of(words: Sequence[str]) -> str:
-    """The query for FTS5: all of these words, the last one as a beginning. Words of its query language have no effect.
+    """The query for FTS5: all of these words, the last one as a beginning. Its query language has no effect.
 
     >>> match_of(["refund", "NOT"])
     '"refund" "NOT"*'

@@ -200,7 +200,7 @@ def writable(folder: Path) -> bool:
 
 
 def beside_of(settings: Settings) -> list[Run]:
-    """The indexes of the runs that are drawn beside this one. Raises ConfigError for one that was never looked at."""
+    """The indexes of the runs that the charts show with this run. Raises ConfigError for one that was never looked at."""
     found: list[Run] = []
     for name in settings.console.beside:
         path = settings.folder / name / "state" / FILE

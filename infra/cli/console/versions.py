@@ -61,7 +61,7 @@ def held_back(history: History) -> int:
 
 
 def word(decision: ChannelDecision) -> str:
-    """A decision in a word or two."""
+    """Short label of a decision."""
     if decision.channel == "canary" and decision.event == "promoted":
         return "watch" if decision.by == "watch" else "on trial"
     if decision.event == "pinned" and decision.version < 0:
@@ -70,7 +70,7 @@ def word(decision: ChannelDecision) -> str:
 
 
 def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
-    """The numbers of a decision: what was measured, its value for the version, and for the one that was stable then (None:
+    """The numbers of a decision: what was measured, its value for the version, and for the stable version of that time (None:
     the record has no such number).
 
     >>> numbers_of({"dev": 0.5, "stable/dev": 0.667, "rated down/people": 31.0})

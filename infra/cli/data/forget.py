@@ -69,7 +69,7 @@ def duration_of(wait: str) -> float:
 
 
 async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float = FRESH_S) -> Saved | None:
-    """The first checkpoint behind all that was trained on while a key was known, None where there is none within so long.
+    """The first checkpoint behind all that was trained on while a key was known, None if there is none in that time.
 
     known_s: for how long a role may still know a key. Where no trainer runs there is nothing to wait for: none is made.
     """

@@ -172,7 +172,7 @@ class Bar:
         self._task = task
 
     def moved(self, rows: int) -> None:
-        """So many rows were read."""
+        """Count the rows that were read."""
         self._progress.update(self._task, completed=rows + self.num_broken)
 
     def broken(self, row: "Broken") -> None:

@@ -34,7 +34,7 @@ Each table of a `headrace.toml`, with the type and the default of each key.
 
 {BY}A key that is not here is refused by every command, with the nearest name. `headrace check` shows what a file
 resolves to. `--set a.b=c` overrides one key of any table on the command line. A role reads the file when it starts: a change
-holds for a role once that is started again. Under `headrace up`, `kill` of a role's process starts it anew.
+holds for a role once that is started again. Under `headrace up`, `kill` of a role's process starts it again.
 """
 COMMANDS = f"""\
 # Every command
@@ -62,7 +62,7 @@ NAMES = f"""\
 What `from headrace import …` offers to plugins, grouped by the kind of plugin.
 
 {BY}A tool needs none of them: it is a function with annotated parameters and a docstring. Importing one name loads what
-that name needs and nothing else. Of a record the names and defaults of its fields are shown.
+that name needs and nothing else. A record shows the names and defaults of its fields.
 """
 
 
@@ -73,8 +73,8 @@ The options of each part that `use` can name; they go into the `options` table.
 
 {BY}`headrace check` refuses an option that a part does not have. The vLLM engine,
 `actors.engines.vllm.engine:VllmEngine`, takes vLLM's own engine arguments. With `[trainer.lora]` versions are adapters, and
-`max_loras` says how many of them live at once, 4 by default: the one that serves, the one that is being proved, and those that
-requests still run under. Where all are taken, the requests of the oldest go on under the one that serves.
+`max_loras` says how many of them live at once, 4 by default: the serving adapter, the adapter under proof, and adapters with
+running requests. Where all are taken, requests of the oldest continue under the serving adapter.
 """
 METRICS = f"""\
 # Every metric
@@ -90,9 +90,9 @@ that it is counted or set on.
 |---|---|---|---|---|
 """
 AREAS = RUNS.parent / "areas"
-MEASURED = """*Written by `python -m infra.cli.docs` from `tests/bench/areas` and `tests/bench/measured.json`, which `make bench NAME=… ARGS=--save`
-writes.* Load: processes that ran or waited for a core before the run; above the number of cores, trust ratios and processor time. A comparison's
-value is the peer's figure over headrace's: above 1 headrace is cheaper.
+MEASURED = """*Written by `python -m infra.cli.docs` from `tests/bench/areas` and `tests/bench/measured.json`, which `make
+bench NAME=… ARGS=--save` writes.* Load: processes that ran or waited for a core before the run; above the number of cores,
+trust ratios and processor time. A comparison's value is the peer's figure over headrace's: above 1 headrace is cheaper.
 
 """
 # Keys that mean the same in every table.
@@ -152,7 +152,12 @@ def benchmark(run: dict[str, Any]) -> str:
         is_met = value is None or ((low is None or value >= low) and (high is None or value <= high))
         verdict = "missed" if not is_met else "met" if bounds else ""
         shown = "" if value is None else f"{figure(value)} {'times' if 'peer' in row else unit}"
-        cells = [row["what"], *(sides if compares else []), shown, *([", ".join(bounds), verdict] if has_targets else [])]
+        cells = [
+            row["what"],
+            *(sides if compares else []),
+            shown,
+            *([", ".join(bounds), verdict] if has_targets else []),
+        ]
         lines.append(f"| {' | '.join(cell(each) for each in cells)} |")
     return "\n".join(lines)
 
@@ -170,7 +175,9 @@ def metrics() -> Iterator[str]:
 
 
 def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:
-    """The table of a struct in Markdown, then those of the structs in it. header: as the TOML writes it, "" for the root."""
+    """The table of a struct in Markdown, then the tables of the structs in it. header: as the TOML writes it, "" for the
+    root.
+    """
     about, meanings = described(struct)
     yield f"\n## {f'`{header}`' if header else 'The top of the file'}\n\n{about}\n"
     inner, rows = [], []

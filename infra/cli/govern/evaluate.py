@@ -2,7 +2,7 @@
 
     Directive(eval) in policies ─> master: eval tasks ─> explorers ─> verify ─> EvalResult in evals
 
-The request is a word in the log: it outlives this command and the master alike.
+The request is a record in the log: it outlives this command and the master alike.
 """
 
 import asyncio

@@ -162,7 +162,7 @@ def fetched(store: Store, event: PolicyEvent) -> Policy:
 
 
 def whole_tensors(policy: Policy, model: str) -> dict[str, Tensor]:
-    """All tensors of a version; an adapter's added to those of the model that the app began with. Raises ConfigError."""
+    """All tensors of a version; an adapter's weights are added to the app's first model. Raises ConfigError."""
     if policy.adapter is None:
         return dict(policy.tensors)
     if (base := base_hash(model)) != policy.adapter.base:

@@ -14,7 +14,7 @@ RECENT = 8 * LOOK  # records that a look back shows at least
 
 class PolicyWords:
     """What `policies` says of one policy and of learning, folded record by record. events: with their times, without what an
-    overtaken trainer wrote. stable: where its channel is then. orders: words of an operator about learning.
+    overtaken trainer wrote. stable: where its channel is then. orders: an operator's orders about learning.
     is_whole: nothing lies before them. since: of what is not read. at_most: events that are kept, by default all.
     """
 
@@ -63,7 +63,7 @@ class PolicyWords:
 
 
 async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: int | None = None) -> PolicyWords:
-    """What so many of the newest records say, and more where a summary lies further back; of all records where that is None."""
+    """The newest records, and more where a summary lies further back; of all records where that is None."""
     since = None
     if at_least is not None:
         low = (await log.bounds(topics.POLICIES))[1][0] - at_least
@@ -74,7 +74,7 @@ async def recent_words(log: Log, policy: str, *, at_least: int | None, at_most: 
 
 
 async def words_about(log: Log, policy: str, version: int) -> PolicyWords:
-    """What is said from some place before this version was published on."""
+    """Records from some place before this version was published on."""
     words = PolicyWords(policy, await newest_summary(log, fits=lambda summary: summary.of(policy).newest < version))
     await words.read_on(log)
     return words

@@ -1,4 +1,4 @@
-"""What should be running, beside what is: roles that are not there, or fewer of them than there should be. Pure.
+"""Expected and running roles: roles that are not there, or fewer of them than there should be. Pure.
 
 Expected are the roles of the settings: as many as [expect] says, or else as many as run, and those that failed within the last
 hour and were not replaced by a process that began later. A process that is started again on any machine replaces itself, so
@@ -54,8 +54,8 @@ def process_of(instance: str) -> str:
 
 
 def missing(wanted: Mapping[str, int], heard: Iterable[Heard], now_s: float, gone_s: float) -> list[str]:
-    """One line for each role of which too few run. heard: every instance of the last hour. gone_s: a process
-    without a report for so long does not run.
+    """One line for each role of which too few run. heard: every instance of the last hour. gone_s: seconds without
+    a report after which a process does not run.
     """
     processes = _processes(heard)
     running = [process for process in processes if now_s - process.last_s < gone_s and process.state not in OVER]

@@ -40,7 +40,7 @@ class NewestRecords:
         self._held: dict[tuple[str, str], tuple[list[LogMessage], dict[int, int]]] = {}
 
     async def newest(self, topic: Topic, last: int, kind: str = "") -> list[LogMessage]:
-        """The `last` newest records, oldest first. kind: only those of one kind among them; others are not decoded."""
+        """The `last` newest records, oldest first. kind: only records of this kind; others are not decoded."""
         return (await self.newest_and_next(topic, last, kind))[0]
 
     async def newest_and_next(self, topic: Topic, last: int, kind: str = "") -> tuple[list[LogMessage], dict[int, int]]:

@@ -226,7 +226,7 @@ def unread(gauges: Mapping[str, float]) -> list[str]:
 
 
 def newest_of_each(roles: list[State]) -> list[State]:
-    """Those that still report; of a role without any, the one that reported last."""
+    """Roles that still report; for a role without any, its last process."""
     alive = [role for role in roles if role["age_s"] < GONE_S]
     gone = [role for role in roles if role["role"] not in {other["role"] for other in alive}]
     last = {role["role"]: role for role in sorted(gone, key=lambda role: -role["age_s"])}

@@ -71,7 +71,7 @@ async def run_follow(config: Path, sets: list[str]) -> int:
 
 
 def index_of(settings: Settings, folder: Path | None = None, *, pages: bool = False) -> LogIndex:
-    """The index of a run, opened. folder: it lies in, the run's state by default. pages: with the tables of the console."""
+    """The index of a run, opened. folder: its place, the run's state by default. pages: with the tables of the console."""
     return LogIndex(
         (folder or settings.folder / "state") / FILE,
         run=settings.run or settings.app,

@@ -36,7 +36,7 @@ def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
 
 
 def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
-    """What the trainer still wants before it draws a copy that lies in its buffer."""
+    """What the trainer still wants before it draws a copy in its buffer."""
     lane, lanes = answer.buffered[-1][1].lane, settings.trainer.lanes
     if lane not in lanes or lanes[lane].weight == 0.0:
         return f"no lane takes it: [trainer.lanes] has {', '.join(lanes)}, and it is of lane {lane}"

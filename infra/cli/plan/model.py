@@ -39,8 +39,8 @@ MOST_RANKS = 1024
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Memory in bytes. gpu: Of one GPU, 0 for none. host: Of one host. shm: Free in /dev/shm. step_s: Seconds from one
-    optimizer step to the next.
+    """Memory in bytes. gpu: Memory of one GPU, 0 for none. host: Memory of one host. shm: Free in /dev/shm. step_s: Seconds
+    from one optimizer step to the next.
     """
 
     gpu: float
@@ -52,9 +52,9 @@ class Machine(msgspec.Struct, frozen=True):
 class SizeEstimate(msgspec.Struct, frozen=True):
     """Needs of the settings.
 
-    size: Of the model. plan: Of the learner. learner: Memory of one rank. engines: Memory by the role that runs one. shm: Bytes
-    in /dev/shm, of the served version and the next of each role. version: Cost of each version. stored: Bytes that the store
-    holds in the long run. problems: Everything that does not fit, with the setting that mends it.
+    size: Size of the model. plan: Settings of the learner. learner: Memory of one rank. engines: Memory by the role that runs
+    one. shm: Bytes in /dev/shm, of the served version and the next of each role. version: Cost of each version. stored: Bytes
+    that the store holds in the long run. problems: Everything that does not fit, with the setting that mends it.
     """
 
     size: ModelSize

@@ -2,7 +2,7 @@
 
 P: parameters, N: ranks. A trained parameter has a weight, a float32 gradient, two float32 moments, and in bfloat16 a float32
 master. ZeRO (arXiv 1910.02054, figure 1) keeps 1/N of the masters and moments on a rank from stage 1 on, of
-the gradients from stage 2 on, of the weights in stage 3. Of a model with an adapter the base has weights and nothing else.
+the gradients from stage 2 on, of the weights in stage 3. The base of an adapter has weights and nothing else.
 """
 
 from collections.abc import Mapping
@@ -106,7 +106,7 @@ def learner_needs(size: ModelSize, plan: LearnerPlan) -> ProcessMemory:
 
 
 def learner_state(size: ModelSize, plan: LearnerPlan) -> list[Row]:
-    """Rows that a rank holds through a step: weights, gradients, masters, moments, and models beside them."""
+    """Rows that a rank holds through a step: weights, gradients, masters, moments, and further models."""
     parameters, width, ranks = size.trained, WIDTH[plan.dtype], plan.ranks
     zero = plan.stage > 0
     rows = [Row("weights", size.computed * width / (ranks if plan.stage == 3 else 1))]

@@ -27,7 +27,7 @@ IN_A_RECORD = 16  # answers, of the cost of one in a group
 
 
 class UnitCost(msgspec.Struct, frozen=True):
-    """value: Measured cost. unit: Of the value. source: Command and date.
+    """value: Measured cost. unit: Unit of the value. source: Command and date.
 
     Example: UnitCost(78.0, "µs", "make bench NAME=hop, 2026-11-26 09:01 UTC")
     """
@@ -42,8 +42,8 @@ class Rates(msgspec.Struct, frozen=True):
 
     groups: Usual groups a second. requests: Requests of people a second, each one answer. size: Answers of a group. prompt,
     answer: Tokens. rated: Share of requests that get feedback. engine, learner: Tokens a second of one engine and of the
-    trainer, 0 for unknown. partitions: Of a topic. copies: Of each record. keep_days: Days that records stay. process, serve,
-    explore: Processes, 0 for as many as are needed.
+    trainer, 0 for unknown. partitions: Partitions of a topic. copies: Replicas of each record. keep_days: Days that records
+    stay. process, serve, explore: Processes, 0 for as many as are needed.
 
     Example: Rates(groups=2.0, requests=50.0, size=16, prompt=1000, answer=500, rated=0.2, partitions=12, engine=4000.0)
     """

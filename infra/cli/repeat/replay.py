@@ -41,7 +41,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     times.
 
     forgotten: steps that trained on what was forgotten since. without_key: on what is sealed under keys that are not
-    here, as those of an archive are not. The replay ends before the first of all these.
+    here, such as the keys of an archive. The replay ends before the first of all these.
     """
 
     run: str

@@ -55,7 +55,7 @@ async def run_reprocess(
 
 
 def laid_over(config: Path, other: Path, sets: list[str]) -> Settings:
-    """The settings of `other`, whole where it names an app, else its tables over those of `config`. Raises ConfigError."""
+    """The settings of `other`, whole where it names an app, else its tables override those in `config`. Raises ConfigError."""
     if not other.is_file():
         raise ConfigError(f"--with {other}: no such file")
     tables = read_toml(other, sets)
@@ -144,7 +144,7 @@ def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -
 
 
 def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
-    """What the comparison says in a word."""
+    """Result of the comparison, in short."""
     if not order.diff:
         return "run, not compared"
     if not report.compared:

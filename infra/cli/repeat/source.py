@@ -1,7 +1,7 @@
 """What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed.
 
-Guarantee: opening one imports nothing that its settings name, unless it is trusted; of an archive's settings
-those of SHAPING are taken.
+Guarantee: opening one imports nothing that its settings name, unless it is trusted; from an archive's settings
+only SHAPING counts.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> ReplaySour
 
 
 def shaping(settings: Settings) -> Table:
-    """The settings an archive holds; its model, where it is a folder, lies beside them."""
+    """The settings an archive holds; a model folder is next to them."""
     found: Table = {name: msgspec.to_builtins(getattr(settings, name)) for name in SHAPING}
     if (settings.folder / settings.policy.model).is_dir():
         found["policy"]["model"] = UNPACKED_MODEL

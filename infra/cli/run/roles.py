@@ -64,8 +64,8 @@ STOP_S = 1800.0  # a trainer finishes its step and writes a checkpoint; to end i
 async def run_role(role: str, config: Path, sets: list[str]) -> int:
     """Run `role` until SIGTERM or SIGINT. Raises ConfigError, BrokerUnavailable and what else must be loud.
 
-    Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so whoever keeps roles running can
-    tell it from one that came to its end.
+    Returns 0, but for a role that a signal ended where CODE_VARIABLE names a code for that: so a supervisor can tell it
+    from a role that came to its end.
     """
     settings = load_settings(config, sets)
     log_to_stderr(as_json=settings.logs.format == "json")
@@ -284,7 +284,7 @@ async def require_fit_if_there(settings: Settings) -> None:
 
 
 def gateway_of(settings: Settings) -> GatewayConfig:
-    """The [gateway] table, or its defaults where there is none; of a canary, as it runs beside the others."""
+    """The [gateway] table, or its defaults where there is none; a canary's as it runs next to the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
 
@@ -378,7 +378,7 @@ def open_to_others(settings: Settings) -> list[str]:
 
 
 def folder_of(url: str, base: Path) -> Path | None:
-    """The folder a store lies in; None for a store elsewhere."""
+    """Folder of a local store; None for a store elsewhere."""
     if "://" not in url:
         return base / Path(url).expanduser()
     parts = urlsplit(url)

@@ -1,4 +1,5 @@
-"""A role that ended with what a restart cannot mend, kept by something that starts again whatever ends: it waits to be stopped.
+"""A role that ended with an error that a restart cannot fix, kept by something that starts again whatever ends: it waits to
+be stopped.
 
 python -I -S stay_down.py CODE      waits for SIGTERM or SIGINT, then ends with this code
 

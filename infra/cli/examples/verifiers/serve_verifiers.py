@@ -138,12 +138,14 @@ def serve(rollouts: Rollouts, host: str, port: int) -> None:
 
 
 def main() -> None:
-    """Of the command line."""
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description="An environment of verifiers, for headrace.")
     parser.add_argument("what", choices=("tasks", "serve"))
     parser.add_argument("environment", help="its name, as vf.load_environment takes it")
     parser.add_argument("--options", type=json.loads, default={}, help="of load_environment, as a JSON object")
-    parser.add_argument("--listen", default="127.0.0.1:9301", help="host:port; whoever reaches it can run rollouts")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:9301", help="host:port; any client that reaches it can run rollouts"
+    )
     given = parser.parse_args()
     rollouts = Rollouts(given.environment, given.options)
     if given.what == "tasks":
