@@ -35,20 +35,21 @@ CONVERSE = "actors.rollout.workflow:converse"
 class EvalSuite(Section, frozen=True):
     """[[master.evals]]: a suite answered by versions 0, `first_version`, each `every`-th, and the last.
 
-    suite: the split of its tasks. every: versions from one evaluation to the next. tasks: at most so many, in order of their
-    ids. score: which verdict counts, one given turn by turn by its sum; 1.0 is correct. samples: answers per task; with
-    several, pass@k is reported for k = 1, 2, 4, … up to it, and temperature must be above 0, since greedy answers are all the
-    same. temperature: at which they are sampled; 0 is greedy.
-
     Example: EvalSuite(suite="held-out", every=10, tasks=500)
     """
 
     suite: Name
+    """Split whose tasks are the suite."""
     every: Positive = 10
+    """Versions from one evaluation to the next."""
     tasks: Positive = 500
+    """Maximum tasks; the first in the order of their ids."""
     score: str = "exact"
+    """Name of the score that counts, 1.0 for a correct answer. Scores given turn by turn are added up."""
     samples: Positive = 1
+    """Answers per task. With several, pass@k is reported for k = 1, 2, 4, … up to it; they need a temperature above 0."""
     temperature: Temperature = 0.0
+    """Sampling temperature; 0 is greedy."""
 
     def __post_init__(self) -> None:
         if self.samples > 1 and self.temperature == 0.0:
@@ -56,62 +57,62 @@ class EvalSuite(Section, frozen=True):
 
 
 class StopRule(Section, frozen=True):
-    """[master.stop]: when issuing ends; whichever comes first. Then what is outstanding drains and the last version is
-    evaluated.
-
-    suite, at: this suite's accuracy reached `at`. versions: so many were published (0: no limit). groups: so many were
-    issued (0: no limit). after: so long after the first group was issued or the first answer of production was closed ("" for
-    no limit).
+    """[master.stop]: the first of these conditions ends issuing; outstanding groups drain and the last version is evaluated.
 
     Example: StopRule(suite="dev", at=0.93, after="5m")
     """
 
     suite: str = ""
+    """Suite whose accuracy ends the run, "" for none."""
     at: Share = 1.0
+    """Accuracy on `suite` that ends the run."""
     versions: NonNegative = 0
+    """Published versions that end the run, 0 for no limit."""
     groups: NonNegative = 0
+    """Issued groups that end the run, 0 for no limit."""
     after: OpenDuration = ""
+    """Time from the first issued group, or the first closed answer of production, that ends the run. "" for no limit."""
 
 
 class GateSuite(Section, frozen=True):
-    """[master.gate.suites.<suite>]: what a candidate must show there.
-
-    at_least: least share of right answers. max_drop: largest share by which it may be below the stable version. A candidate
-    is held where its results show a larger drop, beyond chance; results on the same tasks are compared task by task. alpha:
-    highest probability of holding a candidate whose drop is within `max_drop`; all tests of one candidate share it.
-    total_drop: largest share by which the last `window` versions that passed may be below the best `window` on average, so
-    that small drops do not add up. window: number of versions in a row that are averaged; it begins anew with a version that
-    was promoted by hand.
+    """[master.gate.suites.<suite>]: results that a candidate must reach in a suite.
 
     Example: GateSuite(at_least=0.8, max_drop=0.02)
     """
 
     at_least: Share = 0.0
+    """Minimum share of right answers."""
     max_drop: Share = 0.02
+    """Largest share by which a candidate may be below the stable version. It is held where its results show a larger drop,
+    beyond chance; results on the same tasks are compared task by task."""
     alpha: Chance = 0.01
+    """Highest probability of holding a candidate whose drop is within `max_drop`; all tests of one candidate share it."""
     total_drop: Share = 0.02
+    """Largest share by which the last `window` versions that passed may be below the best `window` on average, so that
+    small drops do not add up."""
     window: Positive = 8
+    """Versions in a row that are averaged. The window begins anew with a version that was promoted by hand."""
 
 
 class PeopleConfig(Section, frozen=True):
-    """[master.gate.people]: how what people say is counted for [master.gate.canary].
-
-    bad_below: rating below which a rating is a complaint, on the scale of its source. bad_below_of: the same for sources by
-    name, where their scales differ. rating_window: longest time from an answer to a rating that counts; answers are compared
-    when it is over. "" takes the longest window of [[feedback]] and [collect] session_s; a shorter one makes decisions depend
-    on how fast people speak. block: length of a block of time; people whose answers were given in the same block are
-    compared, and after each block the gate decides. One block gives at most a quarter of the evidence that decides.
-    tenant_share: largest part of the evidence that one tenant gives where there are several, so that of two tenants both must
-    agree; 1 lets a tenant decide by itself, and so does having nine of ten people.
+    """[master.gate.people]: ratings by people, as [master.gate.canary] counts them.
 
     Example: PeopleConfig(bad_below=3.0, block="1m")
     """
 
     bad_below: float = 0.5
-    bad_below_of: dict[str, float] = {}
+    """Rating below which a rating is a complaint, on the scale of its source."""
+    bad_below_by_source: dict[str, float] = {}
+    """The same threshold by the name of a source, where scales differ."""
     rating_window: OpenDuration = ""
+    """Longest time from an answer to a rating that counts; answers are compared when it is over. "" takes the longest window
+    of [[feedback]] and [collect] session_s; a shorter one makes decisions depend on how fast people rate."""
     block: Duration = "10m"
+    """Length of a block of time. People whose answers were given in the same block are compared, and after each block the
+    gate decides. One block gives at most a quarter of the evidence that decides."""
     tenant_share: Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, 1 at most")] = 0.5
+    """Largest part of the evidence that one tenant gives where there are several, so that of two tenants both must agree.
+    1 lets a tenant decide by itself, and so does having nine of ten people."""
 
     def __post_init__(self) -> None:
         if duration_s(self.block) < 0.001:
@@ -119,51 +120,53 @@ class PeopleConfig(Section, frozen=True):
 
 
 class CanaryConfig(Section, frozen=True):
-    """[master.gate.canary]: a share of sessions ([gateway.canary]) tries what passes the suites; after a promotion the version
-    before keeps that share for a while. One test compares both sides, by people who were served at the same time: the shares
-    of complaints, of sessions with a failed answer, and of sessions with a refusal (`[gateway] refusals`).
-
-    margin: largest rise of such a share that is allowed. relative_margin: the same as a part of the older version's share;
-    the larger of the two counts. alpha: highest probability of turning away, or taking back, a version whose rise is within
-    the margin. beta: highest probability that a version passes whose rise is beyond the margin. max_duration: longest
-    time of a trial; no other begins meanwhile. undecided: end of a trial that has shown neither by then: "promote" or
-    "hold"; a version that served nobody is held. watch: longest time for which the version before keeps its share after a
-    promotion, and can come back; it is shorter where a rise beyond the margin is excluded before. "" for none.
+    """[master.gate.canary]: a share of sessions ([gateway.canary]) tries a version that passed the suites; after a promotion
+    the version before keeps that share for a while. One test compares both sides, by people who were served at the same time:
+    the shares of complaints, of sessions with a failed answer, and of sessions with a refusal (`[gateway] refusals`).
 
     Example: CanaryConfig(margin=0.01, max_duration="14d")
     """
 
     margin: Chance = 0.02
+    """Largest allowed rise of such a share."""
     relative_margin: Annotated[float, msgspec.Meta(ge=0, le=10, description="a number from 0 to 10")] = 0.3
+    """Largest allowed rise as a part of the older version's share; the larger of the two margins counts."""
     alpha: Chance = 0.01
+    """Highest probability of turning away, or taking back, a version whose rise is within the margin."""
     beta: Chance = 0.05
+    """Highest probability of passing a version whose rise is beyond the margin."""
     max_duration: Duration = "7d"
+    """Longest time of a trial; no other begins meanwhile."""
     undecided: Literal["promote", "hold"] = "promote"
+    """Decision at the end of a trial without a result. A version that served nobody is held."""
     watch: OpenDuration = "3d"
+    """Longest time after a promotion for which the version before keeps its share, and can come back. It is shorter where a
+    rise beyond the margin is excluded before. "" for none."""
 
 
 class GateReplies(Section, frozen=True):
-    """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate
-    and compared with the stable version's answers to the same. It is one of [[master.evals]], whose score counts nothing.
-    A candidate is held where its answers are beyond what may be, and by more than chance explains.
-
-    suite: its name. max_longer: how many times as long answers may be on average, and as short. max_failed: by how much
-    more of the answers (a share) may be cut off, refused or out of form. max_distance: how far answers may be from the
-    stable version's, 0 for the same words in the same order to 1 for none in common. refusals: regular expressions, looked
-    for at an answer's beginning. form: what a whole answer must look like, "" for anything. alpha: the chance to hold a
-    candidate that answers as the stable version does; prompts are taken for independent of each other, so near copies of one
-    prompt count for more than they tell. With the default at least 12 more answers must fail, whatever their share is.
+    """[master.gate.replies]: recorded production prompts (`headrace load prompts`), answered greedily by the candidate and
+    compared with the stable version's answers to the same prompts. The suite is one of [[master.evals]]; its score does not
+    count. A candidate is held where its answers exceed a limit by more than chance explains.
 
     Example: GateReplies(suite="production", form="[0-9]{3}")
     """
 
     suite: Name = "production"
+    """Name of the suite."""
     max_longer: Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")] = 1.5
+    """Largest factor between the mean lengths of answers, longer or shorter."""
     max_failed: Share = 0.02
+    """Largest rise of the share of answers that are cut off, refused or out of form."""
     max_distance: Share = 1.0
+    """Largest mean distance from the stable version's answers: 0 for the same words in the same order, 1 for none in common."""
     refusals: tuple[str, ...] = REFUSALS
+    """Regular expressions of a refusal, looked for at the beginning of an answer."""
     form: str = ""
+    """Regular expression of a whole answer, "" for any."""
     alpha: Chance = 0.01
+    """Highest probability of holding a candidate that answers as the stable version does. Prompts are taken for independent
+    of each other, so near copies of a prompt count for too much. With the default at least 12 more answers must fail."""
 
     def __post_init__(self) -> None:
         check_patterns("refusals", self.refusals)
@@ -171,59 +174,67 @@ class GateReplies(Section, frozen=True):
 
 
 class GateConfig(Section, frozen=True):
-    """[master.gate]: when a version may be served to customers.
-
-    suites: tests by [[master.evals]]; without one the stable channel moves by hand alone (`headrace promote`). replies:
-    comparison of answers to recorded prompts, none where its table is left out. canary: comparison on a share of the
-    sessions, before and after a promotion, none where its table is left out. people: how ratings are counted.
+    """[master.gate]: conditions for serving a version to customers.
 
     Example: GateConfig(suites={"held-out": GateSuite(at_least=0.8)}, canary=CanaryConfig())
     """
 
     suites: dict[str, GateSuite] = msgspec.field(default_factory=dict)
+    """Tests by [[master.evals]]. Without any, the stable channel moves by hand alone (`headrace promote`)."""
     replies: GateReplies | None = None
+    """Comparison of answers to recorded prompts; none where the table is left out."""
     canary: CanaryConfig | None = None
+    """Comparison on a share of the sessions, before and after a promotion; none where the table is left out."""
     people: PeopleConfig = PeopleConfig()
+    """Ratings by people."""
 
 
 class MasterConfig(Section, frozen=True):
-    """[master]: what is issued, how it is sampled, and what is evaluated.
-
-    curriculum: how tasks are drawn. uniform: all alike; easy_to_hard: from the easiest on; success: those that fail
-    more often; variance: those that succeed half of the time. seed: of the draws of tasks, and of the trainer's. split:
-    of the tasks that are issued. temperature: at which episodes are sampled. first_version: no group is issued before
-    this policy version is published (the end of a warm-up). num_episodes: of a group. enough: a group ends when so many
-    of its episodes have ended without failing, and the others are stopped; 0 waits for all. max_tokens: of a turn.
-    ramp_groups: after so many groups `easy_to_hard` draws from all tasks. floor, cap: least and largest weight of a
-    task under `success` and `variance`, before its own priority. eval_lead: evals are requested so many versions ahead,
-    since an engine cannot go back. gate: what a version must show before customers are served it. drain: the longest
-    wait after the stop. report_s: seconds from one report to the log to the next. snapshot_s: so often its state goes
-    to the store, from which the next start reads on.
+    """[master]: tasks that are issued, how they are sampled, and evaluations.
 
     Example: MasterConfig(num_episodes=16, max_tokens=5, evals=(EvalSuite(suite="held-out"),))
     """
 
     curriculum: CurriculumKind = "uniform"
+    """Distribution of tasks. "uniform": all alike; "easy_to_hard": from the easiest on; "success": tasks that fail more often;
+    "variance": tasks that succeed half of the time."""
     seed: int = 0
+    """Seed of the draws of tasks, and of the trainer's."""
     split: str = "train"
+    """Split whose tasks are issued."""
     num_episodes: Positive = 8
+    """Episodes of a group."""
     enough: NonNegative = 0
+    """Episodes that end a group once they have ended without failing; the others are stopped. 0 waits for all."""
     max_tokens: Positive = 512
+    """Maximum tokens of a turn."""
     temperature: Temperature = 1.0
+    """Sampling temperature of episodes."""
     first_version: NonNegative = 0
+    """Policy version before which no group is issued: the end of a warm-up."""
     ramp_groups: Positive = 10_000
+    """Groups after which "easy_to_hard" draws from all tasks."""
     floor: Share = 0.05
+    """Least weight of a task under "success" and "variance", before its own priority."""
     cap: Share = 1.0
+    """Largest weight of a task under "success" and "variance", before its own priority."""
     evals: tuple[EvalSuite, ...] = ()
+    """Suites to evaluate."""
     gate: GateConfig = GateConfig()
+    """Conditions for serving a version to customers."""
     eval_lead: NonNegative = 3
+    """Versions by which evals are requested ahead, since an engine cannot go back."""
     stop: StopRule = StopRule()
+    """Conditions that end the run."""
     drain: Duration = "60s"
+    """Longest wait for outstanding groups after the stop."""
     report_s: Seconds = 2.0
+    """Seconds between two reports."""
     snapshot_s: Seconds = 300.0
+    """Seconds between two snapshots of the state, from which the next start reads on."""
 
     def __post_init__(self) -> None:
-        known = sorted(one.suite for one in self.evals)
+        known = sorted(suite.suite for suite in self.evals)
         asked = {*self.gate.suites, *((self.gate.replies.suite,) if self.gate.replies else ())}
         if unknown := sorted(asked - set(known)):
             raise ValueError(
@@ -238,50 +249,51 @@ class MasterConfig(Section, frozen=True):
 
 
 class ReloadConfig(Section, frozen=True):
-    """[reload]: a new version in explorers and gateways, while requests run.
-
-    kv: what becomes of the keys and values of running requests. "rebuild": they are computed again under the new weights, so
-    that every logprob is exactly its version's; that is a forward over all that runs, at each version. "keep": they stay, and
-    nothing is computed again. What is sampled then is sampled with keys and values of older weights: the recorded logprobs
-    are those of that, and spans say from which version on they are. A request that begins after a reload meets none of before
-    it in either. A request under an adapter in vLLM keeps its version, so both mean the same. vLLM cannot keep those of a
-    model that takes pictures.
+    """[reload]: reloads of explorers and gateways to a new version while requests run.
 
     Example: ReloadConfig(kv="keep")
     """
 
     kv: Literal["rebuild", "keep"] = "rebuild"
+    """Keys and values of running requests at a reload. "rebuild" computes them again under the new weights: every logprob is
+    exactly its version's, at the cost of a forward over all running requests at each version. "keep" computes nothing again:
+    a recorded logprob is the probability with which the token was sampled, from older keys and values, and spans name the
+    version from which on these are. A request that begins after a reload meets no older keys and values in either. A request
+    under an adapter in vLLM keeps its version, so both mean the same. vLLM cannot keep those of a model that takes pictures."""
 
 
 class ExploreConfig(Section, frozen=True):
-    """[explore]: how an explorer runs what it takes.
-
-    workflow, options: for tasks that name none. workflows: others, by the name that a task's `workflow` gives them,
-    each with its options; a task that names another one is dropped as "unknown workflow". episodes_in_flight: sampled
-    at once. max_held: tasks taken and not yet started; past it nothing more is read. linger_s: finished episodes wait
-    at most so long for the rest of their group. episode_timeout_s: then the episode has failed. eval_hold_s: the
-    longest a reload waits for evals of the version it would replace. drain_s: at a stop, how long running groups may
-    take to finish. max_routing_bytes: of one token sequence, where the engine records the experts of a mixture of
-    experts (`engine.options.routing`): a byte per token, layer and expert of it, two above 256 experts. What is larger
-    is published without them, and counted as `routing_dropped`. report_s: seconds from one report to the log to the
-    next.
+    """[explore]: execution of tasks by an explorer.
 
     Example: ExploreConfig(episodes_in_flight=512, linger_s=0.5)
     """
 
     workflow: UsePath = CONVERSE
+    """Workflow of tasks that name none."""
     options: Table = msgspec.field(default_factory=dict)
+    """Options of that workflow."""
     workflows: dict[str, Use] = msgspec.field(default_factory=dict)
+    """Further workflows by the name that a task's `workflow` gives. A task that names another one is dropped as "unknown
+    workflow"."""
     episodes_in_flight: Positive = 1024
+    """Episodes that are sampled at once."""
     max_held: Positive = 4096
+    """Tasks taken and not yet started, above which nothing more is read."""
     linger_s: Seconds = 1.0
+    """Longest wait of finished episodes for the rest of their group, in seconds."""
     episode_timeout_s: Seconds = 3600.0
+    """Seconds after which an episode has failed."""
     eval_hold_s: Seconds = 15.0
+    """Longest wait of a reload for evals of the version it replaces, in seconds."""
     drain_s: Seconds = 10.0
+    """Seconds that running groups get to finish at a stop."""
     report_s: Seconds = 2.0
+    """Seconds between two reports."""
     max_routing_bytes: Annotated[int, msgspec.Meta(ge=1, le=15 * 1024 * 1024, description="1 to 15728640 bytes")] = (
         4_194_304
     )
+    """Maximum bytes of the recorded experts of one token sequence (`engine.options.routing`): one per token, layer and
+    expert, two above 256 experts. A larger sequence is published without them and counted as `routing_dropped`."""
 
 
 def check_patterns(name: str, patterns: Iterable[str]) -> None:
@@ -293,6 +305,6 @@ def check_patterns(name: str, patterns: Iterable[str]) -> None:
             raise ValueError(f"{name}: got {pattern!r}, expected a regular expression: {error}") from error
 
 
-def any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    """What matches where one of them does, in whatever case."""
-    return re.compile("|".join(f"(?:{one})" for one in patterns), re.IGNORECASE)
+def joined_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches where any of these does, in either case."""
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)

@@ -13,7 +13,7 @@ from random import Random
 
 from actors.config import MasterConfig
 from actors.master.plan import NOTHING, Plan
-from actors.rollout.scheduler import Scheduler, issued_of
+from actors.rollout.scheduler import Scheduler, require_issued
 from infra.settings.config import Pacing
 from schemas import Block, Closure, Drawn, Experience, Message, PolicyEvent, Span, Task, ids, make_experience
 from trainer.batch.assemble import PACED, Stamp, assemble, masked_below
@@ -106,7 +106,7 @@ class World:
             self.begin(begun)
 
     def begin(self, task: Task) -> None:
-        issued = issued_of(task)
+        issued = require_issued(task)
         lengths = [
             self.case.median_s * math.exp(self.random.gauss(0.0, self.case.sigma)) for _ in range(issued.num_episodes)
         ]
@@ -115,7 +115,7 @@ class World:
 
     def end(self, task: Task, started_s: float, lengths: list[float]) -> None:
         """All of a group's episodes are there: it is buffered."""
-        issued = issued_of(task)
+        issued = require_issued(task)
         self.scheduler.end(task)
         block = Block(
             tuple(self.experience(task, episode, started_s, length_s) for episode, length_s in enumerate(lengths))
@@ -128,7 +128,7 @@ class World:
         self.offset += 1
 
     def experience(self, task: Task, episode: int, started_s: float, length_s: float) -> Experience:
-        issued = issued_of(task)
+        issued = require_issued(task)
         versions = [self.version_at(started_s + TOKEN_S * place) for place in range(max(1, round(length_s / TOKEN_S)))]
         spans, start = [], 1
         for version, tokens in itertools.groupby(versions):

@@ -1,4 +1,4 @@
-"""What every engine asks of a policy before it serves it, and of a prompt before it samples."""
+"""Checks of a policy before an engine serves it, and of a request before it samples."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +14,9 @@ from schemas.errors import PolicyRefused
 
 
 class ProbeGate:
-    """Whether an engine computes what the trainer published: see `infra.policies.agreement`. dtype: what the engine computes
-    in. One for the life of an engine: it remembers by how much the two differ where nothing is wrong.
+    """Comparison of an engine's scores with the trainer's probe (`infra.policies.agreement`). dtype: of the computation.
+
+    It lives as long as its engine and remembers by how much the two differ where nothing is wrong.
     """
 
     def __init__(self, dtype: str) -> None:

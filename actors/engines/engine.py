@@ -41,7 +41,7 @@ class Shaping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn.
+    """Parameters of the draw of tokens.
 
     temperature: 0 is greedy (spans of greedy tokens have ratio False).
     max_tokens: at most so many new ones. stop: token ids that end the sequence and are kept as its last token.
@@ -62,7 +62,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ratio(self) -> bool:
-        """Whether tokens are drawn from the policy's own distribution, so that their logprobs are behaviour probabilities."""
+        """True if tokens are drawn from the policy's own distribution, so that their logprobs are behaviour probabilities."""
         return self.temperature > 0 and self.top_p == 1.0 and not self.json_schema and self.shaping is None
 
 
@@ -99,7 +99,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a hot reload cost.
+    """The cost of a hot reload.
 
     pause_ms: without sampling. probe_abs_max: the largest difference of a probe's logprob, in nats.
     """

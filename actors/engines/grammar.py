@@ -54,7 +54,7 @@ _DONE = b"."
 
 
 class TokenSpellings:
-    """What each token spells; nothing (b"") for special tokens and for ids without a token. special: those tokens."""
+    """Bytes of each token, b"" for special tokens and for ids without a token. special: ids of special tokens."""
 
     def __init__(self, spellings: Sequence[bytes], special: frozenset[int] = frozenset()) -> None:
         self.spellings = tuple(b"" if token in special else spelled for token, spelled in enumerate(spellings))
@@ -107,7 +107,7 @@ class Matcher:
         self.stuck = False
 
     def allowed(self) -> np.ndarray:
-        """Whether each token may come next, [V] bool. Where none may, all are and the answer is stuck."""
+        """Mask of the tokens that may come next, [V] bool. Where none may, all are True and the answer is stuck."""
         self._bits[:] = -1
         self._matcher.fill_next_token_bitmask(self._bits)
         allowed = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")[: self._num_tokens].astype(bool)
@@ -162,7 +162,7 @@ class Grammars:
         return found
 
     async def matcher(self, sampling: Sampling) -> Matcher | None:
-        """What holds an answer to its schema; None where it has none."""
+        """The matcher that holds an answer to its schema, None without a schema."""
         if not sampling.json_schema:
             return None
         compiled = await self.compiled(sampling.json_schema)

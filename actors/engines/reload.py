@@ -46,7 +46,7 @@ SLOW_S = 60.0
 
 
 class ReloadGate(Protocol):
-    """When an engine may change its version: decided by the work that needs a version."""
+    """Permission for an engine to change its version, given by the work that needs one."""
 
     async def known(self) -> None:
         """Return once it is known what waits; nothing is loaded before."""
@@ -55,7 +55,7 @@ class ReloadGate(Protocol):
         """Versions that a newer one must not pass over."""
 
     async def released(self, version: int, timeout_s: float) -> bool:
-        """Whether nothing needs `version`, waited for at most `timeout_s`."""
+        """Wait at most `timeout_s` until nothing needs `version`; True if so."""
 
     def reload(self) -> AbstractContextManager[None]:
         """While it is entered, nothing begins that needs a version."""
@@ -74,29 +74,25 @@ class ReadsFiles(Protocol):
     """An engine whose workers read versions from files."""
 
     version_files: VersionFiles
-    """Where it wants them."""
+    """Files in which it wants versions."""
 
 
 class _Lacking(Exception):
-    """What is to be loaded is not known without the events before a summary."""
+    """The version to load follows only from events before a summary."""
 
 
 class OpenGate:
     """The gate of a role whose work takes any version."""
 
-    async def known(self) -> None:
-        """Return at once."""
+    async def known(self) -> None: ...
 
     def wanted(self) -> frozenset[int]:
-        """None."""
         return frozenset()
 
     async def released(self, version: int, timeout_s: float) -> bool:
-        """True."""
         return True
 
     def reload(self) -> AbstractContextManager[None]:
-        """Nothing is held up."""
         return nullcontext()
 
 
@@ -167,7 +163,7 @@ class PolicyFollower:
 
     @property
     def stable(self) -> Stable:
-        """What the channels serve, as far as it was read."""
+        """Versions that the channels serve, as far as `policies` was read."""
         return self._feed.stable
 
     async def read(self) -> None:

@@ -177,7 +177,7 @@ class ScriptedEngine:
     def _changed(
         self, last: int, sampling: Sampling, matcher: Matcher | None, prompt: Sequence[int], sampled: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `_row`, with the client's shaping, over what the schema allows here."""
+        """Log probabilities and their cumulative sum after the client's shaping, over the tokens that the schema allows."""
         logits = shaped_logits(self._table[last], sampling, prompt, sampled)
         if matcher is not None:
             logits = np.where(matcher.allowed(), logits, -np.inf)

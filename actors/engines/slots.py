@@ -27,7 +27,7 @@ Input = tuple[tuple[int, ...], RequestImages]  # tokens, and the images at the i
 
 
 class RunningSequence:
-    """One running request."""
+    ...
 
     def __init__(
         self,
@@ -50,12 +50,11 @@ class RunningSequence:
 
     @property
     def num_reserved(self) -> int:
-        """Tokens it can grow to."""
         return len(self.prompt) + self.trace.sampling.max_tokens
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its grammar led to where nothing may come next."""
+        """True once the grammar allows no further token."""
         return self.matcher is not None and self.matcher.stuck
 
     def add(self, token: int, logprob: float, version: int) -> bool:
@@ -65,7 +64,6 @@ class RunningSequence:
         return self.trace.add(token, logprob, version, self.kv_version) or self.is_stuck
 
     def completion(self) -> Completion:
-        """What was recorded."""
         found = self.trace.completion()
         return replace(found, routing=np.concatenate(self.routing)) if self.routing else found
 
@@ -233,7 +231,7 @@ class RunningBatch:
         return captured.layers, logits
 
     def _masks(self, query_BQ1: Tensor, key_K: Tensor) -> Any:
-        """What queries see, as the model's layers take it. query_BQ1, key_K: their positions."""
+        """Attention masks in the form that the model's layers take. query_BQ1, key_K: positions."""
         config = self._model.config.get_text_config()
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         seen_BQK = key_K <= query_BQ1
@@ -253,7 +251,7 @@ class RunningBatch:
         return torch.zeros(seen_B1QK.shape, dtype=dtype).masked_fill(~seen_B1QK, torch.finfo(dtype).min)
 
     def _inputs(self, sequences: Sequence[Input], padded: Tensor) -> Mapping[str, Tensor]:
-        """What the model's forward takes: the tokens, with the features of their images where there are any."""
+        """Inputs of the model's forward: tokens, with the features of their images where there are any."""
         places = pictures = None
         vision, length = self._vision, padded.shape[1]
         if vision is not None and any(pictured.images for _, pictured in sequences):
@@ -305,7 +303,7 @@ CACHED = frozenset(("full_attention", "sliding_attention"))  # kinds of layers w
 
 
 def remembers_otherwise(model: Any) -> bool:
-    """Whether some layer of a model has another memory than keys and values."""
+    """True if a layer of the model has another memory than keys and values."""
     return not CACHED.issuperset(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 

@@ -105,7 +105,6 @@ class TorchEngine:
         return len(self._futures)
 
     def folder_weights(self) -> dict[str, Tensor]:
-        """See HasFolder."""
         return folder_tensors(model_folder(self._folder))
 
     async def start(self) -> None:
@@ -329,7 +328,7 @@ class TorchEngine:
 
 
 class AdapterGate:
-    """Whether versions fit what an engine serves. folder: its model, the base. One for the life of an engine."""
+    """Check of versions against the base of an engine and what it serves. folder: the base model."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

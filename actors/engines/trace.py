@@ -22,7 +22,7 @@ class RequestImages:
         )
 
     def prepared(self, vision: Vision) -> tuple[Prepared, ...]:
-        """As the vision tower takes them, computed once."""
+        """Inputs of the vision tower, computed once."""
         if self._prepared is None:
             self._prepared = tuple(vision.prepare(image) for image in self.images)
         return self._prepared
@@ -35,7 +35,7 @@ class RequestImages:
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where a run of tokens begins. version: that sampled it. at: index of its first token. kv: as in Span."""
+    """The start of a run of tokens. version: policy that sampled it. at: index of its first token. kv: as in Span."""
 
     version: int
     at: int
@@ -63,7 +63,7 @@ class Trace(msgspec.Struct):
         return token in self.sampling.stop or len(self.tokens) >= self.sampling.max_tokens
 
     def completion(self) -> Completion:
-        """What was recorded."""
+        """The recorded tokens as a completion."""
         return Completion(
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
@@ -72,7 +72,7 @@ class Trace(msgspec.Struct):
         )
 
     def take_chunks(self) -> list[Chunk]:
-        """What was recorded since the last call, one chunk per version."""
+        """Tokens recorded since the last call, one chunk per version."""
         before, self.taken = self.taken, len(self.tokens)
         runs = spans(self.starts, len(self.tokens), self.sampling)
         cuts = [(max(before, run.start), run) for run in runs if run.stop > before]

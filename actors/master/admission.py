@@ -79,7 +79,7 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """How many more groups may be issued now."""
+        """Number of groups that may be issued now."""
         return max(0, self.limits.max_outstanding - len(self.outstanding))
 
     def min_version(self, *, ahead: int | None = None) -> int:
@@ -96,7 +96,7 @@ class Admission:
         return max(limits.first_version, version_at_draw - limits.max_staleness)
 
     def ahead(self, group: str) -> int:
-        """How many outstanding groups were issued before `group`."""
+        """Number of outstanding groups issued before `group`."""
         sequence = self.outstanding[group].sequence
         return sum(other.sequence < sequence for other in self.outstanding.values())
 

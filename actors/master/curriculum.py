@@ -96,7 +96,7 @@ def learnability(success_rate: float | None, *, floor: float, cap: float) -> flo
 
 
 def easy_pool(num_tasks: int, *, sequence: int, ramp_groups: int) -> int:
-    """How many of the easiest tasks `easy_to_hard` draws from."""
+    """Number of the easiest tasks that `easy_to_hard` draws from."""
     share = FIRST_SHARE + (1.0 - FIRST_SHARE) * min(1.0, sequence / ramp_groups)
     return min(num_tasks, max(1, math.ceil(num_tasks * share)))
 

@@ -19,7 +19,7 @@ from actors.master.admission import Admission, AdmissionLimits
 from actors.master.evaluation import EvalBook, eval_group, parse_eval_group
 from actors.master.gate.gate import Gate
 from actors.master.placing import Placing
-from actors.master.taskbook import TaskBook, digest_of
+from actors.master.taskbook import TaskBook, task_digest
 from infra.policies.policy_feed import PolicyFeed
 from infra.roles.process import Absence
 from infra.settings.config import Pacing, duration_s
@@ -150,7 +150,7 @@ class Plan:
             self.evals.issued(issued, self.active_s)
             return
         self.admission.issued(issued, self.active_s)
-        self.book.issued(task_of(issued.group), round_of(issued.group))
+        self.book.issued(task_of(issued.group), group_round(issued.group))
         self._begun_any = True
 
     def issued_since(self, records: Iterable[Issued]) -> None:
@@ -167,7 +167,7 @@ class Plan:
     def _is_new(self, issued: Issued) -> bool:
         if parse_eval_group(issued.group) is not None or issued.group in self.admission.outstanding:
             return True
-        return round_of(issued.group) >= self.book.next_round(task_of(issued.group))
+        return group_round(issued.group) >= self.book.next_round(task_of(issued.group))
 
     def closure(self, closure: Closure, timestamp_ms: int | None = None) -> bool:
         """Take a closure; True if it ended an outstanding group."""
@@ -355,7 +355,7 @@ class Plan:
                 rollout(
                     task,
                     self.config,
-                    round=round_of(name),
+                    round=group_round(name),
                     attempt=max(group.attempt + 1, self._first_attempt),
                     sequence=group.sequence,
                     # The version that is there must do: waiting for a newer one could stop everything.
@@ -380,7 +380,7 @@ class Plan:
         tasks = self._suite_tasks(suite)
         missing = [index for index in range(len(tasks)) if index not in issued]
         issuing = tuple(self._eval(suite, version, index, self._first_attempt) for index in missing)
-        return EvalRequest(suite, version, issuing, len(tasks), digest_of(tasks) if tasks else "")
+        return EvalRequest(suite, version, issuing, len(tasks), task_digest(tasks) if tasks else "")
 
     @property
     def _first_attempt(self) -> int:
@@ -422,7 +422,7 @@ class Plan:
     def _suite_tasks(self, suite: str) -> list[Task]:
         """Tasks of a suite: as many as are wanted, or all there are once no more arrive; none before that."""
         wanted = self.evals.suites[suite].tasks
-        tasks = self.book.of_split(suite)
+        tasks = self.book.in_split(suite)
         if len(tasks) < wanted and self.clock_ms - self._task_ms < _SETTLED_MS:
             return []
         return tasks[:wanted]
@@ -446,6 +446,6 @@ def evaluation(task: Task, config: MasterConfig, *, suite: EvalSuite, version: i
     return replace(task, issued=issued)
 
 
-def round_of(group: str) -> int:
+def group_round(group: str) -> int:
     """The round in a rollout's group id. Raises ValueError for an id without one."""
     return int(group.rpartition(".")[2])

@@ -44,7 +44,7 @@ class TaskBook:
             self._ordered.pop(split, None)
             self._pools.pop(split, None)
 
-    def of_split(self, split: str) -> list[Task]:
+    def in_split(self, split: str) -> list[Task]:
         """Tasks of a split from easy to hard (difficulty, then id), so that the order they came in does not matter."""
         if split not in self._ordered:
             tasks = [task for task in self.tasks.values() if task.split == split]
@@ -58,7 +58,7 @@ class TaskBook:
             self._num_ordered = self._num_rated
             self._pools.pop(split, None)
         if split not in self._pools:
-            tasks = sorted(self.of_split(split), key=lambda task: self._difficulty(task, measured=measured))
+            tasks = sorted(self.in_split(split), key=lambda task: self._difficulty(task, measured=measured))
             self._pools[split] = TaskPool(tasks, running_sum(task.priority for task in tasks))
         return self._pools[split]
 
@@ -95,6 +95,6 @@ class TaskBook:
         return (own if task.difficulty is None else task.difficulty, task.id)
 
 
-def digest_of(tasks: Sequence[Task]) -> str:
+def task_digest(tasks: Sequence[Task]) -> str:
     """Digest of the ids of tasks, in their order."""
     return hashlib.blake2b("\x00".join(task.id for task in tasks).encode(), digest_size=8).hexdigest()

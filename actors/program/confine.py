@@ -65,7 +65,7 @@ AT_ONCE = 65_536  # `explore.episodes_in_flight` bounds them
 
 
 class Confinement(Section, frozen=True):
-    """How a command is confined. folders: what it may read beside the system's programs and this Python's library: its own
+    """Confinement of a command. folders: what it may read beside the system's programs and this Python's library: its own
     folder, and those of its packages. limits: fields of `infra.sandbox.command.SandboxLimits`; of memory, processes and files
     there is more by default than there.
 
@@ -91,7 +91,7 @@ class Confined:
         self._script = Path(inside.__file__).read_bytes()
 
     async def run(self, command: Sequence[str], access: ProgramInput, environment: Mapping[str, str], port: int) -> Any:
-        """As `run_command`. port: where the policy is, on the loopback. Raises EpisodeFailed."""
+        """Run the command; its result as of `run_command`. port: of the policy on the loopback. Raises EpisodeFailed."""
         await self._door.open(port)
         inner = msgspec.structs.replace(access, base_url=ADDRESS)
         first = {"command": command, "folder": os.getcwd(), "environment": {**environment, **variables(inner)}}

@@ -40,11 +40,11 @@ class RequestTokenizer(SessionTokenizer, WritingTokenizer, Protocol):
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model sees."""
+        """True for a model with a vision tower."""
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template says anything about tools."""
+        """True if the chat template describes tools."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone."""
@@ -92,7 +92,7 @@ class ProgramEpisode:
 
     @property
     def version(self) -> int:
-        """Of the policy that samples now."""
+        """Policy version that samples now."""
         return self._session.engine.version
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -104,7 +104,7 @@ class ProgramEpisode:
         return len(self._rendered(request))
 
     def again(self, body: bytes) -> InFlight | None:
-        """What the same request was answered before, where it was."""
+        """The earlier answer to the same request, None without one."""
         return self._answered.get(hashlib.sha256(body).hexdigest())
 
     def keep(self, body: bytes, in_flight: InFlight) -> None:
@@ -248,7 +248,7 @@ class ProgramEpisode:
         return follow
 
     def _sampling(self, request: ParsedRequest, num_prompt: int) -> Sampling:
-        """As the task says, within what the program asks for and the context leaves. Raises ApiError."""
+        """The task's sampling within the program's request and the room in the context. Raises ApiError."""
         own = self._session.sampling
         room = self._session.engine.max_model_len - num_prompt
         if room < 1:

@@ -20,7 +20,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def joined_to(opened: Callable[[], Awaitable[Ends]]) -> Callable[..., Awaitable[None]]:
-    """What a server does with each connection: join it to another one."""
+    """A server's handler that joins each connection to another."""
 
     async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -34,7 +34,7 @@ def joined_to(opened: Callable[[], Awaitable[Ends]]) -> Callable[..., Awaitable[
 
 
 async def copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Until either side has gone."""
+    """Copy bytes until either side has gone."""
     try:
         while piece := await source.read(65_536):
             target.write(piece)

@@ -29,13 +29,13 @@ from schemas import Score
 
 
 class AgentLoop:
-    """Begins with the first function, and lasts as long as the process: a program may keep its clients from one to the next."""
+    """An event loop for async functions, in a thread. It lasts as long as the process: a function may keep its clients."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """What `work` returns there."""
+        """Run `work` there and return its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="programs", daemon=True).start()
@@ -63,7 +63,7 @@ INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 class ProgramInput(msgspec.Struct, frozen=True):
-    """What a program is given. base_url: without /v1. key: for it, of this episode alone. model: as requests call it.
+    """Inputs of a program. base_url: without /v1. key: for it, of this episode alone. model: as requests call it.
     task: as JSON takes it.
     """
 
@@ -74,7 +74,7 @@ class ProgramInput(msgspec.Struct, frozen=True):
 
 
 async def call(function: Callable[..., Any], access: ProgramInput, agents: AgentLoop) -> Any:
-    """What a function returns. It is called with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
+    """Call a function with those of task, base_url, key and model that it takes. Raises EpisodeFailed.
 
     base_url: with /v1, as OpenAI's clients take it. agents: where an async one runs.
     """
@@ -93,7 +93,7 @@ async def call(function: Callable[..., Any], access: ProgramInput, agents: Agent
 
 
 async def in_thread_of_its_own(work: Callable[[], Any]) -> Any:
-    """What `work` returns. A pool's threads would run out where many programs block, and the server needs some itself."""
+    """Run `work` in a thread: a pool's threads would run out where many programs block, and the server needs some."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -126,7 +126,7 @@ def variables(access: ProgramInput) -> dict[str, str]:
 
 
 async def run_command(command: Sequence[str], access: ProgramInput, environment: Mapping[str, str]) -> Any:
-    """What a command printed as its last line, where that is JSON; None where it printed nothing. Raises EpisodeFailed.
+    """Run a command and return its last line as JSON, None where it printed nothing. Raises EpisodeFailed.
 
     The task is on its standard input. environment: besides a few names like PATH.
     """
@@ -152,7 +152,7 @@ async def run_command(command: Sequence[str], access: ProgramInput, environment:
 
 
 def printed(command: Sequence[str], code: int, out: bytes, words: bytes) -> Any:
-    """What a command that ended printed as its last line. words: its complaints. Raises EpisodeFailed."""
+    """The last line of a command's output as JSON. words: its standard error. Raises EpisodeFailed."""
     if code:
         last = words[-LAST_WORDS:].decode(errors="replace").strip()
         raise EpisodeFailed("agent", f"{command[0]} ended with {code}: {last}")
@@ -160,7 +160,7 @@ def printed(command: Sequence[str], code: int, out: bytes, words: bytes) -> Any:
 
 
 async def _talk(process: Process, task: bytes) -> tuple[bytes, bytes]:
-    """What it printed, and the last of what it complained. Raises EpisodeFailed where it prints too much."""
+    """Output and the end of standard error. Raises EpisodeFailed where it prints too much."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     stdin = process.stdin
 
@@ -204,9 +204,7 @@ def _last_json(out: bytes) -> Any:
 
 
 async def ask_service(url: str, access: ProgramInput, tls: ssl.SSLContext | None) -> Any:
-    """What a service answers to the task, the address and the key. tls: of an https address; to make one takes a while.
-    Raises EpisodeFailed.
-    """
+    """Send task, address and key to a service and return its answer. tls: of an https address. Raises EpisodeFailed."""
     body = {
         "task": dict(access.task),
         "base_url": f"{access.base_url}/v1",
@@ -235,7 +233,7 @@ Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TurnResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one turn, as {"id": "hr-…", "rewards": {"helpful": 1}}. id: of the response that the program got. rewards:
+    """Rewards of one turn, as {"id": "hr-…", "rewards": {"helpful": 1}}. id: of the response that the program got. rewards:
     names to values.
     """
 
@@ -257,13 +255,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     end: Literal["terminal", "truncated"] | None = None
 
     def scores(self) -> tuple[Score, ...]:
-        """Of the whole episode. Raises EpisodeFailed."""
+        """Scores of the whole episode. Raises EpisodeFailed."""
         whole = {} if self.reward is None else {NAME: self.reward}
         return tuple(Score(name=name, value=finite(name, value)) for name, value in {**whole, **self.rewards}.items())
 
 
-def result_of(said: Any) -> Result:
-    """What a function returned or a program printed. Raises EpisodeFailed, with the cause "reward"."""
+def parse_result(said: Any) -> Result:
+    """The result that a function returned or a program printed. Raises EpisodeFailed, with the cause "reward"."""
     if isinstance(said, Result):
         return said
     if said is None:

@@ -76,7 +76,7 @@ class ProgramSite:
 
     @property
     def address(self) -> str:
-        """Where programs on this machine find it."""
+        """Address for programs on this machine."""
         host = self._listen.rpartition(":")[0]
         return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{self.port}"
 

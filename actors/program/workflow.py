@@ -16,7 +16,7 @@ from actors.gateway.answering.parsers import answer_parser
 from actors.gateway.answering.parsing import AnswerParser
 from actors.program.confine import Confined, Confinement
 from actors.program.episode import EpisodeLimits, ProgramEpisode, RequestTokenizer
-from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, result_of, run_command
+from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.session import CachedTokenizer, Session
 from actors.rollout.workflow import EpisodeFailed
@@ -93,7 +93,7 @@ class Program:
         self._site.open(episode)
         try:
             said = await self._run(ProgramInput(self._site.address, episode.key, MODEL, shown))
-            result = result_of(said)
+            result = parse_result(said)
         except EpisodeFailed:
             if episode.stopped is not None:
                 raise episode.stopped from None
@@ -110,7 +110,7 @@ class Program:
         return _scored(result, episode, session)
 
     async def _prepared(self, tokenizer: RequestTokenizer) -> AnswerParser:
-        """What reads the policy's answers. Raises ConfigError."""
+        """The parser of the policy's answers. Raises ConfigError."""
         async with self._preparing:
             if self._parser is None:
                 parser = answer_parser(tokenizer)

@@ -36,7 +36,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent(Protocol):
-    """How a policy plays."""
+    """Reads actions from the policy's replies."""
 
     def opening(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The conversation before the first turn, from the task's own messages."""

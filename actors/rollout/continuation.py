@@ -1,4 +1,4 @@
-"""Where a conversation continues after what was sampled: the tokens the chat template adds, and no others.
+"""Continuation of a conversation after a sampled answer: the tokens that the chat template adds, and no others.
 
 Guarantee: nothing sampled is tokenized again. What was sampled is kept as it is, also where the template spells it otherwise,
 or leaves out what was thought; where the template does not say what follows an answer, nothing is invented.
@@ -36,7 +36,7 @@ class SampledTurn(msgspec.Struct, frozen=True):
 
 
 def words(answer: str) -> str:
-    """What an answer says: without what was thought before it, and without blanks around it. Clients send answers back so.
+    """The text of an answer without the thought before it and the blanks around it, as clients send answers back.
 
     >>> words("<think>\\nA greeting.\\n</think>\\n\\nHello.\\n")
     'Hello.'

@@ -25,7 +25,7 @@ EnvironmentEnd = Literal["terminal", "truncated"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment answers. observation: text for the policy, "" for none. reward: None for none. end: None continues;
+    """An environment's answer. observation: text for the policy, "" for none. reward: None for none. end: None continues;
     truncated is a limit, not a result.
 
     Example: Outcome(observation="higher", reward=0.0)
@@ -77,11 +77,11 @@ class GuardedEnvironment:
                 await self._call(lambda _: close(), "close")
 
     async def reset(self, task: Task, *, seed: int) -> Outcome:
-        """As the environment's. Raises EnvironmentFailed."""
+        """Raises EnvironmentFailed."""
         return self._sound(await self._call(lambda _: self._environment.reset(task, seed=seed), "reset"), "reset")
 
     async def step(self, action: str) -> Outcome:
-        """As the environment's. Raises EnvironmentFailed."""
+        """Raises EnvironmentFailed."""
         return self._sound(await self._call(lambda _: self._environment.step(action), "step"), "step")
 
     async def _call(self, function: Callable[[None], Any], what: str) -> object:

@@ -156,7 +156,7 @@ async def _dispatch(runtime: RolloutRuntime, scheduler: Scheduler) -> None:
 
 async def _run(task: Task, runtime: RolloutRuntime, scheduler: Scheduler) -> None:
     try:
-        await run_group(task, runtime, scheduler.stop_of(task))
+        await run_group(task, runtime, scheduler.stop_for(task))
     finally:
         scheduler.end(task)
 

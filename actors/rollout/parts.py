@@ -33,7 +33,7 @@ class RoutedTokens(msgspec.Struct):
     given: bool = True
 
     def add(self, found: Rows | None) -> None:
-        """What a turn's engine recorded of the whole sequence so far, None where it records nothing."""
+        """Add the rows that a turn's engine recorded of the whole sequence so far, None where it records nothing."""
         self.given = self.given and found is not None
         if found is not None:
             self.rows.append(found[self.num :])
@@ -112,7 +112,7 @@ class GrowingPart(msgspec.Struct):
 
 
 class Found(NamedTuple):
-    """Where a turn goes. part: None for a new one. prompt: its tokens. reason: of a new part."""
+    """The place of a turn. part: None for a new one. prompt: tokens. reason: why a new part begins."""
 
     part: GrowingPart | None
     prompt: list[int]
@@ -120,7 +120,7 @@ class Found(NamedTuple):
 
 
 class Parts:
-    """Of one episode. all: in the order in which they began. last: the one with the newest turn."""
+    """The parts of one episode. all: oldest first. last: the part with the newest turn."""
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
@@ -155,7 +155,7 @@ class Parts:
 
 
 def _same(given: Conversation, known: Conversation) -> bool:
-    """Whether it is the same conversation: answers may come back without what was thought, and without blanks around them."""
+    """True for the same conversation; answers may come back without their thoughts and surrounding blanks."""
     return all(
         left == other or (left.role == other.role == "assistant" and words(left.content) == words(other.content))
         for left, other in zip(given, known, strict=True)

@@ -16,7 +16,7 @@ from actors.config import ExploreConfig
 from actors.engines.engine import Engine, EngineStopped, Sampling
 from actors.rollout.environment import EnvironmentFailed
 from actors.rollout.parts import with_recorded
-from actors.rollout.scheduler import Stop, issued_of
+from actors.rollout.scheduler import Stop, require_issued
 from actors.rollout.session import ChatTokenizer, Session
 from actors.rollout.workflow import EpisodeFailed, Workflow, Workflows
 from infra.log.log import Log
@@ -39,7 +39,7 @@ _MAX_FAILURE_CHARS = 500
 
 
 class RolloutRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rollout of an explorer uses.
+    """Objects that all rollouts of an explorer share.
 
     role: log, store and metrics. engine: samples. tokenizer: of the engine's model. workflows: by name. config: of
     [explore]. stop_tokens: ids that end a turn. images: reads what tasks show, None for a model of text alone.
@@ -65,7 +65,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = None) -> None:
     """Run all episodes of the task and publish them; raises only what the log raises. stop: who else may stop them."""
-    issued, stop = issued_of(task), stop or Stop()
+    issued, stop = require_issued(task), stop or Stop()
     try:
         workflow = runtime.workflows.get(task.workflow)
     except ConfigError as error:
@@ -96,7 +96,7 @@ async def run_group(task: Task, runtime: RolloutRuntime, stop: Stop | None = Non
 
 async def give_up(task: Task, reason: str, runtime: RolloutRuntime) -> None:
     """Let a group that was never started end without an answer."""
-    issued = issued_of(task)
+    issued = require_issued(task)
     episodes = range(issued.num_episodes)
     runtime.role.metrics.counter("episodes_cancelled", reason=reason).inc(len(episodes))
     await _publish([_Ended(episode, [], stopped=reason) for episode in episodes], issued, runtime)
@@ -105,7 +105,7 @@ async def give_up(task: Task, reason: str, runtime: RolloutRuntime) -> None:
 def _ended(
     episode_task: asyncio.Task[_Ended], episode: int, session: Session, stop: Stop, runtime: RolloutRuntime
 ) -> _Ended:
-    """How an episode ended; what was sampled of one that was stopped goes no further, and is counted."""
+    """The end of an episode. Tokens of a stopped episode are counted and go no further."""
     if not episode_task.cancelled():
         return episode_task.result()
     runtime.role.metrics.counter("episodes_cancelled", reason=stop.reason).inc()
@@ -115,7 +115,7 @@ def _ended(
 
 async def pass_over(tasks: Iterable[Task], reason: str, log: Log) -> None:
     """Tell the master that these evals get no answer here."""
-    closures = [_closure(issued_of(task), reason) for task in tasks]
+    closures = [_closure(require_issued(task), reason) for task in tasks]
     await log.publish_all(PROGRESS, closures)
 
 
@@ -142,7 +142,7 @@ async def _run_episode(
     if failure:
         runtime.role.metrics.counter("requests_failed").inc()
         runtime.role.metrics.counter("episodes_failed", cause=cause).inc()
-        _log.warning("episode_failed group=%s episode=%d failure=%s", issued_of(task).group, episode, failure)
+        _log.warning("episode_failed group=%s episode=%d failure=%s", require_issued(task).group, episode, failure)
     if not session.num_sampled:
         return _Ended(episode, [], failure or "nothing was sampled")
     return _Ended(episode, _experiences(session, task, episode, failure, scores, runtime), failure)
@@ -151,7 +151,7 @@ async def _run_episode(
 def _experiences(
     session: Session, task: Task, episode: int, failure: str, scores: tuple[Score, ...], runtime: RolloutRuntime
 ) -> list[Experience]:
-    issued = issued_of(task)
+    issued = require_issued(task)
     found = session.experiences(
         group=issued.group,
         attempt=issued.attempt,

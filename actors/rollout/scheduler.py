@@ -31,7 +31,7 @@ class Waiting:
 
     def add(self, task: Task) -> bool:
         """Take a task; False if this attempt, or a newer one, was taken before."""
-        issued = issued_of(task)
+        issued = require_issued(task)
         if issued.attempt <= self._attempts.get(issued.group, -1):
             return False
         self._attempts[issued.group] = issued.attempt
@@ -49,7 +49,7 @@ class Waiting:
         """The next group that `version` may sample; it no longer waits."""
         while self._rollouts and self._rollouts[0][0] <= version:
             task = heappop(self._rollouts)[3]
-            issued = issued_of(task)
+            issued = require_issued(task)
             if issued.attempt >= self._attempts.get(issued.group, issued.attempt):
                 return task
         return None
@@ -58,7 +58,7 @@ class Waiting:
         """Episodes of the next group that `version` may sample, 0 if there is none."""
         if not self._rollouts or self._rollouts[0][0] > version:
             return 0
-        return issued_of(self._rollouts[0][3]).num_episodes
+        return require_issued(self._rollouts[0][3]).num_episodes
 
     def eval(self, version: int) -> Task | None:
         """The next eval of exactly `version`; it no longer waits."""
@@ -80,33 +80,33 @@ class Waiting:
 
     def remove(self, group: str) -> list[Task]:
         """Rollouts of a group, which no longer wait."""
-        gone = [waiting for waiting in self._rollouts if issued_of(waiting[3]).group == group]
+        gone = [waiting for waiting in self._rollouts if require_issued(waiting[3]).group == group]
         if gone:
             self._rollouts = [waiting for waiting in self._rollouts if waiting not in gone]
             heapify(self._rollouts)
         return [waiting[3] for waiting in gone]
 
     def held(self) -> Iterator[Issued]:
-        """Of each task that waits, how it is to be run."""
+        """The `issued` of each task that waits."""
         for *_, task in self._rollouts:
-            yield issued_of(task)
+            yield require_issued(task)
         for tasks in self._evals.values():
-            yield from map(issued_of, tasks)
+            yield from map(require_issued, tasks)
 
     def versions(self) -> frozenset[int]:
         """Versions that evals wait for."""
         return frozenset(self._evals)
 
 
-def issued_of(task: Task) -> Issued:
-    """How the master wants the task run; raises ValueError for a task that was not issued."""
+def require_issued(task: Task) -> Issued:
+    """The `issued` of a task; raises ValueError for a task that was not issued."""
     if task.issued is None:
         raise ValueError(f"task {task.id}: got no `issued`, expected one on every record of `tasks`")
     return task.issued
 
 
 class Stop:
-    """Of one group that runs. reason: why it was stopped, "" while it was not."""
+    """The stop of a running group. reason: of the stop, "" while it runs."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -174,7 +174,7 @@ class Scheduler:
 
     def end(self, task: Task) -> None:
         """A task that was taken has ended."""
-        issued = issued_of(task)
+        issued = require_issued(task)
         self._running.pop((issued.group, issued.attempt), None)
         self.num_groups -= 1
         self.num_episodes -= issued.num_episodes
@@ -187,9 +187,9 @@ class Scheduler:
         self._ended.set()
         self.changed.set()
 
-    def stop_of(self, task: Task) -> Stop:
-        """What stops a task that was taken."""
-        issued = issued_of(task)
+    def stop_for(self, task: Task) -> Stop:
+        """The stop of a task that was taken."""
+        issued = require_issued(task)
         return self._running[issued.group, issued.attempt]
 
     def over(self, group: str, reason: str) -> list[Task]:
@@ -203,7 +203,7 @@ class Scheduler:
         return waited
 
     async def next_start(self) -> None:
-        """Until a task is taken or passed over. For one waiter."""
+        """Wait until a task is taken or passed over. For a single waiter."""
         self._started.clear()
         await self._started.wait()
 
@@ -215,7 +215,7 @@ class Scheduler:
         return passed
 
     async def next_end(self, timeout_s: float) -> None:
-        """Until a task ends, at most `timeout_s`. For one waiter."""
+        """Wait until a task ends, at most `timeout_s`. For a single waiter."""
         self._ended.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -230,7 +230,7 @@ class Scheduler:
         return self.waiting.versions()
 
     async def released(self, version: int, timeout_s: float) -> bool:
-        """Whether no evals of exactly `version` wait or run, waited for at most `timeout_s`."""
+        """Wait at most `timeout_s` until no evals of exactly `version` wait or run; True if so."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         while (needed := self._needs(version)) and (left := deadline - clock()) > 0:
@@ -278,7 +278,7 @@ class Scheduler:
         return now - self._began, now - self._began - idle_s
 
     def _begin(self, task: Task) -> None:
-        issued = issued_of(task)
+        issued = require_issued(task)
         self._started.set()
         self._running[issued.group, issued.attempt] = Stop()
         self.num_groups += 1

@@ -88,7 +88,7 @@ class Session:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last turn ended by a stop token (False: by max_tokens, or there was none)."""
+        """True if the last turn ended by a stop token, False if by max_tokens or if there was none."""
         return self.parts.last is not None and self.parts.last.stopped
 
     @property
@@ -135,7 +135,7 @@ class Session:
     def experiences(
         self, *, group: str, attempt: int, episode: int, failure: str = "", **header: Unpack[SessionHeader]
     ) -> list[Experience]:
-        """What was recorded, as the parts of one episode, the last flagged.
+        """The recorded parts of one episode, the last flagged.
 
         failure: why the episode failed; recorded, and every part's `end` is "failed". Otherwise `end` is what
         `finish` said, or "terminal", or "truncated" where the last turn ran into max_tokens. Verdicts on the whole
@@ -201,7 +201,7 @@ class Session:
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """Whether there is more text than an event loop may wait for."""
+    """True if there is more text than an event loop may wait for."""
     return sum(len(message.content) for message in messages) > LONG_CHARS
 
 
@@ -220,7 +220,7 @@ class CachedTokenizer:
         self._long, self._cache = Lock(), Lock()
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """As the wrapped tokenizer's; callers must not change the list."""
+        """Tokens of a conversation; callers must not change the list."""
         key = tuple(messages)
         with self._long if is_long(key) else nullcontext():
             tokens = self._rendered.get(key)
@@ -237,7 +237,6 @@ class CachedTokenizer:
             self._rendered[key] = tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As the wrapped tokenizer's."""
         return self._tokenizer.decode(ids)
 
     @property

@@ -43,8 +43,8 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy asked for. fault: why it cannot be read, "" where it can. name: of the tool. arguments: as its
-    schema has them.
+    """A call by the policy. fault: why it cannot be read, "" where it can. name: of the tool. arguments: as its schema has
+    them.
 
     Example: ParsedCall(name="lookup", arguments={"order": 17})
     """
@@ -55,7 +55,7 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What a call came to. text: what the policy reads. failed: the text says what was wrong. broken: why the tool
+    """The result of a call. text: for the policy. failed: the text says what was wrong. broken: why the tool
     cannot be used any more. The policy does not see it: its episode fails, with the cause `tool`.
     """
 
@@ -68,7 +68,7 @@ class ToolServer(Protocol):
     """Offers several tools. It is asked before every episode."""
 
     async def tools(self) -> tuple[ToolSpec, ...]:
-        """What may be called. Raises EpisodeFailed."""
+        """Tools that may be called. Raises EpisodeFailed."""
 
 
 def load_tool(use: str, options: Mapping[str, object]) -> ToolSpec:
@@ -80,7 +80,7 @@ def load_tool(use: str, options: Mapping[str, object]) -> ToolSpec:
     name = str(getattr(function, "name", getattr(bare, "__name__", type(bare).__name__)))
     parameters = getattr(function, "parameters", None)
     if parameters is None:
-        parameters = schema_of(function, use)
+        parameters = argument_schema(function, use)
     description = inspect.getdoc(bare if inspect.isroutine(bare) else type(bare)) or ""
     return sound_tool(use, ToolSpec(name=name, description=description, parameters=parameters, function=function))
 
@@ -104,7 +104,7 @@ def load_server(use: str, options: Mapping[str, object]) -> ToolServer:
     return typing.cast(ToolServer, server)
 
 
-def schema_of(function: Callable[..., Any], use: str) -> dict[str, Any]:
+def argument_schema(function: Callable[..., Any], use: str) -> dict[str, Any]:
     """JSON schema of a function's arguments, from its annotations. Options that are bound already are left out."""
     bare = getattr(function, "func", function)
     bound = getattr(function, "keywords", {})

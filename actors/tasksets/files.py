@@ -76,7 +76,7 @@ def read_rows(
 
 
 def count_rows(path: Path) -> int | None:
-    """How many rows there are at most; None where only reading them would tell. Raises ConfigError."""
+    """Maximum rows of a file, None where only reading them would tell. Raises ConfigError."""
     if path.suffix == ".parquet":
         from actors.tasksets.arrow import count_parquet
 
@@ -184,7 +184,7 @@ def _row(cells: Cells, kind: type[Row], fields: Mapping[str, str], split: str, w
     if split:
         row.setdefault("split", split)
     row = {name: _text(value) if name in TEXTS else value for name, value in row.items()}
-    row.setdefault("id", _id_of(row["messages"]))
+    row.setdefault("id", _row_id(row["messages"]))
     row.pop("kind", None)
     try:
         return msgspec.convert({"kind": "task", **row} if kind is Task else row, kind, strict=False)
@@ -197,7 +197,7 @@ def _text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _id_of(messages: object) -> str:
+def _row_id(messages: object) -> str:
     return hashlib.sha256(msgspec.json.encode(messages)).hexdigest()[:16]
 
 

@@ -34,7 +34,7 @@ _BATCH = 512
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """What a load did, in rows. loaded: published. repeated: by the source. known: to the log already."""
+    """Rows of a load. loaded: published. repeated: by the source. known: to the log already."""
 
     loaded: int
     repeated: int

@@ -43,7 +43,7 @@ class Drawing(msgspec.Struct, frozen=True):
 
     @property
     def image(self) -> Image:
-        """How a message names the picture."""
+        """The picture's name in messages."""
         return image_named(self.picture)
 
 
@@ -68,7 +68,7 @@ def draw(kind: Kind, random: Random, *, size: int = 32) -> Drawing:
     return Drawing(kind=kind, picture=held.getvalue(), answer=answer)
 
 
-def task_of(drawing: Drawing, split: str) -> Task:
+def drawing_task(drawing: Drawing, split: str) -> Task:
     """The task that asks about a picture; what it is about goes to the score by `meta.kind`."""
     return Task(
         id=f"{drawing.kind}-{drawing.image.sha256[:16]}",
@@ -85,7 +85,7 @@ def glances(drawings: list[Drawing], random: Random, *, short: float = 0.6) -> I
         seen = drawing.answer
         if drawing.kind == "count" and seen != "1" and random.random() < short:
             seen = str(int(seen) - 1)
-        task = task_of(drawing, VALIDATION if index % 10 == 9 else TRAIN)
+        task = drawing_task(drawing, VALIDATION if index % 10 == 9 else TRAIN)
         yield Demonstration(id=task.id, messages=task.messages, response=seen, answer=drawing.answer, split=task.split)
 
 
@@ -116,7 +116,7 @@ def write_shapes(
     for drawing in pictures:
         (folder / IMAGES / drawing.image.sha256).write_bytes(drawing.picture)
     shown = pictures[len(splits) :]
-    rows = [task_of(drawing, split) for drawing, split in zip(pictures, splits, strict=False)]
+    rows = [drawing_task(drawing, split) for drawing, split in zip(pictures, splits, strict=False)]
     return write_rows(folder, rows, glances(shown, random))
 
 

@@ -104,8 +104,8 @@ class MasterLife:
             for channel in decisions.channels:
                 self.write(POLICIES, channel)
             for tasks in decisions.tasks.values():
-                for one in tasks:
-                    self.write(TASKS, one)
+                for task in tasks:
+                    self.write(TASKS, task)
 
     def happen(self, what: int, number: int) -> None:
         """One thing that the others do, drawn from two numbers; then what the master makes of it."""
@@ -142,7 +142,7 @@ class MasterLife:
         self.write(REPORTS, replace(report, partitions={TASKS.name: (random.randrange(2),)}))
 
     def _closed(self, random: Random, outcome: str) -> None:
-        if waiting := [name for name, one in self.plan.admission.outstanding.items() if not one.buffered]:
+        if waiting := [name for name, item in self.plan.admission.outstanding.items() if not item.buffered]:
             group = random.choice(waiting)
             one = self.plan.admission.outstanding[group]
             first = OVERTAKEN * ATTEMPTS_PER_LEASE if random.random() < 0.2 else one.attempt
@@ -156,7 +156,7 @@ class MasterLife:
         self._closed(random, "dropped")
 
     def _drawn(self, random: Random) -> None:
-        groups = tuple(name for name, one in self.plan.admission.outstanding.items() if one.buffered)[:2]
+        groups = tuple(name for name, item in self.plan.admission.outstanding.items() if item.buffered)[:2]
         dropped = {group: "stale" for group in groups if random.random() < 0.2}
         taken = tuple(group for group in groups if group not in dropped)
         self.write(PROGRESS, Drawn(token=1, step=self.step, version=self.version, groups=taken, dropped=dropped))
@@ -170,7 +170,7 @@ class MasterLife:
         )
 
     def _evaluated(self, random: Random) -> None:
-        waiting = [one for one in self.plan.evals.requests.values() if one.open and one.attempts]
+        waiting = [request for request in self.plan.evals.requests.values() if request.open and request.attempts]
         for request in waiting[:1]:
             passed = random.random() < 0.05
             for index, attempt in request.attempts.items():

@@ -25,7 +25,7 @@ def rated(
     late_ms: int = 0,
 ) -> Closure:
     """An answer to somebody, and what was said of it. number: of their answers."""
-    ratings = tuple(Rating(source="user", value=one, rater=rater, time_ms=at_ms + late_ms) for one in values)
+    ratings = tuple(Rating(source="user", value=value, rater=rater, time_ms=at_ms + late_ms) for value in values)
     return Closure(
         group=group_of(person, tenant, number), outcome="buffered", lane="live", version=version, trial=trial,
         revision=revision, ratings=ratings, answered_ms=at_ms,

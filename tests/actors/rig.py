@@ -122,7 +122,7 @@ class TopicArrivals:
 
     @property
     def experiences(self) -> list[Experience]:
-        return [one for record in self.records if isinstance(record, Block) for one in record.experiences]
+        return [experience for record in self.records if isinstance(record, Block) for experience in record.experiences]
 
     def of(self, kind: type) -> list:  # type: ignore[type-arg]
         return [record for record in self.records if isinstance(record, kind)]
@@ -147,8 +147,10 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
                 score = Score(name="exact", value=1.0 if correct(first) else 0.0)
                 await log.publish(EVALS, Block((replace(first, scores=(score,)),)))
                 continue
-            for one in message.value.experiences:
-                await seen(one.group, one.attempt, one.episode, one.group_size, one.sequence)
+            for experience in message.value.experiences:
+                await seen(
+                    experience.group, experience.attempt, experience.episode, experience.group_size, experience.sequence
+                )
 
     async def stubs() -> None:
         async for message in log.read_all(VERIFIED, until_end=False):

@@ -313,7 +313,7 @@ def test_a_group_whose_end_is_read_before_its_issue_is_not_outstanding_and_its_n
     for sequence in range(4):
         early.issued(issued(sequence), 0.0)
         early.issued(issued(sequence), 0.0)
-    assert {name: one.buffered for name, one in early.outstanding.items()} == {"task.2": True, "task.3": False}
+    assert {name: item.buffered for name, item in early.outstanding.items()} == {"task.2": True, "task.3": False}
     assert early.next_sequence == 4
 
 

@@ -72,20 +72,20 @@ def test_bisection_finds_every_number_within_its_turns_and_no_fewer_suffice(turn
 
 def test_what_is_no_guess_costs_a_turn_and_earns_nothing() -> None:
     said = played(Guess(high=15, turns=3, shaped=0.5), ["eight", "16", "-1"], issued("8"))
-    assert [one.reward for one in said[1:]] == [0.0, 0.0, 0.0]
-    assert {one.observation for one in said[1:]} == {"that is not a number in the range"}
+    assert [outcome.reward for outcome in said[1:]] == [0.0, 0.0, 0.0]
+    assert {outcome.observation for outcome in said[1:]} == {"that is not a number in the range"}
     assert said[-1].end == "terminal"
 
 
 def test_a_shaped_guess_is_worth_what_it_rules_out_and_all_of_them_together_the_same() -> None:
     """Of 15 numbers 8 leaves 7, then 12 leaves 3 (9 to 11), 12 again nothing more, 10 leaves one, and 11 is it."""
     said = played(Guess(high=15, turns=9, shaped=0.5), ["8", "12", "12", "10", "11"], issued("11"))
-    rewards = [one.reward or 0.0 for one in said[1:]]
+    rewards = [outcome.reward or 0.0 for outcome in said[1:]]
     share = [math.log(15 / 7), math.log(7 / 3), 0.0, math.log(3), 0.0]
-    assert rewards == pytest.approx([0.5 * one / math.log(15) for one in share[:4]] + [1.0])
+    assert rewards == pytest.approx([0.5 * item / math.log(15) for item in share[:4]] + [1.0])
     assert sum(rewards) == pytest.approx(1.5)
     assert rewards[-1] >= 1.0, "a sure last guess is a whole hit, to the last bit"
-    assert sum(one.reward or 0.0 for one in played(Guess(high=15, shaped=0.5), ["11"], issued("11"))) == 1.5
+    assert sum(outcome.reward or 0.0 for outcome in played(Guess(high=15, shaped=0.5), ["11"], issued("11"))) == 1.5
 
 
 def test_a_number_outside_the_range_is_the_tasks_fault() -> None:
@@ -99,7 +99,7 @@ MAP = "S.#/..#/.G."
 
 def test_walls_and_edges_leave_you_where_you_are() -> None:
     said = played(Grid(), ["up", "left", "right", "right", "hop"], issued(meta={"map": MAP}))
-    assert [one.observation.replace("\n", "/") for one in said] == [
+    assert [outcome.observation.replace("\n", "/") for outcome in said] == [
         "@.#/..#/.G.",
         "@.#/..#/.G.",
         "@.#/..#/.G.",
@@ -111,7 +111,7 @@ def test_walls_and_edges_leave_you_where_you_are() -> None:
 
 def test_the_goal_is_worth_its_reward_less_the_steps() -> None:
     said = played(Grid(step_cost=0.1), ["right", "Down ", "down"], issued(meta={"map": MAP}))
-    assert [one.reward for one in said] == [None, -0.1, -0.1, 0.9]
+    assert [outcome.reward for outcome in said] == [None, -0.1, -0.1, 0.9]
     assert said[-1].end == "terminal"
 
 
@@ -300,8 +300,8 @@ def test_a_lake_is_crossed_by_the_names_of_its_moves() -> None:
     assert first.observation.endswith("FHFH\nFFFH\nHFFG")
     said = [world.step(move) for move in ("Down", "down ", "right", "right", "down", "right")]
     world.close()
-    assert [one.reward for one in said] == [0.0] * 5 + [1.0]
-    assert [one.end for one in said] == [None] * 5 + ["terminal"]
+    assert [outcome.reward for outcome in said] == [0.0] * 5 + [1.0]
+    assert [outcome.end for outcome in said] == [None] * 5 + ["terminal"]
 
 
 def test_an_episode_over_the_limit_of_the_environment_is_truncated() -> None:
@@ -324,7 +324,7 @@ def test_what_is_no_action_is_told_so_and_not_stepped() -> None:
 def test_every_kind_of_space_is_written_and_read() -> None:
     world = Gymnasium(id="headrace/Oven-v0", digits=2)
     first = json.loads(world.reset(issued(), seed=3).observation)
-    assert first["said"] == "ready" and first["on"] == 0 and all(one == round(one, 2) for one in first["heat"])
+    assert first["said"] == "ready" and first["on"] == 0 and all(item == round(item, 2) for item in first["heat"])
     fits: dict[str, Any] = {"turn": [0.5, -1], "door": 2, "lamps": [0, 1, 1], "both": [2, "hey"]}
     assert world.step(json.dumps(fits)) == Outcome(
         observation='{"heat": [0.33, 0.5], "said": "hot", "on": 1}', reward=0.5, end="truncated"
@@ -440,12 +440,12 @@ def test_a_world_is_played_by_json_or_by_one_field_or_by_functions_of_ones_own(u
     async def run() -> None:
         whole = await said_to(OpenEnv(url=url), '{"floors": 1}', '{"floors": 2}')
         assert json.loads(whole[0].observation) == {"text": "floor 0 of 3", "floor": 0, "seed": 3, "height": 3}
-        assert [(one.reward, one.end) for one in whole] == [(None, None), (0.0, None), (1.0, "terminal")]
+        assert [(item.reward, item.end) for item in whole] == [(None, None), (0.0, None), (1.0, "terminal")]
         one_field = OpenEnv(url=url, field="how", action={"floors": 1}, shown="text")
-        assert [one.observation for one in await said_to(one_field, "gently")] == ["floor 0 of 3", "floor 1"]
+        assert [item.observation for item in await said_to(one_field, "gently")] == ["floor 0 of 3", "floor 1"]
         own = OpenEnv(url=url, read=f"{HERE}:pushed", write=f"{HERE}:seen_floor")
         said = await said_to(own, "up by 2", "up by much")
-        assert [one.observation for one in said[:2]] == ["you see floor 0 of 3", "you see floor 2"]
+        assert [outcome.observation for outcome in said[:2]] == ["you see floor 0 of 3", "you see floor 2"]
         assert "invalid literal" in said[2].observation and said[2].end is None
         named = await said_to(OpenEnv(url=url), seed=9, reset={"height": 7})
         assert json.loads(named[0].observation) == {"text": "floor 0 of 7", "floor": 0, "seed": 9, "height": 7}
@@ -459,10 +459,12 @@ def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> None:
     async def run() -> None:
         wrong = ["up", "[1]", '{"floors": "many"}', '{"floors": 1, "speed": 2}', '{"floors": 1}']
         said = await said_to(OpenEnv(url=url, shown="text"), *wrong)
-        assert [one.observation for one in said[1:3]] == [f"got '{one}', expected a JSON object" for one in wrong[:2]]
+        assert [outcome.observation for outcome in said[1:3]] == [
+            f"got '{item}', expected a JSON object" for item in wrong[:2]
+        ]
         assert "floors: Input should be a valid integer" in said[3].observation
         assert "speed: Extra inputs are not permitted" in said[4].observation
-        assert said[5].observation == "floor 1" and not any(one.end for one in said)
+        assert said[5].observation == "floor 1" and not any(outcome.end for outcome in said)
 
     asyncio.run(run())
 
@@ -472,7 +474,7 @@ def test_what_is_no_action_is_told_so_and_the_world_goes_on(url: str) -> None:
 def test_more_episodes_than_the_server_has_room_for_wait_for_each_other(url: str) -> None:
     async def run() -> None:
         played = await asyncio.gather(*(said_to(OpenEnv(url=url, shown="text"), '{"floors": 3}') for _ in range(6)))
-        assert [one[-1].end for one in played] == ["terminal"] * 6
+        assert [outcome[-1].end for outcome in played] == ["terminal"] * 6
 
     asyncio.run(run())
 

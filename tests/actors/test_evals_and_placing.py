@@ -16,7 +16,7 @@ from actors.config import EvalSuite, MasterConfig
 from actors.master.evaluation import VERSION_PASSED, EvalBook, eval_group, interval, parse_eval_group, pass_at, verdict
 from actors.master.placing import SILENT_MS, Placing
 from actors.master.plan import NOTHING, Plan
-from actors.rollout.scheduler import Scheduler, issued_of
+from actors.rollout.scheduler import Scheduler, require_issued
 from infra.log.placing import key_of, partition_for
 from infra.roles.process import MISSING_S
 from infra.settings.config import Pacing
@@ -242,7 +242,7 @@ def test_the_interval_covers_at_small_numbers_and_rates_near_one(
         elif alike:
             spread = 1.0 / alike - 1.0
             chances = [random.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(tasks)]
-        low, high = interval([sum(random.random() < one for _ in range(samples)) for one in chances], samples)
+        low, high = interval([sum(random.random() < chance for _ in range(samples)) for chance in chances], samples)
         covered += low <= mean <= high
     assert covered / 600 >= 0.93
 
@@ -294,7 +294,7 @@ class Fleet:
             time_s, _, explorer, ended = heapq.heappop(self.events)
             if time_s > until_s:
                 return self.idle_s / (until_s * EXPLORERS)
-            self.idle_s += (time_s - self.now_s) * sum(one.num_groups == 0 for one in self.schedulers)
+            self.idle_s += (time_s - self.now_s) * sum(scheduler.num_groups == 0 for scheduler in self.schedulers)
             self.now_s = time_s
             if ended is None:
                 self.report(explorer)
@@ -325,7 +325,7 @@ class Fleet:
                     self.at(self.now_s + 1800 * math.exp(self.random.gauss(0.0, 0.5)), at, begun)
 
     def end(self, explorer: int, task: Task) -> None:
-        issued = issued_of(task)
+        issued = require_issued(task)
         self.schedulers[explorer].end(task)
         self.plan.tick(1 + int(1000 * self.now_s))
         self.plan.closure(Closure(group=issued.group, outcome="buffered", sequence=issued.sequence))
@@ -353,7 +353,7 @@ def test_loads_differ_by_no_more_than_one_group_and_none_is_forgotten(actions: l
             made.ended(gone := next(iter(running)))
             del running[gone]
         if -1 not in actions:
-            loads = [made.loads().get(f"e{one}", 0) for one in range(explorers)]
+            loads = [made.loads().get(f"e{number}", 0) for number in range(explorers)]
             assert max(loads) - min(loads) <= max(actions)
     assert sum(made.loads().values()) == sum(running.values())
     assert all(made.loads().values())
@@ -423,7 +423,7 @@ def test_a_plan_that_is_replayed_counts_what_runs_again() -> None:
     plan.task(Task(id="task", messages=(Message(role="user", content="?"),)))
     decisions = plan.decide()
     plan.apply(decisions)
-    first, second = (issued_of(one).group for one in decisions.rollouts[:2])
+    first, second = (require_issued(rollout).group for rollout in decisions.rollouts[:2])
     report = Progress(role="explore", instance="e", life="working", partitions={TASKS.name: (0,)})
     plan.progress(replace(report, holds={first: 0, second: 0, "never issued.0": 0}), 1)
     assert plan.placing.loads() == {"e": 8}

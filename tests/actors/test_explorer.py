@@ -50,7 +50,7 @@ async def announce(log: Log, store: Store, version: int, *, seed: int | None = N
 
 
 def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
-    return [asyncio.create_task(one.listen()) for one in heard]
+    return [asyncio.create_task(record.listen()) for record in heard]
 
 
 def explored(
@@ -96,15 +96,15 @@ async def rewarded(task: Task, session: Session) -> tuple[Score, ...]:
 def test_a_group_becomes_experiences_with_all_that_later_stages_need(tmp_path: Path) -> None:
     heard = explored(tmp_path, issue("add", 7, attempt=2, meta={"hidden": 1}))
     assert len(heard.records) == 1, "one block: they finished together"
-    assert [one.id for one in heard.experiences] == ["add.0.2-0-0", "add.0.2-1-0", "add.0.2-2-0"]
-    for one in heard.experiences:
-        assert (one.group, one.attempt, one.sequence, one.group_size) == ("add.0", 2, 7, 3)
-        assert (one.lane, one.suite, one.origin, one.last) == ("usual", "", "explore/test", True)
-        assert (one.meta, one.answer, one.task, one.held_out) == ({"hidden": 1}, "yes", "add", False)
-        assert one.messages[0].content == "add?"
-        assert 1 <= one.num_sampled <= 4
-        assert one.spans[0].start == len("add?")
-        assert one.min_version == one.max_version == 0
+    assert [experience.id for experience in heard.experiences] == ["add.0.2-0-0", "add.0.2-1-0", "add.0.2-2-0"]
+    for item in heard.experiences:
+        assert (item.group, item.attempt, item.sequence, item.group_size) == ("add.0", 2, 7, 3)
+        assert (item.lane, item.suite, item.origin, item.last) == ("usual", "", "explore/test", True)
+        assert (item.meta, item.answer, item.task, item.held_out) == ({"hidden": 1}, "yes", "add", False)
+        assert item.messages[0].content == "add?"
+        assert 1 <= item.num_sampled <= 4
+        assert item.spans[0].start == len("add?")
+        assert item.min_version == item.max_version == 0
 
 
 def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
@@ -116,28 +116,28 @@ def test_a_group_waits_for_the_version_it_needs(tmp_path: Path) -> None:
             await log.publish(TASKS, issue("later", 0, min_version=1))
             await log.publish(TASKS, issue("now", 1))
             await until(lambda: len(heard.experiences) == 3)
-            assert {one.group for one in heard.experiences} == {"now.0"}
+            assert {experience.group for experience in heard.experiences} == {"now.0"}
             await announce(log, store, 1)
             await until(lambda: len(heard.experiences) == 6)
         return heard.experiences[3:]
 
-    assert {one.min_version for one in asyncio.run(run())} == {1}
+    assert {item.min_version for item in asyncio.run(run())} == {1}
 
 
 def test_a_failed_episode_is_recorded_with_what_it_sampled(tmp_path: Path) -> None:
     task = issue("add", workflow="one_episode_breaks")
-    for one in explored(tmp_path, task, config=named("one_episode_breaks")).experiences:
-        assert one.end == "failed"
-        assert "fell over" in one.failure
+    for experience in explored(tmp_path, task, config=named("one_episode_breaks")).experiences:
+        assert experience.end == "failed"
+        assert "fell over" in experience.failure
 
 
 def test_an_episode_that_sampled_nothing_still_completes_its_group(tmp_path: Path) -> None:
     task = issue("add", 3, workflow="nothing_happens")
     stubs = explored(tmp_path, task, topic=VERIFIED, config=named("nothing_happens")).of(DropMarker)
-    assert {(one.group, one.sequence) for one in stubs} == {("add.0", 3)}
-    assert sorted(one.episode for one in stubs) == [0, 1, 2]
-    assert {(one.reason, one.group_size, one.stage) for one in stubs} == {("episode failed", 3, "explore")}
-    assert all(group_of(one.id) == one.group for one in stubs)
+    assert {(stub.group, stub.sequence) for stub in stubs} == {("add.0", 3)}
+    assert sorted(stub.episode for stub in stubs) == [0, 1, 2]
+    assert {(stub.reason, stub.group_size, stub.stage) for stub in stubs} == {("episode failed", 3, "explore")}
+    assert all(group_of(stub.id) == stub.group for stub in stubs)
 
 
 SOURCE = "from pathlib import Path\nPath({mark!r}).write_text('imported')\nraise SystemExit(3)\n"
@@ -172,14 +172,14 @@ def test_a_task_imports_nothing_and_is_closed_with_its_reason(tmp_path: Path) ->
     finally:
         sys.path.remove(str(tmp_path))
     assert not mark.exists()
-    assert {one.group for one in stubs} == {"t0.0", "t1.0", "t2.0", "t3.0"}
-    assert {one.reason for one in (*stubs, *closures)} == {"unknown workflow"}
-    assert {one.group for one in answers} == {"t4.0", "t5.0"}, "what ships and what is configured runs"
+    assert {stub.group for stub in stubs} == {"t0.0", "t1.0", "t2.0", "t3.0"}
+    assert {stub.reason for stub in (*stubs, *closures)} == {"unknown workflow"}
+    assert {answer.group for answer in answers} == {"t4.0", "t5.0"}, "what ships and what is configured runs"
 
 
 def test_rewards_of_an_environment_arrive_as_scores(tmp_path: Path) -> None:
     heard = explored(tmp_path, issue("add"), config=replace(EXPLORE, workflow=f"{__name__}:rewarded"))
-    assert {one.score("environment") for one in heard.experiences} == {0.5}
+    assert {experience.score("environment") for experience in heard.experiences} == {0.5}
 
 
 def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_followed(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_evals_of_the_model_folder_are_answered_before_newer_policies_are_follow
 
     experiences, version = asyncio.run(run())
     assert version == 1
-    assert {(one.min_version, one.max_version) for one in experiences} == {(0, 0)}
-    assert {(one.suite, one.group_size) for one in experiences} == {("dev", 1)}
+    assert {(experience.min_version, experience.max_version) for experience in experiences} == {(0, 0)}
+    assert {(experience.suite, experience.group_size) for experience in experiences} == {("dev", 1)}
 
 
 def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_given_up(tmp_path: Path) -> None:
@@ -216,8 +216,10 @@ def test_a_version_an_eval_waits_for_is_not_skipped_and_one_that_is_past_is_give
         return heard.experiences, progress.of(Closure)
 
     experiences, closures = asyncio.run(run())
-    assert {(one.min_version, one.max_version) for one in experiences} == {(2, 2)}
-    assert [(one.group, one.outcome, one.reason) for one in closures] == [("eval-dev-1.0", "dropped", VERSION_PASSED)]
+    assert {(experience.min_version, experience.max_version) for experience in experiences} == {(2, 2)}
+    assert [(closure.group, closure.outcome, closure.reason) for closure in closures] == [
+        ("eval-dev-1.0", "dropped", VERSION_PASSED)
+    ]
 
 
 def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
@@ -238,20 +240,20 @@ def test_a_policy_that_fails_is_refused_and_the_old_one_serves_on(tmp_path: Path
                 probe=None,
             )
             await log.publish(POLICIES, event)
-            await until(lambda: any(one.event == "refused" for one in policies.of(PolicyEvent)))
+            await until(lambda: any(event.event == "refused" for event in policies.of(PolicyEvent)))
             assert engine.version == 1
             await log.publish(TASKS, issue("add"))
             await until(lambda: len(heard.experiences) == 3)
             await announce(log, store, 3)
             await until(lambda: engine.version == 3)
-        refused = [one for one in policies.of(PolicyEvent) if one.event == "refused"]
+        refused = [event for event in policies.of(PolicyEvent) if event.event == "refused"]
         assert len(refused) == 1
         return refused[0], heard.experiences
 
     refused, experiences = asyncio.run(run())
     assert (refused.version, refused.owner) == (2, "explore/test")
     assert refused.reason
-    assert {one.max_version for one in experiences} == {1}
+    assert {experience.max_version for experience in experiences} == {1}
 
 
 def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_a_task_is_committed_before_it_runs_so_a_killed_explorer_repeats_no_id(t
                 await until(lambda: len(heard.experiences) == 3)
         return heard.experiences
 
-    assert {one.group for one in asyncio.run(run())} == {"add.0"}
+    assert {item.group for item in asyncio.run(run())} == {"add.0"}
 
 
 def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_a_straggler_does_not_hold_back_the_finished_members_of_its_group(tmp_pa
 
     issued = rollout(task("add"), replace(MASTER, max_tokens=400), round=0, attempt=0, sequence=0, min_version=0)
     heard = explored(tmp_path, issued, num=2, engine=ScriptedEngine(script=script, token_s=0.02))
-    assert {one.end for one in heard.experiences} == {"terminal"}
+    assert {experience.end for experience in heard.experiences} == {"terminal"}
 
 
 def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_on(tmp_path: Path) -> None:
@@ -293,7 +295,7 @@ def test_what_is_no_issued_task_goes_to_the_dead_letters_and_its_neighbours_go_o
             await until(lambda: len(heard.experiences) == 3 and len(dead.records) == 1)
         return dead.of(DeadLetter)
 
-    assert [(one.topic, one.stage, one.reason) for one in asyncio.run(run())] == [("tasks", "explore", "bad frame")]
+    assert [(item.topic, item.stage, item.reason) for item in asyncio.run(run())] == [("tasks", "explore", "bad frame")]
 
 
 def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_stop_lets_running_groups_finish(tmp_path: Path) -> None:
             await until(lambda: len(heard.experiences) == 3)
         return heard.experiences
 
-    assert {one.end for one in asyncio.run(run())} == {"terminal"}
+    assert {item.end for item in asyncio.run(run())} == {"terminal"}
 
 
 def test_progress_tells_what_the_explorer_did(tmp_path: Path) -> None:

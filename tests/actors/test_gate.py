@@ -472,7 +472,7 @@ def test_an_alarm_sounds_once_when_its_time_has_come_and_again_only_after_they_w
 
 
 async def alarms(log: Log, now_s: float) -> list[str]:
-    return [one for one in (await read_status(log, now_s=now_s, max_lag=1000))["alarms"] if "canary" in one]
+    return [alarm for alarm in (await read_status(log, now_s=now_s, max_lag=1000))["alarms"] if "canary" in alarm]
 
 
 async def moved(log: Log, version: int, channel: Channel) -> None:

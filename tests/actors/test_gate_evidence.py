@@ -287,7 +287,7 @@ def test_a_late_word_counts_for_nothing_whether_good_or_bad() -> None:
 
 
 def test_a_complaint_is_below_the_threshold_of_its_source() -> None:
-    config = PeopleConfig(bad_below=0.5, bad_below_of={"stars": 3.0})
+    config = PeopleConfig(bad_below=0.5, bad_below_by_source={"stars": 3.0})
     two = rated("ann", 5, 2.0, trial=7)
     stars = replace(two, ratings=tuple(replace(rating, source="stars") for rating in two.ratings or ()))
     assert heard(after(stars, config=config)) == {5: (1, 1)} and heard(after(two, config=config)) == {5: (1, 0)}

@@ -107,7 +107,7 @@ def test_the_tokens_of_an_episode_are_those_sampled_across_turns_and_reloads(sec
     assert experience.logprobs.tolist() == pytest.approx(
         [value for _, completion in turns for value in completion.logprobs]
     )
-    assert [span.version for span in experience.spans] == [s.version for _, one in turns for s in one.spans]
+    assert [span.version for span in experience.spans] == [s.version for _, item in turns for s in item.spans]
     assert len({span.version for span in experience.spans}) == (2 * len(turns) if reloads else 1)
     for before, after in itertools.pairwise(turns):  # each prompt is the exact tokens before it, and a tail
         assert after[0][: len(before[0]) + len(before[1].tokens)] == (*before[0], *before[1].tokens)
@@ -232,7 +232,7 @@ def test_one_failed_episode_leaves_the_others_of_its_group_alone(tmp_path: Path)
             await until(lambda: len(heard.experiences) == 6)
         return heard.experiences
 
-    ends = {one.id: (one.end, one.failure) for one in asyncio.run(run())}
+    ends = {item.id: (item.end, item.failure) for item in asyncio.run(run())}
     failure = "EnvironmentFailed: environment Crashes: step failed: KeyError: 'cell'"
     assert {end for name, end in ends.items() if name.startswith("t.")} == {("failed", failure)}
     assert {end[1] for name, end in ends.items() if name.startswith("u.")} == {""}

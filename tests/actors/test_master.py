@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from actors.config import EvalSuite, StopRule
 from actors.engines.scripted import TENSOR, ScriptedEngine
 from actors.master.master import PRUNE_EVERY_S, run_master
-from actors.rollout.scheduler import issued_of
+from actors.rollout.scheduler import require_issued
 from infra.log.blobs import deposit, read_claim
 from infra.log.log import Log
 from infra.policies.publish import NewVersion, publish
@@ -40,11 +40,11 @@ SUITE = EvalSuite(suite="dev", every=2, tasks=3)
 
 
 def listening(*heard: TopicArrivals) -> list[asyncio.Task[None]]:
-    return [asyncio.create_task(one.listen()) for one in heard]
+    return [asyncio.create_task(record.listen()) for record in heard]
 
 
 def issued_in(heard: TopicArrivals) -> list[Issued]:
-    return sorted((issued_of(one) for one in heard.of(Task)), key=lambda one: (one.sequence, one.attempt))
+    return sorted((require_issued(task) for task in heard.of(Task)), key=lambda item: (item.sequence, item.attempt))
 
 
 async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
@@ -67,7 +67,8 @@ async def train(log: Log, store: Store, *, steps: int) -> dict[int, int]:
             await until(ready)
             due = [buffered[sequence] for sequence in range(step * size, (step + 1) * size)]
             versions = {
-                group: [one.min_version for one in experiences.experiences if one.group == group] for group in due
+                group: [experience.min_version for experience in experiences.experiences if experience.group == group]
+                for group in due
             }
             oldest[step] = max(step - min(found) for found in versions.values())
             await log.publish(PROGRESS, Drawn(token=0, step=step, version=step, groups=tuple(due)))
@@ -98,9 +99,9 @@ def test_master_explorers_and_a_trainer_turn_within_the_staleness_bound(tmp_path
 
     oldest, issued, experiences = run_virtual(run())
     assert max(oldest.values()) <= PACING.max_staleness
-    assert len({one.group for one in issued}) == len(issued)
-    assert [one.sequence for one in issued] == list(range(len(issued)))
-    assert len({one.id for one in experiences}) == len(experiences)
+    assert len({issue.group for issue in issued}) == len(issued)
+    assert [issue.sequence for issue in issued] == list(range(len(issued)))
+    assert len({experience.id for experience in experiences}) == len(experiences)
 
 
 def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Path) -> None:
@@ -114,16 +115,16 @@ def test_what_a_killed_explorer_held_is_issued_again_with_other_ids(tmp_path: Pa
             async with running(explorer(log, store, stuck)):
                 await until(lambda: stuck.num_running == 4 * MASTER.num_episodes)
             async with running(explorer(log, store, ScriptedEngine())):
-                await until(lambda: len({one.group for one in heard.experiences}) == 4)
+                await until(lambda: len({experience.group for experience in heard.experiences}) == 4)
                 await until(lambda: len(heard.experiences) == 4 * MASTER.num_episodes)
         return issued_in(tasks), heard.experiences
 
     issued, experiences = run_virtual(run())
-    assert {one.attempt for one in experiences} == {1}
+    assert {experience.attempt for experience in experiences} == {1}
     for sequence in range(4):
-        attempts = [one for one in issued if one.sequence == sequence]
-        assert [one.attempt for one in attempts] == [0, 1]
-        assert len({one.group for one in attempts}) == 1
+        attempts = [issue for issue in issued if issue.sequence == sequence]
+        assert [attempt.attempt for attempt in attempts] == [0, 1]
+        assert len({attempt.group for attempt in attempts}) == 1
 
 
 def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
@@ -141,15 +142,17 @@ def test_a_restarted_master_goes_on_where_the_log_ends(tmp_path: Path) -> None:
             before = len(reports.records)
             async with running(master(log, config)):
                 await until(lambda: len(reports.records) > before + 20)
-                groups = [one.group for one in issued_in(tasks) if not one.suite]
+                groups = [item.group for item in issued_in(tasks) if not item.suite]
                 await until(lambda: len(progress.of(Closure)) == 4)
                 await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(groups[:2])))
                 await until(lambda: len(issued_in(tasks)) == 6 + 3)
         return issued_in(tasks), evals.of(EvalResult)
 
     issued, results = run_virtual(run())
-    assert [one.sequence for one in issued if not one.suite] == list(range(6))
-    assert [(one.version, one.suite, one.num_tasks, one.num_correct) for one in results] == [(0, "dev", 3, 3)]
+    assert [issue.sequence for issue in issued if not issue.suite] == list(range(6))
+    assert [(result.version, result.suite, result.num_tasks, result.num_correct) for result in results] == [
+        (0, "dev", 3, 3)
+    ]
 
 
 def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Path) -> None:
@@ -169,19 +172,19 @@ def test_accuracy_is_measured_at_the_pinned_versions_and_at_the_end(tmp_path: Pa
             await train(log, store, steps=5)
 
             def done() -> bool:
-                return any(one.role == "master" and one.state == "done" for one in progress.of(Progress))
+                return any(report.role == "master" and report.state == "done" for report in progress.of(Progress))
 
             await until(done, seconds=20)
-        return evals.of(EvalResult), [one for one in heard.experiences if one.suite]
+        return evals.of(EvalResult), [experience for experience in heard.experiences if experience.suite]
 
     results, answers = run_virtual(run())
-    assert [(one.version, one.num_correct) for one in sorted(results, key=lambda one: one.version)] == [
+    assert [(item.version, item.num_correct) for item in sorted(results, key=lambda result: result.version)] == [
         (0, 0),
         (2, 3),
         (4, 3),
         (5, 3),
     ]
-    assert all(one.group.startswith(f"eval-dev-{one.max_version}.") for one in answers)
+    assert all(answer.group.startswith(f"eval-dev-{answer.max_version}.") for answer in answers)
 
 
 def test_a_master_that_stops_says_so_last_of_all() -> None:
@@ -195,7 +198,7 @@ def test_a_master_that_stops_says_so_last_of_all() -> None:
             stop.set()
             await master_running
             await until(lambda: reports.of(Progress)[-1].state == "stopped")
-        return [(one.state, one.life) for one in reports.of(Progress)]
+        return [(report.state, report.life) for report in reports.of(Progress)]
 
     said = run_virtual(run())
     assert said[-1] == ("stopped", "ended") and ("stopped", "ended") not in said[:-1]

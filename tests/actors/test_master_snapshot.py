@@ -24,7 +24,7 @@ from actors.master.snapshot import (
     series,
     shaping,
 )
-from actors.rollout.scheduler import issued_of
+from actors.rollout.scheduler import require_issued
 from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -73,7 +73,7 @@ def from_snapshot(life: MasterLife, data: bytes, at: dict[str, int], token: int)
     for message in tasks:
         plan.tick(message.timestamp_ms)
     left = {id(message) for name, stored in life.topics.items() for message in stored[at[name] :]}
-    life.give(plan, [one for one in life.order if id(one) in left or one.record.topic == "taskset"])
+    life.give(plan, [item for item in life.order if id(item) in left or item.record.topic == "taskset"])
     return plan
 
 
@@ -134,8 +134,8 @@ def test_other_gates_suites_and_stop_rules_count_the_log_otherwise_and_sampling_
         replace(CONFIG, evals=CONFIG.evals[:1], gate=replace(CONFIG.gate, replies=None)),
         replace(CONFIG, first_version=3),
     ]
-    assert {shaping(one, "main") for one in same} == {shaping(CONFIG, "main")}
-    assert len({shaping(one, "main") for one in (CONFIG, *others)} | {shaping(CONFIG, "other")}) == 4
+    assert {shaping(item, "main") for item in same} == {shaping(CONFIG, "main")}
+    assert len({shaping(other, "main") for other in (CONFIG, *others)} | {shaping(CONFIG, "other")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_
         store, log = MemoryStore(), await memory_log()
         await load(log)
         tasks, progress, reports = TopicArrivals(log, TASKS), TopicArrivals(log, PROGRESS), TopicArrivals(log, REPORTS)
-        listening = [asyncio.create_task(one.listen()) for one in (tasks, progress, reports)]
+        listening = [asyncio.create_task(item.listen()) for item in (tasks, progress, reports)]
         roles = (explorer(log, store, ScriptedEngine()), asyncio.create_task(streams(log)))
         async with running(*roles, *listening):
             async with running(master(log, OFTEN, store=store)):
@@ -188,15 +188,15 @@ def test_a_master_on_another_machine_reads_on_from_the_snapshot_and_issues_what_
                 await until(lambda: bool(snapshots_in(store)))
                 first, number = snapshots_in(store)[-1], len(reports.records)
                 await until(lambda: len(reports.records) > number + 10 and snapshots_in(store)[-1] > first)
-            names = [one.group for one in sorted(progress.of(Closure), key=lambda one: one.sequence)]
+            names = [item.group for item in sorted(progress.of(Closure), key=lambda closure: closure.sequence)]
             await log.publish(PROGRESS, Drawn(token=0, step=0, version=0, groups=tuple(names[:2])))
             bus = TellingBus(log)
             async with running(master(Log(bus, log.app), OFTEN, store=store)):
                 await until(lambda: len(tasks.of(Task)) == 6)
-        return [issued_of(one) for one in tasks.of(Task)], bus.begun, snapshots_in(store)
+        return [require_issued(task) for task in tasks.of(Task)], bus.begun, snapshots_in(store)
 
     issued, begun, kept = run_virtual(run())
-    assert sorted(one.sequence for one in issued) == list(range(6))
+    assert sorted(issue.sequence for issue in issued) == list(range(6))
     assert begun["progress"] >= 4 and begun["tasks"] > 0 and begun["taskset"] == 0
     assert len(kept) <= 3, "old ones are removed: two stay, and a third while it is written"
 
@@ -206,14 +206,14 @@ def test_a_master_whose_snapshots_are_damaged_or_cannot_be_read_counts_the_whole
         store, log = MemoryStore(), await memory_log()
         await load(log)
         tasks, reports = TopicArrivals(log, TASKS), TopicArrivals(log, REPORTS)
-        listening = [asyncio.create_task(one.listen()) for one in (tasks, reports)]
+        listening = [asyncio.create_task(item.listen()) for item in (tasks, reports)]
         async with running(*listening):
             async with running(master(log, OFTEN, store=store)):
                 await until(lambda: bool(snapshots_in(store)) and len(tasks.records) == 4)
             number = len(reports.records)
             async with running(master(log, OFTEN, store=damage(store))):
                 await until(lambda: len(reports.records) > number + 10)
-        return [issued_of(one) for one in tasks.of(Task)]
+        return [require_issued(task) for task in tasks.of(Task)]
 
     def cut(store: MemoryStore) -> Store:
         for key in snapshots_in(store):
@@ -221,7 +221,7 @@ def test_a_master_whose_snapshots_are_damaged_or_cannot_be_read_counts_the_whole
         return store
 
     for damage in (cut, lambda store: DeadStore()):
-        assert sorted(one.sequence for one in run_virtual(run(damage))) == list(range(4))
+        assert sorted(item.sequence for item in run_virtual(run(damage))) == list(range(4))
 
 
 class DeadStore(MemoryStore):

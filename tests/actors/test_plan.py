@@ -13,7 +13,7 @@ from actors.master.curriculum import choose, easy_pool, in_pass, running_sum, sm
 from actors.master.evaluation import VERSION_PASSED, parse_eval_group
 from actors.master.plan import NOTHING, Plan
 from actors.master.taskbook import TaskBook
-from actors.rollout.scheduler import issued_of
+from actors.rollout.scheduler import require_issued
 from infra.settings.config import Floor, Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
 from tests.actors.acting import eval_tasks, reissues, rollouts
@@ -53,18 +53,18 @@ def test_nothing_is_issued_before_the_first_version() -> None:
     assert rollouts(made) == []
     assert made.state == "warming up"
     publish(made, 1)
-    assert {issued_of(one).min_version for one in rollouts(made)} == {1}
+    assert {require_issued(rollout).min_version for rollout in rollouts(made)} == {1}
     assert made.state == "issuing"
 
 
 def test_groups_are_issued_up_to_the_bound_with_rising_sequences_and_new_rounds() -> None:
     made = plan(train=1)
-    issued = [issued_of(one) for one in rollouts(made)]
-    assert [one.sequence for one in issued] == [0, 1, 2, 3]
-    assert [one.group for one in issued] == [f"task-0.{round}" for round in range(4)]
+    issued = [require_issued(rollout) for rollout in rollouts(made)]
+    assert [issue.sequence for issue in issued] == [0, 1, 2, 3]
+    assert [issue.group for issue in issued] == [f"task-0.{round}" for round in range(4)]
     assert rollouts(made) == []
     made.drawn(Drawn(token=1, step=0, version=0, groups=(issued[0].group, issued[1].group)))
-    assert [issued_of(one).sequence for one in rollouts(made)] == [4, 5]
+    assert [require_issued(rollout).sequence for rollout in rollouts(made)] == [4, 5]
 
 
 def test_what_nobody_finished_is_issued_again_as_another_attempt() -> None:
@@ -74,9 +74,9 @@ def test_what_nobody_finished_is_issued_again_as_another_attempt() -> None:
     assert reissues(made) == []
     explorer_reports(made, 1_009_000, 1)
     again = reissues(made)
-    assert [issued_of(one).group for one in again] == [issued_of(one).group for one in first]
-    assert {issued_of(one).attempt for one in again} == {1}
-    assert [issued_of(one).sequence for one in again] == [0, 1, 2, 3]
+    assert [require_issued(item).group for item in again] == [require_issued(item).group for item in first]
+    assert {require_issued(item).attempt for item in again} == {1}
+    assert [require_issued(item).sequence for item in again] == [0, 1, 2, 3]
     assert reissues(made) == []
 
 
@@ -90,32 +90,34 @@ def test_nothing_is_overdue_while_no_explorer_reports() -> None:
 
 def test_a_reissue_never_waits_for_a_version_that_is_not_there() -> None:
     made = plan()
-    first = [issued_of(one).group for one in rollouts(made)]
+    first = [require_issued(rollout).group for rollout in rollouts(made)]
     for step in range(2):  # two steps at version 0, and no version 1: something is wrong with the trainer
         made.drawn(Drawn(token=1, step=step, version=0, groups=tuple(first[2 * step : 2 * step + 2])))
-    assert {issued_of(one).min_version for one in rollouts(made)} == {0, 1}
+    assert {require_issued(rollout).min_version for rollout in rollouts(made)} == {0, 1}
     explorer_reports(made, 1_000_000, 10)
-    assert {issued_of(one).min_version for one in reissues(made)} == {0}
+    assert {require_issued(reissue).min_version for reissue in reissues(made)} == {0}
 
 
 def test_a_restart_issues_only_what_is_missing() -> None:
     made = plan()
-    issued = [issued_of(one) for one in rollouts(made)]
+    issued = [require_issued(rollout) for rollout in rollouts(made)]
     made.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
     again = plan()
-    for one in issued:
-        again.issued(one)
+    for issue in issued:
+        again.issued(issue)
     again.closure(Closure(group=issued[0].group, outcome="dropped", reason="all rewards equal"))
     again.caught_up()
-    assert [issued_of(one) for one in rollouts(again)] == [issued_of(one) for one in rollouts(made)]
+    assert [require_issued(rollout) for rollout in rollouts(again)] == [
+        require_issued(rollout) for rollout in rollouts(made)
+    ]
 
 
 def test_waiting_begins_anew_at_a_restart() -> None:
     made = plan()
-    issued = [issued_of(one) for one in rollouts(made)]
+    issued = [require_issued(rollout) for rollout in rollouts(made)]
     again = plan()
-    for one in issued:
-        again.issued(one)
+    for issue in issued:
+        again.issued(issue)
     explorer_reports(again, 1_000_000, 60)
     again.caught_up()
     assert reissues(again) == []
@@ -131,10 +133,11 @@ def dev_config(**settings: object) -> MasterConfig:
 def test_evals_are_issued_whole_and_once() -> None:
     made = plan(dev_config())
     tasks = eval_tasks(made)
-    assert [parse_eval_group(issued_of(one).group) for one in tasks] == [("dev", 0, index) for index in range(3)]
-    assert {(issued_of(one).temperature, issued_of(one).version, issued_of(one).num_episodes) for one in tasks} == {
-        (0.0, 0, 1)
-    }
+    assert [parse_eval_group(require_issued(item).group) for item in tasks] == [("dev", 0, index) for index in range(3)]
+    assert {
+        (require_issued(item).temperature, require_issued(item).version, require_issued(item).num_episodes)
+        for item in tasks
+    } == {(0.0, 0, 1)}
     assert eval_tasks(made) == []
 
 
@@ -149,14 +152,14 @@ def test_a_request_cut_short_by_a_restart_is_completed() -> None:
     made = plan(dev_config())
     first, *rest = eval_tasks(made)
     again = plan(dev_config())
-    again.issued(issued_of(first))
+    again.issued(require_issued(first))
     again.caught_up()
     assert eval_tasks(again) == rest
 
 
 def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> None:
     made = plan(dev_config(stop=StopRule(suite="dev", at=0.9)))
-    groups = [issued_of(one).group for one in rollouts(made)]
+    groups = [require_issued(rollout).group for rollout in rollouts(made)]
     eval_tasks(made)
     made.result(EvalResult(policy="main", version=0, suite="dev", num_tasks=3, num_correct=3))
     made.tick(1_000_001)
@@ -169,7 +172,7 @@ def test_the_stop_rule_drains_then_evaluates_the_last_version_then_is_done() -> 
     made.tick(1_004_000)
     assert made.state == "evaluating"
     finals = eval_tasks(made)
-    assert {issued_of(one).version for one in finals} == {1}
+    assert {require_issued(final).version for final in finals} == {1}
     made.result(EvalResult(policy="main", version=1, suite="dev", num_tasks=3, num_correct=3))
     assert made.state == "done"
 
@@ -192,7 +195,7 @@ def test_a_final_that_is_missed_does_not_hold_up_the_end() -> None:
     made.tick(1_010_000)
     assert made.state == "evaluating"  # one group is too few for a step
     (final, *_) = eval_tasks(made)
-    made.closure(Closure(group=issued_of(final).group, outcome="dropped", reason=VERSION_PASSED))
+    made.closure(Closure(group=require_issued(final).group, outcome="dropped", reason=VERSION_PASSED))
     made.tick(1_020_000)
     assert made.state == "done"
 
@@ -232,7 +235,7 @@ def test_time_during_which_nothing_ran_does_not_count_for_the_stop_rule() -> Non
 
 def test_success_rates_come_from_closures() -> None:
     made = plan()
-    group = issued_of(rollouts(made)[0]).group
+    group = require_issued(rollouts(made)[0]).group
     made.closure(Closure(group=group, outcome="buffered", mean_reward=0.5))
     assert made.book.success(group.rpartition(".")[0]) == 0.5
 
@@ -248,7 +251,7 @@ def test_an_eval_on_request_is_issued_once_pinned_to_its_version_and_a_restart_a
     made.directive(asked, 50)
     made.directive(asked, 51)
     tasks = eval_tasks(made)
-    assert [(issued_of(one).version, issued_of(one).suite) for one in tasks] == [(6, "dev")] * 3
+    assert [(require_issued(item).version, require_issued(item).suite) for item in tasks] == [(6, "dev")] * 3
     assert eval_tasks(made) == [] and made.state == "issuing"
     later = plan(config)
     for version in (1, 6):
@@ -272,8 +275,8 @@ def test_what_is_applied_is_not_decided_again_and_read_back_from_the_log_it_chan
     made.apply(first)
     assert made.decide() == NOTHING
     for tasks in first.tasks.values():
-        for one in tasks:
-            made.issued(issued_of(one))
+        for item in tasks:
+            made.issued(require_issued(item))
     assert made.decide() == NOTHING and made.admission.next_sequence == len(first.rollouts)
 
 
@@ -281,11 +284,11 @@ def test_groups_in_flight_are_a_setting_and_what_begins_then_waits_for_no_versio
     made = Plan(MasterConfig(), replace(PACING, groups_in_flight=20), policy="main")
     made.tick(1_000_000)
     made.task(task("task"))
-    issued = [issued_of(one) for one in rollouts(made)]
-    assert len(issued) == 20 and {one.min_version for one in issued} == {0}, "4 by the bound alone"
+    issued = [require_issued(rollout) for rollout in rollouts(made)]
+    assert len(issued) == 20 and {issue.min_version for issue in issued} == {0}, "4 by the bound alone"
     for version in range(1, 9):
         made.drawn(Drawn(token=1, step=version, version=version, groups=(issued[version].group,)))
-    assert {issued_of(one).min_version for one in rollouts(made)} == {7}, "8, less the bound of 1"
+    assert {require_issued(rollout).min_version for rollout in rollouts(made)} == {7}, "8, less the bound of 1"
 
 
 def test_fewer_groups_in_flight_than_the_bound_allows_keep_it_and_fewer_than_a_step_are_refused() -> None:
@@ -313,18 +316,18 @@ def rated(book: TaskBook, name: str, reward: float, times: int = 1) -> None:
 
 
 def order(book: TaskBook, *, measured: bool) -> list[str]:
-    return [one.id for one in book.pool("train", measured=measured).tasks]
+    return [item.id for item in book.pool("train", measured=measured).tasks]
 
 
 def test_tasks_without_a_difficulty_are_ordered_by_the_success_that_was_measured() -> None:
     book = TaskBook()
-    for one in (book_task("a"), book_task("b"), book_task("c"), book_task("d", difficulty=0.3)):
-        book.add(one)
+    for entry in (book_task("a"), book_task("b"), book_task("c"), book_task("d", difficulty=0.3)):
+        book.add(entry)
     assert order(book, measured=True) == ["d", "a", "b", "c"]
     rated(book, "c", 1.0, times=40)
     rated(book, "a", 0.0, times=40)
     assert order(book, measured=True) == ["c", "d", "b", "a"]  # 0 measured, 0.3 given, 0.5 unknown, 1 measured
-    assert [one.id for one in book.of_split("train")] == ["d", "a", "b", "c"], "evals count on their places"
+    assert [item.id for item in book.in_split("train")] == ["d", "a", "b", "c"], "evals count on their places"
 
 
 def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
@@ -335,7 +338,7 @@ def test_a_task_that_is_replaced_brings_its_new_priority_and_split() -> None:
     book.add(book_task("a", priority=3.0))
     assert book.pool("train").priorities == [3.0, 4.0]
     book.add(book_task("a", split="dev"))
-    assert order(book, measured=False) == ["b"] and [one.id for one in book.of_split("dev")] == ["a"]
+    assert order(book, measured=False) == ["b"] and [item.id for item in book.in_split("dev")] == ["a"]
 
 
 FLOOR = 0.05
@@ -400,7 +403,7 @@ def test_variance_chooses_in_proportion_to_p_times_1_less_p() -> None:
     rates = [0.5, 0.9, 1.0, 0.0, None]
     expected = [1.0, 0.36, FLOOR, FLOOR, 1.0]
     found = shares(picks("variance", 9000, rates))
-    assert found == pytest.approx([one / sum(expected) for one in expected], abs=0.03)
+    assert found == pytest.approx([item / sum(expected) for item in expected], abs=0.03)
 
 
 def test_a_cap_keeps_what_is_never_solved_from_taking_everything() -> None:

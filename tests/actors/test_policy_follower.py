@@ -79,7 +79,7 @@ def folders_of(keys: list[str]) -> set[str]:
 
 def is_decided(engine: FolderEngine, heard: TopicArrivals, version: int) -> bool:
     """Whether a version serves or was given up."""
-    told = [one.version for one in heard.of(PolicyEvent) if one.event == "refused"]
+    told = [event.version for event in heard.of(PolicyEvent) if event.event == "refused"]
     return engine.version == version or version in told
 
 
@@ -91,7 +91,7 @@ async def follow(store: Store, engine: FolderEngine, steps: list[tuple[list[Poli
     heard = TopicArrivals(log, POLICIES)
     for event in steps[0][0]:
         await log.publish(POLICIES, event)
-    loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen())]
+    loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen())]
     async with running(*loops):
         await until(lambda: engine.version == steps[0][1])
         for events, version in steps[1:]:
@@ -110,7 +110,7 @@ def test_a_first_start_reads_what_changed_since_the_folder_alone() -> None:
     engine = FolderEngine(weights[0])
     asyncio.run(follow(store, engine, [(events[:4], 3), (events[4:], 4)]))
     assert engine.tensors[TENSOR] == weights[4][TENSOR] and engine.asked == 1
-    assert {one.partition("/")[0] for one in folders_of(store.read)} == {"deltas"}
+    assert {item.partition("/")[0] for item in folders_of(store.read)} == {"deltas"}
 
 
 def test_where_the_folder_is_another_model_the_anchor_is_read() -> None:
@@ -278,7 +278,7 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
         heard = TopicArrivals(log, POLICIES)
         behind = CachedStore(store, HostCache(tmp_path, max_bytes=10_000_000, metrics=metrics)) if cached else store
         follower = PolicyFollower(role_of("explore", FLOOR, log, behind, metrics=metrics), engine, slow_s=0.05)
-        loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen(), ask(engine))]
+        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen(), ask(engine))]
         async with running(*loops):
             await log.publish(POLICIES, events[1])
             await until(lambda: engine.version == 1)
@@ -286,8 +286,10 @@ def test_while_a_store_fails_the_old_version_serves_on_and_the_reason_is_an_even
             await log.publish(POLICIES, events[2])
             await until(lambda: metrics.counters().get(told, 0) >= 1)
             if told == "policies_refused":
-                await until(lambda: any(one.event == "refused" for one in heard.of(PolicyEvent)))
-                assert all(one.version == 2 and one.reason for one in heard.of(PolicyEvent) if one.event == "refused")
+                await until(lambda: any(event.event == "refused" for event in heard.of(PolicyEvent)))
+                assert all(
+                    event.version == 2 and event.reason for event in heard.of(PolicyEvent) if event.event == "refused"
+                )
             answered = len(served)
             await until(lambda: len(served) > answered + 3)
             assert engine.version == 1 and engine.tensors[TENSOR] == weights[1][TENSOR]
@@ -335,19 +337,19 @@ def test_where_memory_and_disk_have_no_room_for_a_version_the_old_one_serves_on_
         await engine.start()
         heard = TopicArrivals(log, POLICIES)
         follower = PolicyFollower(role_of("explore", FLOOR, log, store, metrics=metrics), engine)
-        loops = [asyncio.create_task(one) for one in (follower.read(), follower.load(), heard.listen())]
+        loops = [asyncio.create_task(loop) for loop in (follower.read(), follower.load(), heard.listen())]
         async with running(*loops):
             await log.publish(POLICIES, events[1])
             await until(lambda: engine.version == 1)
             room[0] = 1000
             await log.publish(POLICIES, events[2])
-            await until(lambda: any(one.event == "refused" for one in heard.of(PolicyEvent)))
+            await until(lambda: any(event.event == "refused" for event in heard.of(PolicyEvent)))
             assert engine.version == 1 and len((await engine.generate([1, 2, 3], SAMPLING)).tokens) == 6
             assert engine.tensors[TENSOR] == weights[1][TENSOR] and metrics.counters()["policies_refused"] == 2
             room[0] = 10**9
             await log.publish(POLICIES, events[3])
             await until(lambda: engine.version == 3)
-            (reason,) = (one.reason for one in heard.of(PolicyEvent) if one.event == "refused")
+            (reason,) = (event.reason for event in heard.of(PolicyEvent) if event.event == "refused")
             return str(reason)
 
     assert "give the container a larger /dev/shm" in asyncio.run(run())
@@ -448,7 +450,7 @@ def test_what_a_gateway_knows_from_the_summary_stays_in_force_while_it_reads_all
                 seen.add(life.follower.stable.version)
                 await asyncio.sleep(0)
 
-        loops = [asyncio.create_task(one) for one in (life.follower.read(), life.follower.load(), look())]
+        loops = [asyncio.create_task(loop) for loop in (life.follower.read(), life.follower.load(), look())]
         async with running(*loops):
             await life.serves(3)
         await life.engine.close()

@@ -51,7 +51,7 @@ class ChatBytes(ByteTokenizer):
     """One that a session can use too."""
 
     def encode_chat(self, messages: Any) -> list[int]:
-        return self.encode_request([{"role": one.role, "content": one.content} for one in messages])
+        return self.encode_request([{"role": message.role, "content": message.content} for message in messages])
 
 
 def play(
@@ -105,7 +105,7 @@ def test_every_token_of_every_turn_is_recorded_in_one_sequence_and_scored_where_
     follows = [*b"<user>and?", EOS, *b"<assistant>"]
     assert experience.tokens.tolist() == [*PROMPT, *b"One.", EOS, *follows, *b"Two.", EOS]
     assert [(span.temperature, span.ratio) for span in experience.spans] == [(0.7, True)] * 2, "as the task says"
-    assert [one.content for one in experience.messages] == ["Hi", "One.", "and?", "Two."]
+    assert [message.content for message in experience.messages] == ["Hi", "One.", "and?", "Two."]
     assert (experience.end, experience.notes) == ("terminal", {"answer": "Two."})
 
 
@@ -139,9 +139,9 @@ def test_functions_may_block_and_may_speak_any_of_the_apis(name: str, reward: fl
 
 def test_requests_at_once_and_sub_agents_are_sequences_of_their_own_each_with_its_reason() -> None:
     _, found, _ = play(function("at_once"), token_s=0.01)
-    assert [one.part_reason for one in found] == ["", AT_ONCE, AT_ONCE, OTHER]
-    assert [one.last for one in found] == [False, False, False, True]
-    assert all(one.tokens.tolist()[-7:] == [*b"Hello.", EOS] for one in found)
+    assert [entry.part_reason for entry in found] == ["", AT_ONCE, AT_ONCE, OTHER]
+    assert [entry.last for entry in found] == [False, False, False, True]
+    assert all(entry.tokens.tolist()[-7:] == [*b"Hello.", EOS] for entry in found)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_key_opens_nothing_once_its_episode_is_over() -> None:
 def test_what_a_client_did_not_get_and_what_it_asks_again_is_recorded_once(name: str) -> None:
     scores, found, _ = play(function(name), "a" * 40, token_s=0.005)
     assert scores == (Score(name="program", value=1.0),)
-    assert [one.num_sampled for one in found] == [41]
+    assert [entry.num_sampled for entry in found] == [41]
 
 
 def test_a_flood_of_requests_is_refused_beyond_what_an_episode_may_ask_at_once() -> None:
@@ -372,7 +372,7 @@ def test_a_bad_agent_fails_with_a_typed_cause_and_costs_no_other_episode_anythin
     cause, message = BAD[name]
     assert failed.cause == cause and message in str(failed)
     assert scores == (Score(name="program", value=1.0),)
-    sequences = [one.tokens.tolist() for one in found]
+    sequences = [entry.tokens.tolist() for entry in found]
     assert [tokens for tokens in sequences if tokens[: len(PROMPT)] == PROMPT] == [GOOD]
     assert len(found) == (2 if name == "steals_a_key" else 1), "what was asked with its key is a part of its own"
 
@@ -424,13 +424,15 @@ def played(folder: Path, config: object) -> tuple[TopicArrivals, Metrics]:
 def test_a_group_of_programs_is_published_with_its_rewards(tmp_path: Path) -> None:
     heard, _ = played(tmp_path, CONFIG)
     assert len(heard.records) == 1, "one block: they finished together"
-    for one in heard.experiences:
-        assert (one.group, one.group_size, one.part, one.last) == ("add.0", 3, 0, True)
-        assert one.num_sampled == 2 * 7 and len(one.spans) == 2
-        assert Score(name="program", value=1.0) in one.scores and one.answer == "yes"
+    for experience in heard.experiences:
+        assert (experience.group, experience.group_size, experience.part, experience.last) == ("add.0", 3, 0, True)
+        assert experience.num_sampled == 2 * 7 and len(experience.spans) == 2
+        assert Score(name="program", value=1.0) in experience.scores and experience.answer == "yes"
 
 
 def test_what_failed_is_published_with_its_failure_and_counted_by_its_cause(tmp_path: Path) -> None:
     heard, metrics = played(tmp_path, FAILING)
-    assert {(one.end, one.failure) for one in heard.experiences} == {("failed", "LookupError: the agent broke")}
+    assert {(experience.end, experience.failure) for experience in heard.experiences} == {
+        ("failed", "LookupError: the agent broke")
+    }
     assert metrics.counters()["episodes_failed{cause=agent}"] == 3.0

@@ -30,7 +30,7 @@ class ChatEyes(Eyes):
     """One that a session can use too."""
 
     def encode_chat(self, messages: Any) -> list[int]:
-        return self.encode_request([{"role": one.role, "content": one.content} for one in messages])
+        return self.encode_request([{"role": message.role, "content": message.content} for message in messages])
 
 
 async def counts(task: dict[str, Any], base_url: str, key: str) -> float:

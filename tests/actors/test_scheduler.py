@@ -12,7 +12,7 @@ from actors.config import EvalSuite, ExploreConfig, MasterConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.master.plan import Plan, rollout
 from actors.rollout.explorer import run_explorer
-from actors.rollout.scheduler import Scheduler, Stop, Waiting, groups_over, issued_of
+from actors.rollout.scheduler import Scheduler, Stop, Waiting, groups_over, require_issued
 from actors.rollout.session import Session
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
@@ -89,7 +89,7 @@ class Rig:
         return self.metrics.counters()
 
     def reasons(self) -> list[str]:
-        return [one.reason for one in self.markers.of(DropMarker)]
+        return [marker.reason for marker in self.markers.of(DropMarker)]
 
 
 def play(folder: Path, config: ExploreConfig, act: Callable[[Rig], Awaitable[None]]) -> Rig:
@@ -99,9 +99,9 @@ def play(folder: Path, config: ExploreConfig, act: Callable[[Rig], Awaitable[Non
     async def run() -> Rig:
         rig = Rig(await memory_log())
         role = role_of("explore", FLOOR, rig.log, folder_store(folder), metrics=rig.metrics)
-        heard = [one.listen() for one in (rig.answers, rig.markers, rig.reports)]
+        heard = [item.listen() for item in (rig.answers, rig.markers, rig.reports)]
         loops = [run_explorer(role, config, rig.engine, CharTokenizer(), (EOS,)), *heard]
-        async with running(*(asyncio.create_task(one) for one in loops)):
+        async with running(*(asyncio.create_task(loop) for loop in loops)):
             await act(rig)
         return rig
 
@@ -147,8 +147,10 @@ def test_what_still_runs_of_a_group_that_was_closed_without_it_is_stopped(tmp_pa
 
     rig = play(tmp_path, named("never_ends"), act)
     assert rig.reasons() == [GROUP_OVER] * 3
-    assert {one.group for one in rig.markers.of(DropMarker)} == {"add.0"}
-    assert {one.attempt for one in rig.markers.of(DropMarker)} == {1}, "collect says of that attempt that it is over"
+    assert {marker.group for marker in rig.markers.of(DropMarker)} == {"add.0"}
+    assert {marker.attempt for marker in rig.markers.of(DropMarker)} == {1}, (
+        "collect says of that attempt that it is over"
+    )
     assert rig.counters()["episodes_cancelled{reason=group over}"] == 3
 
 
@@ -210,7 +212,7 @@ def waiting_task(
 
 
 def group_name(found: Task | None) -> str | None:
-    return None if found is None else issued_of(found).group
+    return None if found is None else require_issued(found).group
 
 
 def test_a_group_waits_for_its_version() -> None:
@@ -259,13 +261,13 @@ def test_of_two_attempts_that_wait_only_the_newer_starts() -> None:
     waiting.add(waiting_task("a"))
     waiting.add(waiting_task("a", attempt=1))
     first = waiting.rollout(0)
-    assert first is not None and issued_of(first).attempt == 1
+    assert first is not None and require_issued(first).attempt == 1
     assert waiting.rollout(0) is None
 
 
 def test_a_task_that_was_not_issued_is_refused() -> None:
     with pytest.raises(ValueError, match="issued"):
-        issued_of(Task(id="t", messages=(Message(role="user", content="?"),)))
+        require_issued(Task(id="t", messages=(Message(role="user", content="?"),)))
 
 
 REPORT_S = 2
@@ -293,18 +295,18 @@ def test_a_group_of_half_an_hour_is_issued_once() -> None:
     (task,) = rollouts(made)
     scheduler.waiting.add(task)
     assert scheduler.take(0) is task
-    attempts = {issued_of(task).attempt}
+    attempts = {require_issued(task).attempt}
     for at_s in range(1, HALF_AN_HOUR_S, REPORT_S):
         tells = at_s % (made.pacing.reissue_s / 3) < REPORT_S
         report(made, at_s, scheduler.holds(MAX_HELD) if tells else None)
-        attempts |= {issued_of(one).attempt for one in reissues(made)}
+        attempts |= {require_issued(reissue).attempt for reissue in reissues(made)}
     assert attempts == {0}
 
 
 def test_what_a_dead_explorer_held_is_issued_again_when_nobody_has_told_of_it_for_reissue_s() -> None:
     made = plan()
     (task,) = rollouts(made)
-    group = issued_of(task).group
+    group = require_issued(task).group
     last_told_s = 600
     for at_s in range(1, last_told_s + 1):
         report(made, at_s, {group: 0})
@@ -312,32 +314,32 @@ def test_what_a_dead_explorer_held_is_issued_again_when_nobody_has_told_of_it_fo
         report(made, at_s, {})
     assert reissues(made) == []
     report(made, last_told_s + 300, {})
-    assert [issued_of(one).attempt for one in reissues(made)] == [1]
+    assert [require_issued(reissue).attempt for reissue in reissues(made)] == [1]
 
 
 def test_who_still_holds_an_older_attempt_does_not_speak_for_the_newest() -> None:
     made = plan(pacing=Pacing(groups_per_step=1, max_staleness=0, reissue_s=10.0))
     (task,) = rollouts(made)
-    group = issued_of(task).group
+    group = require_issued(task).group
     for at_s in range(1, 12):
         report(made, at_s, None)
-    assert [issued_of(one).attempt for one in reissues(made)] == [1]
+    assert [require_issued(reissue).attempt for reissue in reissues(made)] == [1]
     for at_s in range(12, 23):
         report(made, at_s, {group: 0})
-    assert [issued_of(one).attempt for one in reissues(made)] == [2]
+    assert [require_issued(reissue).attempt for reissue in reissues(made)] == [2]
 
 
 def test_an_eval_that_runs_long_is_issued_once() -> None:
     made = plan(MasterConfig(evals=(EvalSuite(suite="dev", tasks=1),)), split="dev")
     made.policy(PolicyEvent(event="published", policy="main", version=0, token=1, manifest="m"), 0)
     (task,) = eval_tasks(made)
-    group = issued_of(task).group
+    group = require_issued(task).group
     for at_s in range(1, HALF_AN_HOUR_S, REPORT_S):
         report(made, at_s, {group: 0})
         assert reissues(made) == []
     for at_s in range(HALF_AN_HOUR_S, HALF_AN_HOUR_S + 302, REPORT_S):
         report(made, at_s, {})
-    assert [issued_of(one).group for one in reissues(made)] == [group]
+    assert [require_issued(reissue).group for reissue in reissues(made)] == [group]
 
 
 def test_a_word_on_what_was_never_issued_changes_nothing() -> None:
@@ -358,10 +360,10 @@ def test_an_explorer_reports_what_it_runs_and_what_waits_with_it_until_it_has_en
             await log.publish(TASKS, issue("now", attempt=3))
             await log.publish(TASKS, issue("later", min_version=9))
             await log.publish(TASKS, ask(5))
-            eval_group = issued_of(ask(5)).group
+            eval_group = require_issued(ask(5)).group
 
             def last() -> dict[str, int] | None:
-                told = [one.holds for one in heard.of(Progress) if one.holds is not None]
+                told = [item.holds for item in heard.of(Progress) if item.holds is not None]
                 return told[-1] if told else None
 
             await until(lambda: last() == {"now.0": 3, "later.0": 0, eval_group: 0})

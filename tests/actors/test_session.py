@@ -358,8 +358,8 @@ def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
     end = tokenizer.eos_ids[0]
     sampled = [(*tokenizer.encode(thought(number)), end) for number in range(TURNS)]
     answers = [
-        Completion(tokens=one, logprobs=(-1.0,) * len(one), spans=(Span(0, len(one), 0),), stopped=True)
-        for one in sampled
+        Completion(tokens=item, logprobs=(-1.0,) * len(item), spans=(Span(0, len(item), 0),), stopped=True)
+        for item in sampled
     ]
     sampler = Answers(*answers)
     session = Session(sampler, tokenizer, Sampling(max_tokens=99, stop=tokenizer.eos_ids))
@@ -374,8 +374,8 @@ def test_twenty_turns_are_one_sequence_whatever_becomes_of_thoughts_and_blanks(
     asyncio.run(talk())
     (experience,) = session.experiences(group="t.0", attempt=0, episode=0)
     assert experience.num_sampled == sum(map(len, sampled)), "each sampled token is in it once"
-    for before, after, one in zip(sampler.prompts, sampler.prompts[1:], sampled, strict=False):
-        assert after[: len(before) + len(one)] == before + one
+    for before, after, entry in zip(sampler.prompts, sampler.prompts[1:], sampled, strict=False):
+        assert after[: len(before) + len(entry)] == before + entry
     # Behind each answer stands what the template writes behind a plain one.
     plain = tokenizer.encode_chat([user("?"), Message(role="assistant", content="x"), user("and 3?")])
     behind = plain[plain.index(end, len(tokenizer.encode_chat([user("?")]))) + 1 :]
@@ -386,7 +386,7 @@ class ForgetfulBytes(ByteTokenizer):
     """Its template leaves out what earlier answers thought."""
 
     def encode_request(self, conversation: Any, tools: Any = ()) -> list[int]:
-        said = [{**one, "content": one["content"].split("</think>")[-1].lstrip("\n")} for one in conversation]
+        said = [{**item, "content": item["content"].split("</think>")[-1].lstrip("\n")} for item in conversation]
         return super().encode_request(said, tools)
 
 
@@ -396,13 +396,13 @@ def apart(answer: ChatCompletionMessage) -> dict[str, Any]:
 
 CLIENTS: dict[str, Callable[[ChatCompletionMessage], dict[str, Any]]] = {
     "as it came": apart,
-    "by the older name": lambda one: {**apart(one), "reasoning": None, "reasoning_content": apart(one)["reasoning"]},
-    "in the content": lambda one: {
+    "by the older name": lambda item: {**apart(item), "reasoning": None, "reasoning_content": apart(item)["reasoning"]},
+    "in the content": lambda item: {
         "role": "assistant",
-        "content": f"<think>{apart(one)['reasoning']}</think>{one.content}",
+        "content": f"<think>{apart(item)['reasoning']}</think>{item.content}",
     },
-    "without blanks around": lambda one: {**apart(one), "content": (one.content or "").strip()},
-    "without the thought": lambda one: {"role": "assistant", "content": one.content},
+    "without blanks around": lambda item: {**apart(item), "content": (item.content or "").strip()},
+    "without the thought": lambda item: {"role": "assistant", "content": item.content},
 }
 
 
@@ -421,7 +421,7 @@ def test_through_the_gateway_too_the_turns_of_a_session_go_on_from_what_was_samp
                 assert f"<think>{apart(message)['reasoning']}</think>{message.content}" == text
                 conversation += [CLIENTS[agent](message), {"role": "user", "content": "and?"}]
             turns = await served.recorded(4)
-            assert [one.carried for one in turns] == [0, 1, 2, 3]
+            assert [turn.carried for turn in turns] == [0, 1, 2, 3]
             behind = b"<user>and?"
             for before, after in itertools.pairwise(turns):
                 size = len(before.tokens)
@@ -517,7 +517,7 @@ async def explore(
     raw, verified = TopicArrivals(log, EXPERIENCES), TopicArrivals(log, VERIFIED)
     role = role_of("explore", FLOOR, log, store, metrics=metrics)
     explorer = run_explorer(role, EXPLORE, engine, CharTokenizer(), (EOS,))
-    roles = [asyncio.create_task(one) for one in (explorer, raw.listen(), verified.listen())]
+    roles = [asyncio.create_task(loop) for loop in (explorer, raw.listen(), verified.listen())]
     async with running(*roles):
         await log.publish_all(TASKS, tasks)
         await until(lambda: len(raw.experiences) + len(verified.of(DropMarker)) >= 2 * len(tasks))
@@ -527,14 +527,14 @@ async def explore(
 def test_the_engine_is_shown_the_pixels_and_the_experience_keeps_the_references() -> None:
     store, engine = MemoryStore(), looks()
     found = drawings(2)
-    for one in found:
-        deposit_image(store, one.image, one.picture)
-    raw, _, _ = asyncio.run(explore(store, [issued("two", *(one.image for one in found))], engine))
+    for item in found:
+        deposit_image(store, item.image, item.picture)
+    raw, _, _ = asyncio.run(explore(store, [issued("two", *(entry.image for entry in found))], engine))
     assert len(engine.seen) == 2 and all(len(images) == 2 for images in engine.seen)
     first, second = engine.seen[0]
     assert first.shape == second.shape == (16, 16, 3) and not np.array_equal(first, second)
     for experience in raw.experiences:
-        assert [image.sha256 for image in experience.messages[0].images] == [one.image.sha256 for one in found]
+        assert [image.sha256 for image in experience.messages[0].images] == [entry.image.sha256 for entry in found]
 
 
 def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_counted() -> None:
@@ -543,7 +543,7 @@ def test_an_image_that_cannot_be_shown_fails_its_own_episodes_by_name_and_is_cou
     deposit_image(store, good.image, good.picture)
     tasks = [issued("good", good.image), issued("gone", gone.image)]
     raw, verified, metrics = asyncio.run(explore(store, tasks, looks()))
-    assert {one.group for one in raw.experiences} == {"good.0"} and len(raw.experiences) == 2
+    assert {experience.group for experience in raw.experiences} == {"good.0"} and len(raw.experiences) == 2
     assert [stub.group for stub in verified.of(DropMarker)] == ["gone.0"] * 2
     counted = {name: value for name, value in metrics.counters().items() if "bad_images" in name}
     assert sum(counted.values()) == 2 and any(MISSING in name for name in counted)

@@ -34,9 +34,9 @@ from actors.tasksets.shapes import (
     VALIDATION,
     Drawing,
     draw,
+    drawing_task,
     drawn,
     glances,
-    task_of,
     write_shapes,
 )
 from actors.tasksets.taskset import Demonstration, Preference
@@ -126,7 +126,7 @@ def test_a_line_that_is_wrong_is_named_and_the_next_one_read(tmp_path: Path, lin
     path.write_text('{"prompt": "fine"}\n' + line + '\n{"prompt": "fine too"}\n')
     broken: list[Broken] = []
     assert len(list(read_rows(path, Task, on_broken=broken.append))) == 2
-    assert [one.where for one in broken] == [f"{path}:2"] and says in broken[0].reason
+    assert [fault.where for fault in broken] == [f"{path}:2"] and says in broken[0].reason
     with pytest.raises(ConfigError, match=r"tasks\.jsonl:2"):
         list(tasks(path=str(path)))
 
@@ -156,7 +156,7 @@ def test_a_csv_file_names_the_line_of_a_broken_row(tmp_path: Path) -> None:
     first, last = read_rows(path, Task, fields=fields, on_broken=broken.append)
     assert (first.messages[0].content, first.answer, first.meta) == ("What is 1+1?\nTake care.", "2", {"level": "easy"})
     assert last.meta == {"level": "007"}
-    assert [(one.where, one.reason) for one in broken] == [
+    assert [(fault.where, fault.reason) for fault in broken] == [
         (f"{path}:4", "got 1 columns, expected 3 as in the header"),
         (f"{path}:5", "no field 'level', which meta.level is mapped to; there are question, answer"),
         (f"{path}:6", "',' expected after '\"'"),
@@ -179,7 +179,7 @@ def check_table(path: Path, row: str, num_rows: int | None) -> None:
     first, second = read_rows(path, Task, fields=fields, split="dev", on_broken=broken.append)
     assert (first.messages[0].content, first.answer, first.difficulty) == ("1+1?", "2", 0.25)
     assert (second.messages, second.answer) == ((Message(role="user", content="1+2?"),), "3")
-    assert [one.where for one in broken] == [row] and "no conversation" in broken[0].reason
+    assert [fault.where for fault in broken] == [row] and "no conversation" in broken[0].reason
     assert count_rows(path) == num_rows
     assert first.split == second.split == "dev"
 
@@ -252,9 +252,9 @@ def scored(task: Task, response: str) -> float | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_own_answer_is_right_and_that_of_another_picture_is_not(kind: str) -> None:
     random = Random(3)
-    tasks = [task_of(one, TRAIN) for one in drawn((kind,), 12, random)]  # type: ignore[arg-type]
+    tasks = [drawing_task(item, TRAIN) for item in drawn((kind,), 12, random)]  # type: ignore[arg-type]
     assert all(scored(task, task.answer or "") == 1.0 for task in tasks)
-    wrong = next(one.answer for one in tasks if one.answer != tasks[0].answer)
+    wrong = next(task.answer for task in tasks if task.answer != tasks[0].answer)
     assert scored(tasks[0], wrong or "") == 0.0
 
 
@@ -270,7 +270,7 @@ def test_who_glances_counts_one_short_more_often_than_not_and_never_too_high() -
     ]
     rows = list(glances(drawings, Random(1)))
     missed = [int(row.answer or "") - int(row.response) for row in rows]
-    assert {one for row, one in zip(rows, missed, strict=True) if row.answer == "1"} == {0} and set(missed) == {0, 1}
+    assert {item for row, item in zip(rows, missed, strict=True) if row.answer == "1"} == {0} and set(missed) == {0, 1}
     assert 0.52 < sum(missed) / 600 < 0.68  # 0.6 of those above one; 4 standard deviations are 0.08
     assert sum(row.split == VALIDATION for row in rows) == 90
     boxes = drawn(("box",), 20, Random(2))
@@ -287,7 +287,7 @@ def test_splits_share_no_picture_and_every_one_is_loaded_once(tmp_path: Path) ->
     tasks = list(with_images(read_rows(tasks_file, Task), tasks_file, store, broken.append))
     shown = list(with_images(read_rows(experts_file, Demonstration), experts_file, store, broken.append))
     assert not broken and len(tasks) == 19 and len(shown) == 10
-    assert {split: sum(one.split == split for one in tasks) for split in (TRAIN, DEV, HELD_OUT)} == {
+    assert {split: sum(task.split == split for task in tasks) for split in (TRAIN, DEV, HELD_OUT)} == {
         TRAIN: 12, DEV: 3, HELD_OUT: 4,
     }  # fmt: skip
     images = [image for row in (*tasks, *shown) for image in images_of(row.messages)]
@@ -348,7 +348,7 @@ def test_a_second_load_adds_nothing_and_repeated_rows_are_counted() -> None:
     first, second, records, progress = asyncio.run(run())
     assert first == LoadResult(loaded=2, repeated=1, known=0)
     assert second == LoadResult(loaded=1, repeated=1, known=2)
-    assert sorted(one.id for one in records if isinstance(one, Task)) == ["a", "b", "c"]
+    assert sorted(record.id for record in records if isinstance(record, Task)) == ["a", "b", "c"]
     assert progress == [3]
 
 
@@ -396,7 +396,7 @@ def test_pairs_are_loaded_once_and_those_with_equal_sides_are_named() -> None:
 
     first, broken, second = asyncio.run(run())
     assert first == LoadResult(loaded=2, repeated=1, known=0) and second.loaded == 0
-    assert [one.where for one in broken] == ["pair b"]
+    assert [fault.where for fault in broken] == ["pair b"]
 
 
 def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> None:
@@ -416,7 +416,7 @@ def test_what_is_longer_than_the_context_is_named_and_the_next_one_loaded() -> N
 
     experts, pairs, broken = asyncio.run(run())
     assert (experts.loaded, pairs.loaded) == (2, 2)
-    assert [one.where for one in broken] == ["demonstration long", "pair d"]
+    assert [fault.where for fault in broken] == ["demonstration long", "pair d"]
     assert broken[0].reason == "got 34 tokens, expected at most 10, which is the model's context"
 
 
@@ -455,9 +455,9 @@ def test_another_app_takes_its_difficulty_from_the_record_and_drops_what_was_too
         config = StreamsConfig(tasks=TasksConfig(difficulty=DifficultyConfig(easiest=0.1)))
         async with working(log, config, tmp_path):
             await settled(log)
-        kept = [one.value async for one in log.read_all(TASKSET) if isinstance(one.value, Task)]
-        letters = [one.value async for one in log.read_all(DEAD_LETTERS) if isinstance(one.value, DeadLetter)]
-        return {one.id: one.difficulty for one in kept}, [one.reason for one in letters]
+        kept = [item.value async for item in log.read_all(TASKSET) if isinstance(item.value, Task)]
+        letters = [item.value async for item in log.read_all(DEAD_LETTERS) if isinstance(item.value, DeadLetter)]
+        return {item.id: item.difficulty for item in kept}, [letter.reason for letter in letters]
 
     difficulty, dropped = asyncio.run(run())
     assert difficulty == {"middle": 0.75, "new": None, "told": 0.7}
@@ -477,8 +477,8 @@ def test_a_line_without_an_end_is_named_and_the_next_one_read(tmp_path: Path) ->
     path.write_bytes(GOOD + b"x" * (3 * MAX_LINE_BYTES) + b"\n" + GOOD + b"y" * (2 * MAX_LINE_BYTES))
     found, broken = rows(path)
     assert found == ["a", "a"]
-    assert [one.where for one in broken] == [f"{path}:2", f"{path}:4"]
-    assert all("got a line of more than 16777216 bytes" in one.reason for one in broken)
+    assert [fault.where for fault in broken] == [f"{path}:2", f"{path}:4"]
+    assert all("got a line of more than 16777216 bytes" in fault.reason for fault in broken)
     assert count_rows(path) == 4
 
 

@@ -68,8 +68,8 @@ class Meeting:
         mine = asyncio.Event()
         self.waiting.append(mine)
         if len(self.waiting) == 2:
-            for one in self.waiting:
-                one.set()
+            for item in self.waiting:
+                item.set()
         await mine.wait()
         return who
 

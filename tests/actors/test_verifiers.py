@@ -80,28 +80,33 @@ def test_the_examples_of_an_environment_are_tasks(tmp_path: Path) -> None:
     done = subprocess.run(command("tasks", "single"), env=surroundings(), stdout=subprocess.PIPE, check=True)
     (tmp_path / "tasks.jsonl").write_bytes(done.stdout)
     found = list(tasks(path=str(tmp_path / "tasks.jsonl")))
-    assert [(one.split, one.meta["example"]) for one in found] == [("train", n) for n in range(4)] + [
+    assert [(entry.split, entry.meta["example"]) for entry in found] == [("train", n) for n in range(4)] + [
         ("held-out", n) for n in range(2)
     ]
-    assert [one.content for one in found[1].messages] == ["Be brief.", "What is 1 + 1?"]
-    assert all(one.answer is None for one in found), "answers stay with the environment"
-    assert len({one.id for one in found}) == 6
+    assert [message.content for message in found[1].messages] == ["Be brief.", "What is 1 + 1?"]
+    assert all(entry.answer is None for entry in found), "answers stay with the environment"
+    assert len({entry.id for entry in found}) == 6
 
 
 def test_a_rollout_of_one_turn_is_recorded_and_its_rubric_scores_it(single: str) -> None:
     scores, (experience,) = played(single, asked(1), "It is 2.")
-    assert {one.name: one.value for one in scores} == {"program": 1.5, "right": 1.0, "brief": 1.0, "num_turns": 1.0}
+    assert {score.name: score.value for score in scores} == {
+        "program": 1.5,
+        "right": 1.0,
+        "brief": 1.0,
+        "num_turns": 1.0,
+    }
     assert experience.tokens.tolist()[experience.num_prompt :] == [*b"It is 2.", EOS]
-    assert [one.content for one in experience.messages] == ["Be brief.", "What is 1 + 1?", "It is 2."]
+    assert [message.content for message in experience.messages] == ["Be brief.", "What is 1 + 1?", "It is 2."]
     scores, _ = played(single, asked(1, "held-out"), "It is three, I would say.")
-    assert {one.name: one.value for one in scores if one.value} == {"num_turns": 1.0}
+    assert {score.name: score.value for score in scores if score.value} == {"num_turns": 1.0}
 
 
 def test_a_rollout_with_tools_is_one_sequence(tool: str) -> None:
     call = '<tool_call>\n{"name": "successor", "arguments": {"number": 2}}\n</tool_call>'
     scores, (experience,) = played(tool, asked(2), call, "It is 3.")
-    assert {one.name: one.value for one in scores}["right"] == 1.0
-    assert {one.name: one.value for one in scores}["total_tool_calls"] == 1.0
+    assert {score.name: score.value for score in scores}["right"] == 1.0
+    assert {score.name: score.value for score in scores}["total_tool_calls"] == 1.0
     assert experience.num_sampled == len(call) + 1 + len("It is 3.") + 1
     assert experience.end == "terminal"
 

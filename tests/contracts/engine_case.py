@@ -95,9 +95,9 @@ class Case(Started):
             at = len(prompt) - 1
             if span.kv >= 0:
                 assert self.kept is not None
-                past = [one for one in range(index) if completion.spans[one].kv < 0]
+                past = [number for number in range(index) if completion.spans[number].kv < 0]
                 before = completion.spans[max(past, default=0) : index + 1]
-                runs = [(self.by_version[one.version], len(prompt) + one.stop - 1) for one in before]
+                runs = [(self.by_version[item.version], len(prompt) + item.stop - 1) for item in before]
                 expected = self.kept(runs, tokens, temperature)
             else:
                 expected = self.reference(self.by_version[span.version], tokens, temperature)

@@ -120,7 +120,7 @@ def test_chunks_are_the_completion_as_it_is_sampled(case: Case) -> None:
         for index, completion in enumerate(await asyncio.gather(*requests)):
             assert len(chunks[index]) > 1, "some tokens come before the last one"
             assert tuple(token for chunk in chunks[index] for token in chunk.tokens) == completion.tokens
-            assert tuple(one for chunk in chunks[index] for one in chunk.logprobs) == completion.logprobs
+            assert tuple(logprob for chunk in chunks[index] for logprob in chunk.logprobs) == completion.logprobs
             case.assert_reproduced((1, 20, 30 + index), completion, 1.0)
 
     case.run(check)
@@ -194,7 +194,7 @@ def test_an_answer_held_to_a_schema_is_an_instance_of_it_beside_free_ones_and_th
         requests.append(case.engine.generate((1, 20), msgspec.structs.replace(held, temperature=0.0, top_p=0.9)))
         free = [asyncio.create_task(case.engine.generate((1, 20), Sampling(max_tokens=200))) for _ in range(4)]
         running = [asyncio.create_task(request) for request in requests]
-        while case.engine.num_running < 17 and not any(one.done() for one in running):  # noqa: ASYNC110  the engine ends it
+        while case.engine.num_running < 17 and not any(running_task.done() for running_task in running):  # noqa: ASYNC110  the engine ends it
             await asyncio.sleep(0)
         await case.load(case.next_policy())
         wrong, right = case.next_policy(scale=1.5), case.next_policy()

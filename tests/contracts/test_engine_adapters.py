@@ -75,7 +75,7 @@ def merged(base: Tensors, tensors: Tensors) -> Tensors:
     for name in tensors:
         module, cut, _ = name.removeprefix("base_model.model.").partition(".lora_A.weight")
         if cut:
-            a, b = (to_numpy(tensors[name.replace(".lora_A.", f".lora_{one}.")]) for one in "AB")
+            a, b = (to_numpy(tensors[name.replace(".lora_A.", f".lora_{item}.")]) for item in "AB")
             weight = to_numpy(base[f"{module}.weight"])
             found[f"{module}.weight"] = from_numpy(weight + np.float32(ALPHA / RANK) * (b @ a))
     return found
@@ -134,16 +134,18 @@ def test_requests_run_through_three_reloads_and_each_span_is_its_own_versions(ca
             assert report.probe_abs_max <= 1e-4 and report.pause_ms >= 0
             case.by_version[policy.version] = dict(policy.tensors)
             short = await asyncio.gather(*(case.engine.generate((1, 44), Sampling(max_tokens=2)) for _ in range(3)))
-            assert [span.version for one in short for span in one.spans] == [policy.version] * 3
+            assert [span.version for item in short for span in item.spans] == [policy.version] * 3
             case.assert_reproduced((1, 44), short[0], 1.0)
-        assert not any(one.done() for one in requests), "they run through all three"
+        assert not any(request.done() for request in requests), "they run through all three"
         completions = await asyncio.gather(*requests)
         for prompt, completion in zip([*prompts, prompts[0]], completions, strict=True):
             assert len(completion.tokens) == 440
             case.assert_reproduced(prompt, completion, 0.9)
         assert tuple(token for chunk in streamed for token in chunk.tokens) == completions[-1].tokens
         if is_vllm(case):
-            assert {span.version for one in completions for span in one.spans} == {began}, "they end under their own"
+            assert {span.version for completion in completions for span in completion.spans} == {began}, (
+                "they end under their own"
+            )
         await settled(case)
 
     case.run(check)

@@ -44,7 +44,7 @@ class Case(Started):
         self.by_version: dict[int, Tensors] = {0: model_tensors(self.plain)}
         self.newest = 0  # a refused version is not used again
         found = drawings(3)
-        self.images = [decode_image(one.image, one.picture) for one in found]
+        self.images = [decode_image(entry.image, entry.picture) for entry in found]
         message = Message(role="user", content="count", images=(found[0].image,))
         self.prompt = load_tokenizer(folder).encode_chat([message])
 
@@ -52,8 +52,10 @@ class Case(Started):
         """The served tensors with those of one part scaled."""
         self.newest += 1
         tensors = {
-            key: from_numpy(to_numpy(one) * np.float32(scale)) if key.startswith(name) and len(one.shape) > 1 else one
-            for key, one in self.by_version[self.engine.version].items()
+            key: from_numpy(to_numpy(item) * np.float32(scale))
+            if key.startswith(name) and len(item.shape) > 1
+            else item
+            for key, item in self.by_version[self.engine.version].items()
         }
         return Policy(version=self.newest, tensors=tensors, touched=frozenset(tensors), probe=probe)
 
@@ -132,7 +134,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_what_is_sampled_about_a_picture_has_the_logprobs_of_a_plain_forward(case: Case) -> None:
     async def check(case: Case) -> None:
         sampling = Sampling(max_tokens=6)
-        asked = [case.engine.generate(case.prompt, sampling, images=[one]) for one in case.images * 2]
+        asked = [case.engine.generate(case.prompt, sampling, images=[item]) for item in case.images * 2]
         for completion, image in zip(await asyncio.gather(*asked), case.images * 2, strict=True):
             assert len(completion.tokens) == 6
             case.assert_reproduced(case.prompt, image, completion)
@@ -146,8 +148,8 @@ def test_a_reload_of_what_sees_loses_nothing_and_each_span_is_its_own_versions(c
         version, came = case.engine.version, asyncio.Event()
         long = Sampling(max_tokens=300)
         asked = [
-            asyncio.create_task(case.engine.generate(case.prompt, long, images=[one], on_chunk=lambda _: came.set()))
-            for one in case.images
+            asyncio.create_task(case.engine.generate(case.prompt, long, images=[image], on_chunk=lambda _: came.set()))
+            for image in case.images
         ]
         asked.append(asyncio.create_task(case.engine.generate(case.prompt, long, images=case.images[:1])))
         await came.wait()
@@ -170,8 +172,10 @@ def test_equal_prompts_about_different_pictures_are_not_confused(case: Case) -> 
 
     async def check(case: Case) -> None:
         greedy = Sampling(max_tokens=1, temperature=0.0)
-        together = await asyncio.gather(*(case.engine.generate(prompt, greedy, images=[one]) for one in case.images))
-        alone = [await case.engine.generate(prompt, greedy, images=[one]) for one in reversed(case.images)]
+        together = await asyncio.gather(
+            *(case.engine.generate(prompt, greedy, images=[image]) for image in case.images)
+        )
+        alone = [await case.engine.generate(prompt, greedy, images=[image]) for image in reversed(case.images)]
         for completion, image in zip([*together, *alone], [*case.images, *reversed(case.images)], strict=True):
             case.assert_reproduced(prompt, image, completion)
         assert len({completion.logprobs for completion in together}) == len(case.images)
@@ -240,7 +244,7 @@ def test_a_picture_of_internvl_stands_between_its_two_ids(tmp_path: Path) -> Non
     folder = build_eye_model(tmp_path / "model", family="internvl")
     tokenizer, vision = load_tokenizer(folder), load_vision(folder)
     assert vision is not None
-    before, after = (tokenizer.wrapped.convert_tokens_to_ids(one) for one in FRAME)
+    before, after = (tokenizer.wrapped.convert_tokens_to_ids(item) for item in FRAME)
     image = drawings(1)[0].image
     ids = tokenizer.encode_chat([Message(role="user", content="count", images=(image,))])
     assert ids[1:-1] == [before, *[vision.token] * vision.num_places, after]

@@ -161,7 +161,7 @@ def test_reloads_under_load_fail_nothing_and_no_new_request_meets_keys_of_older_
             assert_true(case, completion)
         kept = [span for _, completion in found for span in completion.spans if span.kv >= 0]
         assert bool(kept) == (case.kv == "keep")
-        lived = [one for one in found if len(one[1].spans) > 1 and kept_all(one[1])]
+        lived = [entry for entry in found if len(entry[1].spans) > 1 and kept_all(entry[1])]
         assert lived, "some answers live through a reload"
         for prompt, completion in lived[:: -(-len(lived) // CHECKED)]:
             case.assert_reproduced(prompt, completion, 1.0)

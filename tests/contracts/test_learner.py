@@ -137,9 +137,9 @@ def test_restore_continues_to_the_same_bits(use, model, lanes, steps_before):
 def test_a_save_is_a_copy_that_later_steps_do_not_reach(use, model):
     learner = opened(use, model)
     saved, tensors = learner.save(), learner.tensors()
-    copies = {name: bytes(one.data) for name, one in (saved | tensors).items()}
+    copies = {name: bytes(item.data) for name, item in (saved | tensors).items()}
     learner.step(batch(0), learning_rate=1e-3, seed=0)
-    assert {name: bytes(one.data) for name, one in (saved | tensors).items()} == copies
+    assert {name: bytes(item.data) for name, item in (saved | tensors).items()} == copies
 
 
 def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(use, model):
@@ -190,7 +190,7 @@ def test_the_probe_is_the_policy_in_tensors(use, model, tmp_path):
 
 
 def test_warmup_weighs_every_lane_one_and_a_new_phase_forgets_the_optimizer(use, model):
-    experts = pack([one for one in items(0) if one.item.lane == "expert"], max_tokens=1000)
+    experts = pack([item for item in items(0) if item.item.lane == "expert"], max_tokens=1000)
     norms = {}
     for phase in ("train", "warmup"):
         learner = opened(use, model)
@@ -205,15 +205,15 @@ def test_log_distances_are_those_of_the_recorded_logprobs(use, model):
     learner = opened(use, model)
     some = items(0)[:6]
     sums = learner.log_distances(pack(some, max_tokens=30))
-    for one, total in zip(some, sums, strict=True):
-        probe = learner.probe((tuple(one.experience.tokens.tolist()),)).logprobs[0]
+    for item, total in zip(some, sums, strict=True):
+        probe = learner.probe((tuple(item.experience.tokens.tolist()),)).logprobs[0]
         expected, at = 0.0, 0
-        for span in one.experience.spans:
+        for span in item.experience.spans:
             for place in range(span.start, span.stop):
                 if span.ratio:
-                    expected += abs(probe[place - 1] - float(one.experience.logprobs[at]))
+                    expected += abs(probe[place - 1] - float(item.experience.logprobs[at]))
                 at += 1
-        assert all(span.temperature == 1.0 for span in one.experience.spans)
+        assert all(span.temperature == 1.0 for span in item.experience.spans)
         assert total == pytest.approx(expected, abs=1e-4)
 
 

@@ -128,8 +128,8 @@ def test_pieces_that_end_elsewhere_than_the_parts_of_an_upload_come_back(store: 
 @pytest.mark.slow
 def test_an_object_larger_than_one_part_comes_back_as_it_was_put(store: Store) -> None:
     data = np.random.default_rng(0).bytes(20 * 1024 * 1024)
-    for one in (data, memoryview(data)):
-        store.put("large", one)
+    for item in (data, memoryview(data)):
+        store.put("large", item)
         assert store.get("large") == data
 
 
@@ -306,7 +306,7 @@ def test_check_connect_names_what_a_policy_of_the_bucket_does_not_allow(
 
     whole = minio_server.store("policy", "app")
     places = ["arn:aws:s3:::policy", "arn:aws:s3:::policy/*"]
-    rule = {"Effect": "Allow", "Action": [f"s3:{one}" for one in allowed], "Resource": places}
+    rule = {"Effect": "Allow", "Action": [f"s3:{item}" for item in allowed], "Resource": places}
     role = AssumeRoleProvider(
         sts_endpoint=minio_server.endpoint,
         access_key=minio_server.access_key,

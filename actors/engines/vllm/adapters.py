@@ -57,7 +57,7 @@ class Attempts:
         verdict.exception()  # perhaps no caller waits any more
 
     def is_proved(self, label: str) -> bool:
-        """Whether tokens of this attempt may leave now."""
+        """True if tokens of this attempt may leave now."""
         return label not in self._undecided and label not in self._refused
 
     async def accepted(self, label: str) -> bool:
@@ -65,15 +65,15 @@ class Attempts:
         verdict = self._undecided.get(label)
         return label not in self._refused if verdict is None else await asyncio.shield(verdict)
 
-    def kv_of(self, label: str, born: str) -> int:
+    def kv_version(self, label: str, born: str) -> int:
         """Oldest version of the keys and values of a request that began under `born`, where it samples under `label`."""
         if not self.keeps or born == label:
-            return self.version_of(label)
+            return self.label_version(label)
         rebuilt = (other for other in reversed(self._rebuilt) if _number(other) <= _number(label))
-        return self.version_of(max(born, next(rebuilt, born), key=_number))
+        return self.label_version(max(born, next(rebuilt, born), key=_number))
 
     @staticmethod
-    def version_of(label: str) -> int:
+    def label_version(label: str) -> int:
         """The policy version an attempt was to serve."""
         return int(label.partition(".")[0])
 
@@ -100,7 +100,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """Those of one AsyncLLM. slots: how many may live at once. base: the label of the weights without an adapter."""
+    """Adapters of one AsyncLLM. slots: maximum that live at once. base: label of the weights without an adapter."""
 
     def __init__(self, llm: Any, *, slots: int, base: str) -> None:
         self._llm = llm
@@ -117,7 +117,7 @@ class Adapters:
 
     @contextmanager
     def used(self, adapter: LoadedAdapter | None = None) -> Iterator[LoadedAdapter]:
-        """An adapter stays while the `with` lasts: the one that serves, or `one`."""
+        """Keep an adapter while the `with` lasts: `adapter`, or the one that serves."""
         adapter = adapter or self.serving
         adapter.users += 1
         try:
@@ -136,7 +136,7 @@ class Adapters:
         """Wait until one more may live."""
         while len(self._loaded) >= self._slots:
             oldest = next(adapter for adapter in self._loaded if adapter is not self.serving)
-            _log.info("adapter_left version=%d requests=%d", Attempts.version_of(oldest.label), oldest.users)
+            _log.info("adapter_left version=%d requests=%d", Attempts.label_version(oldest.label), oldest.users)
             oldest.is_leaving = True
             if oldest.running:
                 await self._llm.abort(sorted(oldest.running), internal=True)
@@ -192,7 +192,7 @@ class Adapters:
         try:
             await self._llm.remove_lora(adapter.lora.lora_int_id)
         except Exception:  # vLLM ends or has ended: the owner of a request learns it from the request
-            _log.warning("adapter_not_removed version=%d", Attempts.version_of(adapter.label), exc_info=True)
+            _log.warning("adapter_not_removed version=%d", Attempts.label_version(adapter.label), exc_info=True)
 
 
 async def check_adapted(llm: Any, names: Sequence[str], folder: Path) -> None:

@@ -97,7 +97,7 @@ class VllmAnswers:
         return self._request(model="", messages=[], **more)
 
     def _spells(self, kind: Any) -> bool:
-        """Whether a parser wants the names of control tokens: it says so of a request."""
+        """True if a parser wants the names of control tokens, as it says of a request."""
         if kind is None:
             return False
         request = self._asked([_TOOL])

@@ -95,7 +95,7 @@ class Swap:
     ) -> tuple[float, Scores]:
         """Put tensors of a safetensors file in place; (the longest time without a step in milliseconds, the probe's scores).
 
-        parts: names of the tensors, see `parts_of`. label: of the attempt. keep: leave running requests their keys and values.
+        parts: names of tensors, see `reload_parts`. label: of the attempt. keep: leave running requests their keys and values.
         Raises PolicyRefused where vLLM does not take them, or holds something else then.
         """
         core = self._llm.engine_core
@@ -155,15 +155,17 @@ class Swap:
         return [self._llm.reset_prefix_cache(reset_running_requests=True), *pictures]
 
 
-def parts_of(changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES) -> list[list[str]]:
+def reload_parts(
+    changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: int = PART_BYTES
+) -> list[list[str]]:
     """Names of the tensors to send, in the order of `tensors`, cut into parts of about so many bytes. tensors: that vLLM takes.
 
     vLLM rebuilds a module from all its sources, so each layer with a changed tensor goes whole, and lies in one part.
     """
-    layers = {layer_of(name) for name in changed if name in tensors}
+    layers = {layer_name(name) for name in changed if name in tensors}
     by_layer: dict[str, list[str]] = {}
     for name in tensors:
-        by_layer.setdefault(layer_of(name), []).append(name)
+        by_layer.setdefault(layer_name(name), []).append(name)
     sizes = {layer: sum(tensors[name].num_bytes for name in names) for layer, names in by_layer.items()}
     if sum(sizes[layer] for layer in layers) >= WHOLE_MODEL_SHARE * sum(sizes.values()):
         layers = set(by_layer)
@@ -180,12 +182,12 @@ def parts_of(changed: Iterable[str], tensors: Mapping[str, Tensor], part_bytes: 
     return parts
 
 
-def layer_of(name: str) -> str:
+def layer_name(name: str) -> str:
     """Name of the layer of a tensor, or of its module outside the layers.
 
-    >>> layer_of("model.layers.3.self_attn.q_proj.weight")
+    >>> layer_name("model.layers.3.self_attn.q_proj.weight")
     'model.layers.3'
-    >>> layer_of("model.multi_modal_projector.linear_1.bias")
+    >>> layer_name("model.multi_modal_projector.linear_1.bias")
     'model.multi_modal_projector.linear_1'
     """
     found = _LAYER.match(name)
@@ -262,7 +264,6 @@ class VllmEngine:
         return self._requests.num_running if self._requests else 0
 
     def folder_weights(self) -> Mapping[str, Tensor]:
-        """See HasFolder."""
         return {} if self._version else self._held
 
     async def start(self) -> None:
@@ -375,7 +376,7 @@ class VllmEngine:
         return self._requests
 
     def _read_folder(self) -> None:
-        """What a policy will be compared with. Raises ConfigError for an adapter that does not fit the folder's model."""
+        """Read the tensors to compare policies with. Raises ConfigError for an adapter that does not fit the folder's model."""
         if self._lora is not None:
             rank, alpha, targets = (self._lora[name] for name in ("rank", "alpha", "targets"))
             self._adapter = find_adapter(self._folder, rank=rank, alpha=alpha, targets=tuple(targets))
@@ -498,7 +499,7 @@ class VllmEngine:
         return self._parts(changed_names(self._held, policy.tensors), policy.tensors)
 
     def _parts(self, changed: Iterable[str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
-        return parts_of(changed, {name: tensor for name, tensor in tensors.items() if name not in self._tied})
+        return reload_parts(changed, {name: tensor for name, tensor in tensors.items() if name not in self._tied})
 
 
 def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors:

@@ -103,7 +103,7 @@ class WeightChecksums:
             module, expected = self.modules[name], self._expected[name]
             if _is_same(module, self.modules.get(self._tied.get(name, ""))):
                 continue
-            found = sums_of(module)
+            found = module_sums(module)
             if found.keys() != expected.sums.keys() or not all(
                 same(expected.sums[part], held) for part, held in found.items()
             ):
@@ -115,9 +115,9 @@ class WeightChecksums:
 
     def _read(self, module: Any) -> Expected:
         if not is_packed(module):
-            return Expected(sums_of(module))
+            return Expected(module_sums(module))
         at = self.drawn(module)
-        return Expected(sums_of(module), at, columns(module, at))
+        return Expected(module_sums(module), at, columns(module, at))
 
 
 def sums(tensor: torch.Tensor) -> Sums:
@@ -130,7 +130,7 @@ def sums(tensor: torch.Tensor) -> Sums:
     return bits.sum(1, dtype=torch.int64).cpu(), bits.sum(0, dtype=torch.int64).cpu()
 
 
-def sums_of(module: Any) -> dict[str, Sums]:
+def module_sums(module: Any) -> dict[str, Sums]:
     """The sums of a module's parameters."""
     return {name: sums(value) for name, value in module._parameters.items() if value is not None and value.numel()}
 
@@ -213,7 +213,7 @@ class Stage:
                 info = layerwise.get_layerwise_info(new[name])
                 if info.can_load():  # part of it is padding, which no tensor fills
                     layerwise._layerwise_process(new[name], info)
-        self._expected |= expected_of(loaded, new, noted, tensors)
+        self._expected |= expected_values(loaded, new, noted, tensors)
         self._staged |= {name: _staged(new[name]) for name in loaded}
         check_copied(tensors.values(), (new[name] for name in loaded))
 
@@ -253,10 +253,10 @@ def load_in_place(config: Any, model: Any, held: WeightChecksums, tensors: Mappi
             loaded = _loaded(held.modules)
             layerwise.finalize_layerwise_reload(model, config.model_config)
         check_copied(tensors.values(), (held.modules[name] for name in loaded))
-        held.expect(expected_of(loaded, held.modules, noted, tensors))
+        held.expect(expected_values(loaded, held.modules, noted, tensors))
 
 
-def expected_of(
+def expected_values(
     loaded: Iterable[str],
     modules: Mapping[str, Any],
     noted: Mapping[str, Expected],
@@ -267,7 +267,7 @@ def expected_of(
     for name in loaded:
         if name in noted:
             continue
-        found = sums_of(modules[name])
+        found = module_sums(modules[name])
         for part in found:
             value, given = modules[name]._parameters[part], tensors.get(f"{name}.{part}")
             if given is not None and given.shape == value.shape:
@@ -333,7 +333,7 @@ def noting(modules: Mapping[str, Any], held: WeightChecksums) -> Iterator[dict[s
                 columns = module.weight.detach()[:, list(at)].clone()
             process(module)
             if name:
-                noted[name] = Expected(sums_of(module), at, columns)
+                noted[name] = Expected(module_sums(module), at, columns)
 
         return processed
 

@@ -148,7 +148,7 @@ class Requests:
                         adapter.running.discard(queue.request_id)
 
     def failure(self, error: Exception) -> Exception:
-        """What a caller gets: EngineStopped where vLLM's process is gone."""
+        """The error for a caller: EngineStopped where vLLM's process is gone, else the error itself."""
         return EngineStopped(f"vLLM's process is gone: {error}") if self._llm.errored else error
 
     async def submit_score(self, tokens: Sequence[int], adapter: LoadedAdapter | None = None) -> Callable[[], Any]:
@@ -241,8 +241,8 @@ class Requests:
                 if not self.attempts.is_proved(label) and not await self.attempts.accepted(label):
                     kept = start
                     break
-                kv = self.attempts.kv_of(label, born)
-                begin(starts, self.attempts.version_of(label), len(tokens) + start, kv)
+                kv = self.attempts.kv_version(label, born)
+                begin(starts, self.attempts.label_version(label), len(tokens) + start, kv)
             found = list(output.logprobs.logprobs) if output.logprobs else []
             if len(found) != len(output.token_ids):
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
@@ -278,10 +278,10 @@ class Requests:
             answer = await self._answer(queue, adapter)
             for output in answer.outputs:
                 check_end(output, adapter)
-            return [(output, labels_of(output, adapter), born) for output in answer.outputs]
+            return [(output, attempt_labels(output, adapter), born) for output in answer.outputs]
 
     def _weights(self) -> AbstractContextManager[LoadedAdapter | None]:
-        """What a request runs under: an adapter, which stays meanwhile, or what vLLM says with each token."""
+        """The adapter of a request, which stays meanwhile; None where vLLM labels each token instead."""
         return nullcontext() if self._adapters is None else self._adapters.used()
 
     async def _input(self, prompt: Sequence[int], pictures: RequestImages, born: str) -> Input:
@@ -327,8 +327,8 @@ class Requests:
                 adapter.running.discard(queue.request_id)
 
 
-def labels_of(output: Any, adapter: LoadedAdapter | None, state: Any = None) -> list[Label]:
-    """Where the tokens of each load attempt begin. adapter: that it ran under. state: vLLM's account of a request that runs."""
+def attempt_labels(output: Any, adapter: LoadedAdapter | None, state: Any = None) -> list[Label]:
+    """Labels of load attempts, each with the index of its first token. state: vLLM's account of a running request."""
     if adapter is not None:
         return [(adapter.label, 0)]
     if output.weight_versions is not None:
@@ -491,11 +491,11 @@ async def _follow(
         tokens, logprobs = list(output.token_ids), list(output.logprobs.logprobs) if output.logprobs else []
         if len(tokens) != len(logprobs):
             raise RuntimeError("vLLM returned a different number of tokens and logprobs")
-        runs = _runs(labels_of(output, adapter, state), num_taken, num_taken + len(tokens))
+        runs = _runs(attempt_labels(output, adapter, state), num_taken, num_taken + len(tokens))
         for label, start, stop in runs:
             if not requests.attempts.is_proved(label) and not await requests.attempts.accepted(label):
                 return False
-            version, kv = requests.attempts.version_of(label), requests.attempts.kv_of(label, born)
+            version, kv = requests.attempts.label_version(label), requests.attempts.kv_version(label, born)
             cut = slice(start - num_taken, stop - num_taken)
             for token, logprob in zip(tokens[cut], logprobs[cut], strict=True):
                 trace.add(token, logprob, version, kv)

@@ -1,4 +1,4 @@
-"""How vLLM is started: engine arguments and environment, for exact logprobs and hot reload.
+"""Start of vLLM: engine arguments and environment, for exact logprobs and hot reload.
 
 What the user sets always wins, except where another value would break the engine's contract: that is an error.
 """
@@ -124,7 +124,7 @@ def engine_arguments(
 
 
 def _workers(options: Mapping[str, object]) -> dict[str, object]:
-    """What several workers on a CPU need besides CPU_DEFAULTS: a process each. Raises ConfigError."""
+    """Arguments for several workers on a CPU besides CPU_DEFAULTS: a process each. Raises ConfigError."""
     if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline")):
         return {}
     if options.get("distributed_executor_backend") == "uni":
@@ -220,7 +220,7 @@ class ErrorFile(logging.Handler):
 
 
 class ChildErrors:
-    """What vLLM's processes log when they do not start: their parent says no more than that they did not."""
+    """Errors that vLLM's processes log when they do not start; their parent reports no reason."""
 
     def __init__(self, folder: str) -> None:
         self.log = Path(folder, "errors.jsonl")
@@ -298,7 +298,7 @@ def load_libraries() -> None:
 
 
 def _sizes(vision: Vision) -> dict[str, object]:
-    """What vLLM's image processor asks for and a model folder need not say; of InternVL that a picture is one tile."""
+    """Arguments of vLLM's image processor that a model folder need not name; InternVL gets one tile per picture."""
     if vision.family == "internvl":
         return {"crop_to_patches": False}
     _, height, width = vision.prepare(probe_picture(0)).shape
@@ -311,7 +311,7 @@ def _byte_code_folder() -> str:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """Of a release, without what follows them.
+    """Major and minor number of a release.
 
     >>> _numbers("0.32.1rc2+cpu")
     (0, 32)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from actors.config import any_of
+from actors.config import joined_patterns
 from schemas import Answered, Client
 
 MAX_VERSIONS = 32
@@ -35,7 +35,7 @@ class Tallies:
     """Counts by version and trial, of the newest versions. refusals: regular expressions."""
 
     def __init__(self, refusals: Sequence[str]) -> None:
-        self._refusal = any_of(refusals) if refusals else None
+        self._refusal = joined_patterns(refusals) if refusals else None
         self._known: dict[tuple[int, int], Answered] = {}
         self._clients: dict[tuple[int, int], dict[str, Client]] = {}
         self._seen: dict[tuple[int, int], dict[Asker, tuple[bool, bool]]] = {}  # of each version, in order of arrival

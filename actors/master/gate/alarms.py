@@ -13,7 +13,7 @@ CROWDED = 5.0  # ratings of one person, on average, above which there are few pe
 LATE = 0.2  # share of ratings that come too late to count
 
 
-def of_comparison(comparison: Comparison, measures: Mapping[str, Strata]) -> list[str]:
+def comparison_alarms(comparison: Comparison, measures: Mapping[str, Strata]) -> list[str]:
     """Alarms of a comparison that runs."""
     found = [
         f'people are "{measure}" in clumps of one version ({gap:.1f} standard deviations): they do not decide by themselves, '
@@ -56,7 +56,7 @@ def sole_tenant(comparison: Comparison) -> list[str]:
     ]
 
 
-def of_history(config: CanaryConfig, past: Comparison, stable: Stable) -> list[str]:
+def history_alarms(config: CanaryConfig, past: Comparison, stable: Stable) -> list[str]:
     """Complaints rose with a promotion while nothing ran beside it. That may be the version or the time, so nothing is taken
     back. Compared are the ends of 99.9 % intervals, and the margin.
     """

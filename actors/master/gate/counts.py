@@ -168,9 +168,9 @@ class Counts:
         deadline_ms = answer.answered_ms + self._window_ms
         in_time = [rating for rating in ratings if rating.time_ms <= deadline_ms]
         late = [rating for rating in ratings if rating.time_ms > deadline_ms]
-        bad = {person_of(group, rating): self._is_bad(rating) for rating in reversed(in_time)}
+        bad = {identify_person(group, rating): self._is_bad(rating) for rating in reversed(in_time)}
         # A word replaced after its time stays as it was; one taken back counts no more.
-        stays = {person_of(group, rating) for rating in late} - bad.keys()
+        stays = {identify_person(group, rating) for rating in late} - bad.keys()
         gone = [person for person in answer.people if person not in bad and person not in stays]
         answer.people = (*bad, *(person for person in answer.people if person in stays))
         for person, said in [*bad.items(), *((person, None) for person in gone)]:
@@ -198,9 +198,9 @@ class Counts:
             del comparison.words[next(iter(comparison.words))]
 
     def _is_bad(self, rating: Rating) -> bool:
-        return rating.value < self._config.bad_below_of.get(rating.source, self._config.bad_below)
+        return rating.value < self._config.bad_below_by_source.get(rating.source, self._config.bad_below)
 
 
-def person_of(group: str, rating: Rating) -> str:
+def identify_person(group: str, rating: Rating) -> str:
     """The person behind a rating, as far as it is known: a rater of a tenant, else the session."""
     return f"{tenant_in(group)}/{rating.rater}" if is_person(rating.rater) else session_of(group) or group

@@ -109,10 +109,10 @@ class Gate:
     def alarms(self) -> list[str]:
         """Sentences for an operator: where the assumptions of a test fail."""
         past, config = self.counts.comparison(-1), self._config.canary
-        found = alarms.of_history(config or CanaryConfig(), past, self.stable)
+        found = alarms.history_alarms(config or CanaryConfig(), past, self.stable)
         if config is None or self.stable.trial < 0:
             return found + alarms.late_ratings(past.counts)
-        return found + alarms.of_comparison(self.counts.comparison(self.stable.trial), self._evidence(config)[0])
+        return found + alarms.comparison_alarms(self.counts.comparison(self.stable.trial), self._evidence(config)[0])
 
     def decisions(self) -> list[PolicyEvent]:
         """Decisions to publish now, under this master's lease; they count once they are an `event`."""

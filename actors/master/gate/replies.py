@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from actors.config import GateReplies, any_of
+from actors.config import GateReplies, joined_patterns
 from schemas import Experience
 
 NUM_TESTS = 4  # longer, shorter, failed more often, too far away
@@ -46,7 +46,7 @@ class Replies:
 
     def __init__(self, config: GateReplies) -> None:
         self._config = config
-        self._refusal = any_of(config.refusals)
+        self._refusal = joined_patterns(config.refusals)
         self._form = re.compile(config.form) if config.form else None
         self._known: dict[int, dict[Prompt, ReplyFacts]] = {}
 

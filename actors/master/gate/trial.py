@@ -48,7 +48,7 @@ class Strata(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """How far one measure is from a decision.
+    """Progress of a measure towards a decision.
 
     new, new_bad, old, old_bad: people of both versions, and how many of them had something bad. worse, not_worse: evidence so
     far, as a part of what decides.

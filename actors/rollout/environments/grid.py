@@ -94,7 +94,7 @@ def draw_map(rows: int, columns: int, walls: float, random: random.Random) -> li
 
 
 def reachable(start: Cell, goal: Cell, blocked: set[Cell], rows: int, columns: int) -> bool:
-    """Whether moves lead from start to goal."""
+    """True if moves lead from start to goal."""
     seen, waiting = {start}, deque([start])
     while waiting:
         row, column = waiting.popleft()

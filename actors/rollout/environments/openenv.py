@@ -33,7 +33,7 @@ MAX_SHOWN_CHARS = 500
 
 
 class _OpenEnvReply(msgspec.Struct):
-    """Of a reset or a step. observation: the fields that the environment has."""
+    ...
 
     observation: dict[str, Any]
     reward: float | None = None

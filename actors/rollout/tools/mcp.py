@@ -82,7 +82,7 @@ class McpServer:
         self._tools: tuple[ToolSpec, ...] = ()
 
     async def tools(self) -> tuple[ToolSpec, ...]:
-        """What it offers, as it was when it was first asked. Raises EpisodeFailed where it cannot be reached or asked."""
+        """Tools that the server offered when it was first asked. Raises EpisodeFailed where it cannot be reached."""
         if not self._tools:
             listed = (await self._at_home(self._connected())).listed
             self._tools = tuple(self._tool(tool) for tool in listed if not self._only or tool.name in self._only)
@@ -120,7 +120,7 @@ class McpServer:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home.loop))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """What a tool answers; a `broken` result where the server is to blame."""
+        """Call a tool. The result is `broken` where the server is to blame."""
         try:
             opened = await self._connected()
         except EpisodeFailed as error:
@@ -132,7 +132,7 @@ class McpServer:
         except Exception as error:  # pydantic's, for an answer that it cannot read; a stream's, where it closes
             return ToolResult("", failed=True, broken=f"{self._name}: {name}: {describe(error)}")
         self._silent = 0
-        return ToolResult(text_of(result), failed=result.is_error)
+        return ToolResult(result_text(result), failed=result.is_error)
 
     def _failed(self, opened: "_Open", error: mcp.MCPError) -> ToolResult:
         if error.code in OF_THE_CALL:
@@ -219,7 +219,7 @@ class _Open:
         return self.leave.is_set()
 
     def fault(self) -> str:
-        """Why its process has ended, "" where it has not."""
+        """The reason why its process ended, "" while it runs."""
         return self.server.fault if self.server is not None and self.server.ended.is_set() else ""
 
 
@@ -278,8 +278,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await cast(httpx2.AsyncByteStream, self._raw).aclose()
 
 
-def text_of(result: mcp_types.CallToolResult) -> str:
-    """What a tool answered, as a policy reads it; content other than text is replaced by its kind."""
+def result_text(result: mcp_types.CallToolResult) -> str:
+    """A tool's answer as text; content other than text is replaced by its kind."""
     parts = []
     for block in result.content:
         if isinstance(block, mcp_types.TextContent):

@@ -36,7 +36,7 @@ class StdioServer:
 
     @property
     def fault(self) -> str:
-        """In one line."""
+        """The reason of the end and the last words, in one line."""
         words = " ".join(self._words.decode(errors="replace").split())
         return f"{self._command[0]} {self._why}{f'; its last words: {words}' if words else ''}"
 

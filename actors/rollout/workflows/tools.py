@@ -115,7 +115,7 @@ class Tools:
 
 
 def names_fault(tools: Sequence[ToolSpec]) -> str:
-    """What is wrong with the names of tools, "" for nothing."""
+    """The fault of the names of tools, "" for none."""
     names = [tool.name for tool in tools]
     return f"tools: got the names {', '.join(names)}, expected each once" if len(set(names)) < len(names) else ""
 

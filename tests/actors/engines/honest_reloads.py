@@ -99,7 +99,7 @@ def sample(model: Any, count: int, length: int) -> list[list[int]]:
 
 def probes(pool: Sequence[Sequence[int]], rng: random.Random) -> list[list[int]]:
     """Four sequences of up to 64 tokens, as a version carries them."""
-    return [list(one[: rng.randint(40, 64)]) for one in rng.sample(list(pool), 4)]
+    return [list(item[: rng.randint(40, 64)]) for item in rng.sample(list(pool), 4)]
 
 
 @contextmanager
@@ -177,11 +177,11 @@ def main() -> None:
         print(f"{len(refused)} of {asked.reloads} honest versions refused by vLLM", *refused[:3], sep="\n")
         return
     seen, refused, floor, pool = reload(model, asked.reloads, rng)
-    means, shares = [one.mean for one in seen], [one.p95 for one in seen]
+    means, shares = [item.mean for item in seen], [item.p95 for item in seen]
     print(f"{len(refused)} of {len(seen)} honest versions refused; floor {floor}")
     print(f"mean {min(means):.4f} to {max(means):.4f}, p95 {min(shares):.4f} to {max(shares):.4f}")
     print(
-        f"largest difference {max(one.largest for one in seen):.3f} nats; {sum(one.largest > 0.25 for one in seen)} above 0.25"
+        f"largest difference {max(a.largest for a in seen):.3f} nats; {sum(a.largest > 0.25 for a in seen)} above 0.25"
     )
     sequences = probes(pool, rng)
     right = as_trainer(model, sequences)

@@ -51,7 +51,7 @@ def test_a_schema_is_compiled_once_while_the_event_loop_runs_on() -> None:
         assert not any(call.done() for call in calls)
         go.set()
         first, *others = await asyncio.gather(*calls)
-        assert all(one is first for one in others) and first is await grammars.compiled(TEXT)
+        assert all(other is first for other in others) and first is await grammars.compiled(TEXT)
         assert len(reads) == 1 and reads[0] is not threading.main_thread()
         grammars.close()
 
@@ -149,7 +149,9 @@ def test_a_matcher_ends_only_where_the_text_is_whole() -> None:
 def test_special_tokens_are_no_text_and_neither_are_ids_without_a_token(tmp_path: Path) -> None:
     vocabulary = folder_vocabulary(str(build_char_model(tmp_path / "model", seed=1)), VOCABULARY_SIZE)
     assert len(vocabulary.spellings) == VOCABULARY_SIZE and vocabulary.special == set(range(len(SPECIAL_TOKENS)))
-    assert {one for one in vocabulary.spellings if one} == {bytes([code]) for code in (*range(32, 127), 10)}
+    assert {spelling for spelling in vocabulary.spellings if spelling} == {
+        bytes([code]) for code in (*range(32, 127), 10)
+    }
 
     async def check() -> None:
         grammars = Grammars(lambda: vocabulary)

@@ -29,7 +29,7 @@ def swapped(experts: torch.Tensor) -> torch.Tensor:
 def test_honest_versions_are_not_refused_under_varied_batch_shapes() -> None:
     seen, refused, floor, _ = reload(build(3, 64), 8, random.Random(0))
     assert refused == [] and floor is not None
-    assert max(one.largest for one in seen) > 0.02, "the two readings are not the same arithmetic"
+    assert max(item.largest for item in seen) > 0.02, "the two readings are not the same arithmetic"
 
 
 def test_logprobs_alone_tell_a_stale_layer_and_two_swapped_experts() -> None:
@@ -42,7 +42,7 @@ def test_logprobs_alone_tell_a_stale_layer_and_two_swapped_experts() -> None:
     probe = Probe(tuple(map(tuple, sequences)), tuple(map(tuple, as_trainer(model, sequences))))
     policy = Policy(version=7, tensors={}, touched=frozenset(), probe=probe)
     gate.check(policy, as_engine(model, sequences, rng))
-    at, stale = (one.model.layers[1].mlp.experts.down_proj for one in (model, other))
+    at, stale = (item.model.layers[1].mlp.experts.down_proj for item in (model, other))
     for fault in (swapped(at), stale.detach()):
         with planted(at, fault):
             scores = as_engine(model, sequences, rng)

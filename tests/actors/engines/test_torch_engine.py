@@ -103,7 +103,8 @@ def test_in_bfloat16_versions_pass_the_gate_and_others_do_not(folder: str) -> No
             learner.step(batch(number), learning_rate=1e-3, seed=number)
         policy = version(learner, 6)
         wrong = {
-            name: from_numpy(-20 * to_numpy(one)) if ".lora_B." in name else one for name, one in policy.tensors.items()
+            name: from_numpy(-20 * to_numpy(tensor)) if ".lora_B." in name else tensor
+            for name, tensor in policy.tensors.items()
         }
         with pytest.raises(PolicyRefused, match="does not compute what the trainer published"):
             await engine.load(msgspec.structs.replace(policy, tensors=wrong))
@@ -123,16 +124,18 @@ def test_version_0_is_the_base_and_a_refused_adapter_leaves_it_so(folder: str, t
         first = min(policy.tensors)
         forged = {
             "its adapter belongs to base": version(other, 1),
-            "is missing": with_tensors(policy, {name: one for name, one in policy.tensors.items() if name != first}),
+            "is missing": with_tensors(
+                policy, {name: tensor for name, tensor in policy.tensors.items() if name != first}
+            ),
             "is not in the model": with_tensors(policy, {**policy.tensors, "base_model.odd": policy.tensors[first]}),
             "does not compute": with_tensors(policy, {**policy.tensors, **doubled(policy)}),
             "NaN": with_tensors(
                 policy, {**policy.tensors, first: from_numpy(to_numpy(policy.tensors[first]) * np.nan)}
             ),
         }
-        for words, one in forged.items():
+        for words, item in forged.items():
             with pytest.raises(PolicyRefused, match=words):
-                await engine.load(one)
+                await engine.load(item)
             assert engine.version == 0 and await scores(engine) == base
         await engine.load(policy)
         served = await scores(engine)
@@ -148,7 +151,7 @@ def with_tensors(policy: Policy, tensors: dict, **changes: int) -> Policy:
 
 
 def doubled(policy: Policy) -> dict:
-    return {name: from_numpy(to_numpy(one) * 2) for name, one in policy.tensors.items() if ".lora_B." in name}
+    return {name: from_numpy(to_numpy(tensor) * 2) for name, tensor in policy.tensors.items() if ".lora_B." in name}
 
 
 @pytest.mark.full
@@ -168,7 +171,7 @@ def test_another_rank_is_taken_and_a_change_to_or_from_whole_models_is_refused_w
         with pytest.raises(PolicyRefused, match="does not compute"):
             await engine.load(refused)
         assert engine.version == 3
-        assert await scores(engine) == [pytest.approx(one, abs=1e-5) for one in small.probe(SEQUENCES).logprobs]
+        assert await scores(engine) == [pytest.approx(logprob, abs=1e-5) for logprob in small.probe(SEQUENCES).logprobs]
 
     async def begin_whole(engine: TorchEngine) -> None:
         await engine.load(version(whole, 1))

@@ -16,7 +16,7 @@ import torch
 from actors.engines.engine import Chunk, EngineStopped, Sampling
 from actors.engines.trace import RequestImages
 from actors.engines.vllm.adapters import Attempts
-from actors.engines.vllm.engine import VllmEngine, parts_of
+from actors.engines.vllm.engine import VllmEngine, reload_parts
 from actors.engines.vllm.loading import check_copied
 from actors.engines.vllm.requests import Requests, probe_input, prompt_input, whole
 from actors.engines.vllm.settings import (
@@ -249,15 +249,15 @@ def test_a_partial_reload_sends_whole_layers_and_modules_each_in_one_part() -> N
         ("lm_head.weight", 10),
     )
     first = [name for name in model if ".layers.0." in name]
-    assert parts_of({"model.layers.0.self_attn.k_proj.weight"}, model) == [first]
-    assert parts_of({"lm_head.weight"}, model) == [["lm_head.weight"]]
-    assert parts_of((), model) == []
-    assert parts_of({"model.embed_tokens.weight"}, model) == [list(model)]
-    assert parts_of({"tied.weight"}, model) == []
+    assert reload_parts({"model.layers.0.self_attn.k_proj.weight"}, model) == [first]
+    assert reload_parts({"lm_head.weight"}, model) == [["lm_head.weight"]]
+    assert reload_parts((), model) == []
+    assert reload_parts({"model.embed_tokens.weight"}, model) == [list(model)]
+    assert reload_parts({"tied.weight"}, model) == []
     embedding, *others = model
-    assert parts_of(model, model, part_bytes=120) == [[embedding], others[:3], others[3:]]
+    assert reload_parts(model, model, part_bytes=120) == [[embedding], others[:3], others[3:]]
     model = tensors(("embed.weight", 1000), ("projector.linear_1.bias", 1), ("projector.linear_1.weight", 10))
-    assert parts_of({"projector.linear_1.weight"}, model) == [list(model)[1:]]
+    assert reload_parts({"projector.linear_1.weight"}, model) == [list(model)[1:]]
 
 
 def test_a_model_that_keeps_the_memory_of_the_file_is_refused_and_one_with_copies_is_not() -> None:
@@ -442,12 +442,12 @@ def test_a_family_of_models_that_sees_in_another_way_is_refused_before_vllm_star
 def test_what_vllm_reads_are_the_pixels_and_places_of_the_trainer(tmp_path: Path) -> None:
     vision = load_vision(build_eye_model(tmp_path / "model"))
     assert vision is not None
-    first, second = (decode_image(one.image, one.picture) for one in drawings(2))
+    first, second = (decode_image(drawing.image, drawing.picture) for drawing in drawings(2))
     picture = [vision.token] * vision.num_places
     tokens = [1, *picture, 9, *picture, vision.token]
     made = prompt_input(tokens, RequestImages([first, second]), vision)
     assert made["prompt_token_ids"] == tokens
-    assert [(one.offset, one.length) for one in made["mm_placeholders"]["image"]] == [(1, 4), (6, 4)]
+    assert [(entry.offset, entry.length) for entry in made["mm_placeholders"]["image"]] == [(1, 4), (6, 4)]
     for item, image in zip(made["mm_kwargs"]["image"], (first, second), strict=True):
         np.testing.assert_array_equal(item["pixel_values"].data.numpy(), vision.prepare(image))
     names = made["mm_hashes"]["image"]

@@ -90,7 +90,7 @@ async def sent_around_a_load(keep: bool) -> tuple[list[str], str, str]:
 
 def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> None:
     sent, old, new = asyncio.run(sent_around_a_load(keep=True))
-    orders = [one for one in sent if one not in (old, new)]
+    orders = [label for label in sent if label not in (old, new)]
     assert orders == ["begin", "stage", "stage", "stage", "pause", "apply", "label", "resume", "compare", "compare"]
     assert new not in sent[: sent.index("pause")] and old in sent
     assert sent.count(new) > sent[sent.index("pause") :].count(old), "one that was being sent counts as old"
@@ -98,7 +98,7 @@ def test_no_request_has_a_salt_before_the_pause_that_ends_older_weights() -> Non
 
 def test_where_all_is_computed_again_no_request_has_a_salt() -> None:
     sent, _, _ = asyncio.run(sent_around_a_load(keep=False))
-    orders = [one for one in sent if one]
+    orders = [label for label in sent if label]
     assert orders[3:] == ["stage", "pause", "apply", "forget", "label", "resume", "compare", "compare"]
 
 
@@ -154,7 +154,7 @@ def test_a_stream_says_it_with_every_chunk() -> None:
         answer.finished = True
         queue.answer.set_result(answer)
         assert (await call).spans == (Span(0, 1, 3), Span(1, 3, 4, kv=3))
-        assert [(len(one.tokens), one.version, one.kv) for one in chunks] == [(1, 3, -1), (2, 4, 3)]
+        assert [(len(chunk.tokens), chunk.version, chunk.kv) for chunk in chunks] == [(1, 3, -1), (2, 4, 3)]
 
     asyncio.run(check())
 
@@ -167,10 +167,12 @@ def test_after_a_refused_attempt_keys_and_values_are_those_of_the_served_version
         undone = attempts.begin(4, proved=True)
         attempts.decide(refused, False)
         later = attempts.begin(6)
-        of = {label: attempts.kv_of(label, first) for label in (first, second, undone, later)}
+        of = {label: attempts.kv_version(label, first) for label in (first, second, undone, later)}
         assert of == {first: 3, second: 3, undone: 4, later: 4}
-        assert attempts.kv_of(undone, refused) == 4, "what was read of its prompt under the refused one is read again"
-        assert attempts.kv_of(later, second) == 4
+        assert attempts.kv_version(undone, refused) == 4, (
+            "what was read of its prompt under the refused one is read again"
+        )
+        assert attempts.kv_version(later, second) == 4
 
     asyncio.run(check())
 
@@ -205,10 +207,10 @@ class AdaptingVllm(FakeVllm):
         return queue
 
     async def abort(self, request_ids: str | Sequence[str], internal: bool) -> None:
-        for one in [request_ids] if isinstance(request_ids, str) else request_ids:
-            self.aborted.append(one)
-            if not self.queues[one].answer.done():
-                self.queues[one].answer.set_result(ended(range(self.had), "abort"))
+        for item in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.aborted.append(item)
+            if not self.queues[item].answer.done():
+                self.queues[item].answer.set_result(ended(range(self.had), "abort"))
 
 
 def ended(tokens: Sequence[int], reason: str = "length") -> Any:

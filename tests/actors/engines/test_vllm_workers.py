@@ -96,10 +96,10 @@ def test_every_worker_holds_its_shard_of_a_version_and_they_answer_as_one_worker
     of_two = case.run(several)
     with started(tmp_path / "model") as alone:
         of_one = alone.run(followed)
-    assert {one.spans[0].version for one in of_two} == {0, 1, 2, 3}
-    for one, two in zip(of_one, of_two, strict=True):
-        assert one.tokens == two.tokens
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4, rtol=0)
+    assert {item.spans[0].version for item in of_two} == {0, 1, 2, 3}
+    for entry, two in zip(of_one, of_two, strict=True):
+        assert entry.tokens == two.tokens
+        np.testing.assert_allclose(entry.logprobs, two.logprobs, atol=1e-4, rtol=0)
 
 
 def shared(worker: Any) -> list[tuple[str, bool]]:
@@ -114,9 +114,9 @@ def test_workers_have_no_named_memory_that_would_outlive_them(case: Case) -> Non
 
     async def check(case: Case) -> None:
         found = await asked(case, shared)
-        names = [[name for name, _ in one] for one in found]
-        assert not share or (all(names) and len({str(one) for one in names}) == WORKERS)
-        assert not [name for one in found for name, stays in one if stays]
+        names = [[name for name, _ in entry] for entry in found]
+        assert not share or (all(names) and len({str(name) for name in names}) == WORKERS)
+        assert not [name for entry in found for name, stays in entry if stays]
 
     case.run(check)
 
@@ -151,7 +151,7 @@ def test_a_version_that_one_worker_does_not_hold_is_refused_for_all_of_them(
 ) -> None:
     async def refused(case: Case, policy: Policy, prompts: Sequence[tuple[int, ...]]) -> None:
         served = case.engine.version
-        running = [asyncio.create_task(case.engine.generate(one, Sampling(max_tokens=60))) for one in prompts]
+        running = [asyncio.create_task(case.engine.generate(prompt, Sampling(max_tokens=60))) for prompt in prompts]
         await asyncio.sleep(0)
         with pytest.raises(PolicyRefused, match=said):
             await case.engine.load(policy)

@@ -212,7 +212,7 @@ def test_tasks_that_quote_the_user_are_emptied_and_others_stay(tmp_path: Path) -
         book = TaskBook()
         for task in newest.values():
             book.add(task)
-        assert {task.id for task in book.of_split("production")} == {"again", "his", "nobodys"}
+        assert {task.id for task in book.in_split("production")} == {"again", "his", "nobodys"}
 
     asyncio.run(body())
 

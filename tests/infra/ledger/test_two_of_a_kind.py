@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.master.plan import ATTEMPTS_PER_LEASE, Plan
-from actors.rollout.scheduler import issued_of
+from actors.rollout.scheduler import require_issued
 from infra.ledger.drain import drain
 from infra.log.bus import Partition, Reader, Record
 from infra.log.log import Log
@@ -88,11 +88,11 @@ def plan(token: int) -> Plan:
 
 def test_two_masters_never_number_an_attempt_alike() -> None:
     old, new = plan(0), plan(7)
-    issued = [issued_of(one) for master in (old, new) for one in rollouts(master)]
+    issued = [require_issued(one) for master in (old, new) for one in rollouts(master)]
     assert {one.group for one in issued[:2]} == {one.group for one in issued[2:]}, "they choose alike"
     for each in (old, new):
         each.admission.wait_anew(-1_000.0)
-        issued += [issued_of(one) for one in reissues(each)]
+        issued += [require_issued(one) for one in reissues(each)]
     names = [(one.group, one.attempt) for one in issued]
     assert len(names) == 8 and len(set(names)) == 8
 
@@ -120,7 +120,9 @@ def test_a_master_that_does_not_notice_its_successor_does_no_harm(tmp_path: Path
             leases: dict[int, list[int]] = {}
             for message in await stored(log, TASKS):
                 assert isinstance(message.value, Task)
-                leases.setdefault(message.partition, []).append(issued_of(message.value).attempt // ATTEMPTS_PER_LEASE)
+                leases.setdefault(message.partition, []).append(
+                    require_issued(message.value).attempt // ATTEMPTS_PER_LEASE
+                )
             assert any(one != sorted(one) for one in leases.values()), "the old one issued behind the new one"
             contents: dict[str, list[int]] = {}
             for sent in await values(log, EXPERIENCES):
