@@ -39,7 +39,8 @@ NAMED = {
 NOT_YET = {
     "headrace_accuracy", "headrace_alarms_total", "headrace_canary_missing_seconds", "headrace_dead_letters_total",
     "headrace_episodes_cancelled_total", "headrace_episodes_failed_total", "headrace_evals_missed",
-    "headrace_feedback_polls_failed_total", "headrace_feedback_topic_missing", "headrace_gate_decisions_total",
+    "headrace_feedback_polls_failed_total", "headrace_feedback_topic_missing", "headrace_feedback_unread_total",
+    "headrace_gate_decisions_total", "headrace_publication_waits_total",
     "headrace_gpu_memory_bytes", "headrace_gpu_memory_capacity_bytes", "headrace_mfu", "headrace_not_recorded_total",
     "headrace_policies_refused_total", "headrace_policy_fetch_failed_total", "headrace_policy_fetch_slow_total",
     "headrace_refused_total", "headrace_requests_failed_total", "headrace_rollbacks_total", "headrace_scores_absent_total",

@@ -84,11 +84,9 @@ def test_what_workers_recorded_on_a_broker_comes_out_the_same_and_another_config
     same.write_text(SETTINGS.format(app=app_name, kafka=kafka, min_tokens=2))
     other.write_text(SETTINGS.format(app=app_name, kafka=kafka, min_tokens=0))
     assert command(same, "verify", "--diff")["same"] is True
-    changed = command(same, "verify", "--diff", "--with", str(other), "--publish", f"{app_name}-other")
+    changed = command(same, "verify", "--diff", "--with", str(other))
     (change,) = changed["changes"]  # type: ignore[misc]
     assert (change["kind"], change["reason"]) == ("no longer dropped", "too short")
     assert change["examples"][0]["new"] == "kept"
-    then = command(other, "collect", "--set", f"app={app_name}-other", "--publish", f"{app_name}-third")
-    assert then["kept"] > command(same, "collect")["kept"]  # type: ignore[operator]
     letters = CliRunner().invoke(app, ["reprocess", "dead-letters", "--json", "-c", str(same)])
     assert letters.exit_code == 1 and json.loads(letters.stdout)["delivered"] == {}

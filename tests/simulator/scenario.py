@@ -36,7 +36,7 @@ MAX_SKIPS = 3
 ANSWER_TOKENS = 4  # of a gateway's answer, at most
 TOKEN_S = 0.03
 SUITE = "dev"
-MAX_DROP = 0.4  # of a suite's accuracy, of two tasks
+MAX_DROP = 0.1  # of a suite's accuracy
 MAX_USES: dict[Lane, int] = {"usual": 1, "live": 1, "human": 1, "expert": 2}
 
 
@@ -101,7 +101,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             drain="300s",
             eval_lead=1,
             evals=(suite,) if self.num_suite else (),
-            # Of two tasks nothing is certain: it decides by `max_drop` alone, and by no more than two results.
+            # At this `alpha` a drop of both tasks is more than chance, a drop of a single task is not.
             gate=GateConfig(
                 suites={SUITE: GateSuite(max_drop=MAX_DROP, alpha=0.6, window=1000)} if self.num_suite else {}
             ),

@@ -54,11 +54,14 @@ def step(channel: ChannelState, event: PolicyEvent) -> ChannelState:
     """The channels after one of their events."""
     replace = msgspec.structs.replace
     if event.channel == "canary":
-        return replace(channel, trial=event.version) if event.event == "promoted" else channel
+        trial = -1 if event.version == channel.version else event.version
+        return replace(channel, trial=trial) if event.event == "promoted" else channel
     if event.channel != "stable":
         return channel
     if event.event == "held":
         return replace(channel, trial=-1) if event.version == channel.trial else channel
+    if event.event == "promoted" and event.version == channel.version and not channel.pinned:
+        return replace(channel, waiting=event.version)
     if event.event == "promoted":
         return ChannelState(channel.version if channel.pinned else event.version, event.version, channel.pinned)
     if event.event == "pinned" and event.version >= 0:

@@ -5,7 +5,7 @@ from typing import Any
 
 from schemas import Block, Closure, Directive, EvalResult, PolicyEvent, topics
 from schemas.ids import session_of
-from tests.simulator.scenario import MAX_DROP, SUITE
+from tests.simulator.scenario import SUITE
 from tests.simulator.settlement_choices import served_between, stands, wrong_choices
 from tests.simulator.watch import members_of
 from tests.simulator.world import World
@@ -70,10 +70,10 @@ def check_verdicts(world: World, log: Logged) -> None:
 def verdict_fault(event: PolicyEvent, own: EvalResult, before: Sequence[EvalResult]) -> str:
     """Why a verdict is not as the rules say, "" where it is. before: of versions that it may have been compared with.
 
-    Of two tasks, the same ones, a drop by one of them is too much. A result of other tasks, made while some had not come yet,
-    shows less than that: chance alone may be the difference.
+    Only a drop from both tasks right to none, on the same tasks, is too much: any other may be chance. A result of other tasks,
+    made while some had not come yet, may be held for such a drop or not.
     """
-    is_less = bool(before) and own.accuracy < before[0].accuracy - MAX_DROP
+    is_less = bool(before) and own.accuracy == 0.0 and before[0].accuracy == 1.0
     if event.event == "promoted" and is_less and all(one.tasks == own.tasks for one in before):
         return "it answers the same tasks worse"
     return "it answers no worse" if event.event != "promoted" and not is_less else ""

@@ -37,15 +37,17 @@ def result(correct: int, num_tasks: int) -> EvalResult:
 @pytest.mark.parametrize(
     ("event", "own", "before", "fault"),
     [
-        ("promoted", (1, 2), (2, 2), "it answers the same tasks worse"),
-        ("promoted", (1, 2), (1, 1), ""),
-        ("held", (1, 2), (1, 1), ""),
-        ("held", (1, 2), (1, 2), "it answers no worse"),
+        ("promoted", (0, 2), (2, 2), "it answers the same tasks worse"),
+        ("promoted", (1, 2), (2, 2), ""),
+        ("promoted", (0, 2), (1, 1), ""),
+        ("held", (0, 2), (1, 1), ""),
+        ("held", (0, 2), (2, 2), ""),
+        ("held", (1, 2), (2, 2), "it answers no worse"),
         ("held", (1, 1), (1, 2), "it answers no worse"),
         ("promoted", (0, 2), None, ""),
     ],
 )
-def test_a_drop_of_one_answer_is_held_against_a_version_where_it_is_of_the_same_tasks(
+def test_a_drop_of_all_tasks_is_held_against_a_version_where_they_are_the_same(
     event: Literal["promoted", "held"], own: tuple[int, int], before: tuple[int, int] | None, fault: str
 ) -> None:
     told = PolicyEvent(event=event, policy="main", version=2)
