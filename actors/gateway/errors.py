@@ -73,6 +73,11 @@ def unavailable(message: str, retry_after_s: float = 2.0) -> ApiError:
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=retry_after_s)
 
 
+def server_error() -> ApiError:
+    """A failure of the server's own, of which a client is told nothing."""
+    return ApiError(500, "the server had an error while answering", kind="server_error")
+
+
 def no_room(max_tokens: int, num_tokens: int) -> ApiError:
     """A prompt that fills the model's context."""
     message = f"This model's maximum context length is {max_tokens} tokens; the request has {num_tokens}, "

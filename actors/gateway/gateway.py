@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.engines.engine import Engine, EngineStopped, Sampling, SchemaNotTried, SchemaRefused
-from actors.gateway.access.concurrency import ConcurrencyLimiter, FairQueue, TakenSlots, to_its_end
+from actors.gateway.access.concurrency import (
+    LONG_AT_ONCE,
+    ConcurrencyLimiter,
+    FairQueue,
+    TakenSlots,
+    to_its_end,
+)
 from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.answering.conversation import ConversationCache
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
@@ -39,11 +45,7 @@ from schemas.names import forgotten_mark, keyed_session, keyed_subject, tenant_i
 from schemas.topics import EXPERIENCES
 
 _THREAD_CHARS = 4096  # a longer conversation takes milliseconds to tokenize
-CHARS_PER_TOKEN = (
-    16  # of a prompt at most, on the average: a longer one is refused before anything else is done with it
-)
-LONG_AT_ONCE = 2  # long prompts that are tokenized
-LONG_EACH = 16  # of one key that wait for it, or for a schema to be compiled
+CHARS_PER_TOKEN = 16  # at most, on the average: a longer prompt is refused before anything else is done with it
 MAX_SCHEMAS = 64
 MAX_NAMES = 65_536
 
@@ -98,9 +100,9 @@ class Gateway:
         self.metrics = metrics
         limit = config.limits.concurrency
         self.limiter = ConcurrencyLimiter(limit, limit // 8)
-        self._long = FairQueue(LONG_AT_ONCE, LONG_EACH)
-        self._pictures = FairQueue(1, LONG_EACH)
-        self._schemas = FairQueue(1, LONG_EACH)
+        self._long = FairQueue(LONG_AT_ONCE)
+        self._pictures = FairQueue(1)
+        self._schemas = FairQueue(1)
         self._prepared_schemas: Newest[str, None] = Newest(MAX_SCHEMAS)
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         self.tallies = Tallies(config.refusals)

@@ -1,39 +1,38 @@
 """The address that programs ask: one server for all episodes of an explorer, each known by a key of its own.
 
 It speaks what the gateway speaks, through the same code. A key opens its episode as long as that lasts; then it opens nothing.
+
+Guarantee: an episode leaves connections, memory and processors to the others: its unfinished bodies are bounded in number and
+in bytes, the answers that it gets at once are, and its tokens are counted in its turn.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from functools import partial
 
-import msgspec
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.gateway.access.concurrency import ReleasingStream
+from actors.gateway.access.concurrency import LONG_AT_ONCE, FairQueue, ReleasingStream, to_its_end
 from actors.gateway.answering.conversation import Conversation
 from actors.gateway.answering.in_flight import InFlight
 from actors.gateway.apis.api import Api, Reply
-from actors.gateway.apis.completions import CHAT
-from actors.gateway.apis.messages import MESSAGES, read_messages
+from actors.gateway.apis.messages import read_messages
 from actors.gateway.apis.responses import after
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
-from actors.gateway.http.app import APIS
-from actors.gateway.http.body import BodyBudget, presented, read_body, unless_gone
-from actors.gateway.http.openapi import COUNT_PATH
+from actors.gateway.http.app import APIS, Handler, api_at
+from actors.gateway.http.body import BodyBudget, json_response, presented, read_body, replied, unless_gone
+from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, ROUTES
+from actors.gateway.http.replies import ServedModel, ServedModels, TokenCount
 from actors.gateway.http.stream import EventStream
 from actors.program.episode import ProgramEpisode
 from infra.local.http_server import HttpBounds, bound, make_server, serve_on
 
-_log = logging.getLogger(__name__)
-
 MODEL = "policy"  # the name a program is given; any other will do
+MAX_BODIES = 64  # of an episode that have not come whole
 RETRY_HEADER = "x-stainless-retry-count"  # of the clients of OpenAI and Anthropic
 # Nothing but memory bounds what a program of one's own may ask; answers are bounded by the task and the context.
 LIMITS = GatewayLimits(
@@ -47,13 +46,17 @@ LIMITS = GatewayLimits(
 )
 
 
+EpisodeHandler = Callable[[Request, ProgramEpisode], Awaitable[Response]]
+
+
 class ProgramSite:
     """listen: host:port, port 0 is any free one. Serves from `start` until the event loop ends."""
 
     def __init__(self, listen: str) -> None:
         self._listen = listen
         self._episodes: dict[str, ProgramEpisode] = {}
-        self._bodies = BodyBudget(LIMITS.body_bytes, 4 * LIMITS.body_bytes)
+        self._bodies = BodyBudget(LIMITS.body_bytes, 4 * LIMITS.body_bytes, MAX_BODIES)
+        self._counting = FairQueue(LONG_AT_ONCE)
         self._serving: asyncio.Task[None] | None = None
         self._starting, self._turns = asyncio.Lock(), asyncio.Lock()
         self.port = 0
@@ -89,30 +92,24 @@ class ProgramSite:
         self._episodes.pop(episode.key, None)
 
     def _app(self) -> Starlette:
-        routes = [
-            *(
-                Route(path, self._guarded(api, partial(self._answer, api=api)), methods=["POST"])
-                for path, api in APIS.items()
-            ),
-            Route(COUNT_PATH, self._guarded(MESSAGES, self._count), methods=["POST"]),
-            Route("/v1/models", self._guarded(CHAT, self._models), methods=["GET"]),
-        ]
-        return Starlette(routes=routes)
+        handlers: dict[str, EpisodeHandler] = {
+            **{path: partial(self._answer, api=api) for path, api in APIS.items()},
+            COUNT_PATH: self._count,
+            MODELS_PATH: self._models,
+        }
+        return Starlette(
+            routes=[
+                Route(path, self._guarded(path, handler), methods=[ROUTES[path].method])
+                for path, handler in handlers.items()
+            ]
+        )
 
-    def _guarded(
-        self, api: Api, handler: Callable[[Request, ProgramEpisode], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, path: str, handler: EpisodeHandler) -> Handler:
+        async def work(request: Request) -> Response:
+            return await handler(request, self._require(presented(request.headers).partition(" ")[2].strip()))
+
         async def handle(request: Request) -> Response:
-            try:
-                key = presented(request.headers).partition(" ")[2].strip()
-                return await handler(request, self._require(key))
-            except ApiError as error:
-                return _refused(api, error)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except Exception:
-                _log.exception("request_failed")
-                return _refused(api, ApiError(500, "the server had an error while answering", kind="server_error"))
+            return await replied(work(request), api_at(path), path)
 
         return handle
 
@@ -133,13 +130,15 @@ class ProgramSite:
                 episode.conversations.put(reply.answer_ids[0], Conversation(messages=after(reply)))
 
         if parsed.stream:
-            return ReleasingStream(_streamed(episode, reply, api, ended), partial(_let_go, episode, in_flight))
+            response = ReleasingStream(EventStream(episode, reply, api, ended).events())
+            response.at_end.callback(episode.release, in_flight)
+            return response
         try:
             await unless_gone(request, episode.answer(in_flight))
         finally:
             episode.release(in_flight)
         ended()
-        return _json(api.whole(reply))
+        return json_response(api.whole(reply))
 
     async def _body(self, request: Request, episode: ProgramEpisode) -> bytes:
         """The body of a request. Raises ApiError, also where the episode ended before the body did."""
@@ -156,11 +155,11 @@ class ProgramSite:
 
     async def _count(self, request: Request, episode: ProgramEpisode) -> Response:
         parsed = read_messages(await self._body(request, episode), LIMITS)
-        return _json(msgspec.json.encode({"input_tokens": await asyncio.to_thread(episode.count, parsed)}))
+        async with self._counting.turn(episode.key):
+            return json_response(TokenCount(input_tokens=await to_its_end(asyncio.to_thread(episode.count, parsed))))
 
     async def _models(self, request: Request, episode: ProgramEpisode) -> Response:
-        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
-        return _json(msgspec.json.encode({"object": "list", "data": [one]}))
+        return json_response(ServedModels(data=[ServedModel(id=MODEL, version=episode.version)]))
 
 
 def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:
@@ -170,29 +169,9 @@ def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:
 def _once_more(api: Api, reply: Reply) -> Response:
     """An answer that was given before, whole or as a stream of few events."""
     if not reply.request.stream:
-        return _json(api.whole(reply))
+        return json_response(api.whole(reply))
     writer = api.events(reply)
     events = writer.begin()
     for index in range(reply.request.choices):
         events += writer.finish(index, reply.parsed(index))
     return Response(b"".join([*events, *writer.end()]), media_type="text/event-stream")
-
-
-async def _streamed(
-    episode: ProgramEpisode, reply: Reply, api: Api, ended: Callable[[], None]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(EventStream(episode, reply, api, ended=ended).events()) as events:
-        async for event in events:
-            yield event
-
-
-async def _let_go(episode: ProgramEpisode, in_flight: InFlight) -> None:
-    episode.release(in_flight)
-
-
-def _refused(api: Api, error: ApiError) -> Response:
-    return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

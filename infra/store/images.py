@@ -21,7 +21,9 @@ from schemas.errors import BadImage, NotInStore
 
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 MAX_PIXELS = 16 * 1024 * 1024
-MAX_SCANS = 64  # of a progressive JPEG; each costs as much time as the whole picture, and takes 16 bytes
+MAX_SCANS = (
+    32  # of a progressive JPEG; each costs a pass over the whole picture and takes 16 bytes. Encoders write about 10
+)
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 
 MISSING = "missing"

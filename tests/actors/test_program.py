@@ -5,10 +5,11 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -323,6 +324,59 @@ def test_a_body_that_ends_after_its_episode_is_not_answered() -> None:
         async with asyncio.timeout(20):
             assert b" 401 " in await reader.readline()
         writer.close()
+
+    asyncio.run(check())
+
+
+async def status(site: ProgramSite, key: str, path: str, body: str = "") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    method = "POST" if body else "GET"
+    writer.write(f"{method} {path} HTTP/1.1\r\nauthorization: Bearer {key}\r\n".encode())
+    writer.write(f"content-length: {len(body)}\r\n\r\n{body}".encode())
+    try:
+        return (await reader.readline()).split()[1]
+    finally:
+        writer.close()
+
+
+def test_an_episode_takes_neither_all_connections_nor_all_processors_from_another() -> None:
+    async def check() -> None:
+        site, go, counting = ProgramSite("127.0.0.1:0"), threading.Semaphore(0), list[int]()
+
+        def count(request: Any) -> int:
+            counting.append(len(counting))
+            assert go.acquire(timeout=60)
+            return 1
+
+        await site.start()
+        for key in ("hr-greedy", "hr-other"):
+            site.open(cast(Any, SimpleNamespace(key=key, count=count, version=7)))
+        asked = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}]}'
+        path = "/v1/messages/count_tokens"
+        greedy = [asyncio.create_task(status(site, "hr-greedy", path, asked)) for _ in range(20)]
+        async with asyncio.timeout(20):
+            done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
+            assert {first.result() for first in done} == {b"429"} and len(counting) <= 2
+            other = asyncio.create_task(status(site, "hr-other", path, asked))
+            await asyncio.sleep(0.1)
+            for _ in range(4):
+                go.release()
+            assert await other == b"200", "its turn comes before those of the first episode that wait"
+            for _ in range(20):
+                go.release()
+            assert sorted(await asyncio.gather(*greedy)) == [b"200"] * 18 + [b"429"] * 2
+        head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer hr-greedy\r\ncontent-length: 2\r\n\r\n{"
+        unfinished = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(65)]
+        for _, writer in unfinished:
+            writer.write(head)
+        refused = [asyncio.create_task(reader.readline()) for reader, _ in unfinished]
+        async with asyncio.timeout(20):
+            done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+            assert [b" 429 " in first.result() for first in done] == [True], "one body too many"
+            assert await status(site, "hr-other", "/v1/models") == b"200"
+        for reading, (_, writer) in zip(refused, unfinished, strict=True):
+            reading.cancel()
+            writer.close()
 
     asyncio.run(check())
 

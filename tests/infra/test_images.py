@@ -1,7 +1,11 @@
 """Images by reference: what is read back is what was named, and nothing else is ever shown."""
 
+import asyncio
 import io
+import struct
+import time
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from PIL import Image as Pillow
 from infra.store.images import (
     ALTERED,
     MAX_IMAGE_BYTES,
+    MAX_SCANS,
     MISSING,
     NOT_AN_IMAGE,
     TOO_LARGE,
@@ -118,3 +123,94 @@ def test_the_pixels_of_a_picture_with_transparency_and_of_a_grey_one_are_red_gre
         held = io.BytesIO()
         Pillow.new(mode, (2, 2)).save(held, format="PNG")
         assert decode_image(image_named(held.getvalue()), held.getvalue()).shape == (2, 2, 3)
+
+
+SIDE = 2048  # all pixels that the gateway takes by default
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(body: Sequence[bytes], *, depth: int = 8, colour: int = 6, interlaced: int = 0, side: int = SIDE) -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, depth, colour, 0, 0, interlaced))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(body) + chunk(b"IEND", b"")
+
+
+def scans(*, arithmetic: bool) -> bytes:
+    """A progressive JPEG whose scans repeat; arithmetic decoding does work for each block, also where no data is left."""
+    tables = b"".join(b"\xff\xc4" + struct.pack(">HB", 20, kind << 4) + b"\1" + bytes(16) for kind in (0, 1))
+    frame = bytes([0xFF, 0xCA if arithmetic else 0xC2]) + struct.pack(">HBHHB", 17, 8, SIDE, SIDE, 3)
+    frame += b"".join(bytes([component, 0x11, 0]) for component in (1, 2, 3))
+
+    def scan(first: int, last: int, bits: int, components: Sequence[int]) -> bytes:
+        names = b"".join(bytes([component, 0]) for component in components)
+        head = struct.pack(">HB", 6 + len(names), len(components))
+        return b"\xff\xda" + head + names + bytes([first, last, bits, 0])
+
+    more = [scan(0, 0, 0x10, (1, 2, 3)) if arithmetic else scan(1, 63, 0, (1 + at % 3,)) for at in range(MAX_SCANS - 1)]
+    begin = b"\xff\xd8\xff\xdb" + struct.pack(">HB", 67, 0) + b"\1" * 64 + frame + (b"" if arithmetic else tables)
+    return begin + scan(0, 0, int(arithmetic), (1, 2, 3)) + b"".join(more) + b"\xff\xd9"
+
+
+def interlaced() -> bytes:
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    rows = [(SIDE - x + dx - 1) // dx for x, _, dx, _ in passes], [(SIDE - y + dy - 1) // dy for _, y, _, dy in passes]
+    raw = b"".join((b"\4" + b"\0" * (4 * width)) * height for width, height in zip(*rows, strict=True))
+    return png_of([chunk(b"IDAT", zlib.compress(raw, 9))], interlaced=1)
+
+
+def webp(*, frames: int = 1) -> bytes:
+    held = io.BytesIO()
+    pictures = [Pillow.new("RGB", (SIDE, SIDE), (at, 0, 0)) for at in range(frames)]
+    more = {"save_all": True, "append_images": pictures[1:], "method": 0} if frames > 1 else {"lossless": True}
+    pictures[0].save(held, "WEBP", **more)
+    return held.getvalue()
+
+
+SLOW = {
+    "scans of a JPEG": (scans(arithmetic=False), "image/jpeg"),
+    "scans of an arithmetic JPEG": (scans(arithmetic=True), "image/jpeg"),
+    "interlaced PNG": (interlaced(), "image/png"),
+    "PNG in chunks of a byte": (
+        png_of(
+            [chunk(b"tEXt", b"a\0b")] * 60_000
+            + [chunk(b"IDAT", bytes([byte])) for byte in zlib.compress(bytes((SIDE + 1) * SIDE), 9)],
+            colour=0,
+        ),
+        "image/png",
+    ),
+    "PNG with texts that unpack to much": (
+        png_of([chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 1)))] * 200, side=1), "image/png",
+    ),
+    "flat WebP": (webp(), "image/webp"),
+    "frames of a WebP": (webp(frames=8), "image/webp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_picture_made_to_be_slow_takes_a_processor_for_a_fraction_of_a_second_and_leaves_the_event_loop(
+    kind: str,
+) -> None:
+    """Measured: 0.03 to 0.2 s of CPU time, and at most 0.05 s between two turns of the event loop."""
+    data, media_type = SLOW[kind]
+    assert len(data) <= 4 * 2**20
+
+    def decode() -> float:
+        begin_s = time.thread_time()
+        try:
+            decode_image(image_named(data, media_type), data, SIDE * SIDE)
+        except BadImage as error:
+            assert error.reason == NOT_AN_IMAGE
+        return time.thread_time() - begin_s
+
+    async def longest() -> tuple[float, float]:
+        decoding, stall_s = asyncio.create_task(asyncio.to_thread(decode)), 0.0
+        while not decoding.done():
+            begin_s = time.process_time()
+            await asyncio.sleep(0.001)
+            stall_s = max(stall_s, time.process_time() - begin_s)
+        return await decoding, stall_s
+
+    decode_s, stall_s = asyncio.run(longest())
+    assert decode_s < 0.6 and stall_s < 0.3

@@ -7,8 +7,8 @@ turn, however many requests of a single key wait; a turn lasts as long as its wo
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from actors.gateway.errors import overloaded
 from infra.local.http_server import disconnect_guard
 
+LONG_AT_ONCE = 2  # long prompts that are tokenized
 T = TypeVar("T")
 
 
@@ -72,7 +73,7 @@ class ConcurrencyLimiter:
 class FairQueue:
     """Turns for work that takes a processor for long. at_once: turns at a time. each: requests of a key that may wait."""
 
-    def __init__(self, at_once: int, each: int) -> None:
+    def __init__(self, at_once: int, each: int = 16) -> None:
         self._free = at_once
         self._each = each
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -134,26 +135,18 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 class ReleasingStream(StreamingResponse):
-    """A streamed response that holds something, such as a place. release: gives it back; called once the response is over, even
-    if it never began.
-    """
+    """A streamed response. at_end: runs callbacks once the response is over, even if it never began."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], release: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
         super().__init__(pieces, media_type="text/event-stream")
-        self._releases = [release]
-
-    def then(self, release: Callable[[], Awaitable[None]]) -> None:
-        """Give this back, too; the last one added is called first."""
-        self._releases.append(release)
+        self._pieces = pieces
+        self.at_end = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guard = disconnect_guard(scope)
-        try:
+        async with self.at_end, aclosing(self._pieces):
             if guard is None:
                 await super().__call__(scope, receive, send)
                 return
             with suppress(ClientDisconnect):
                 await guard.run(self.stream_response(send), ClientDisconnect)
-        finally:
-            for release in reversed(self._releases):
-                await release()

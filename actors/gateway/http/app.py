@@ -4,20 +4,16 @@ Guarantees: every refusal has a status, an error object and a counter; a body is
 for beyond its time; a client that goes away frees the engine.
 """
 
-import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -36,9 +32,17 @@ from actors.gateway.apis.responses import RESPONSES, after
 from actors.gateway.config import GatewayLimits, Webhook
 from actors.gateway.errors import ApiError, bad
 from actors.gateway.gateway import Gateway
-from actors.gateway.http.body import BodyBudget, presented, read_body, unless_gone
+from actors.gateway.http.body import (
+    BodyBudget,
+    error_response,
+    json_response,
+    presented,
+    read_body,
+    replied,
+    unless_gone,
+)
 from actors.gateway.http.canary import Canary
-from actors.gateway.http.openapi import COUNT_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
+from actors.gateway.http.openapi import COUNT_PATH, MODELS_PATH, OPENAPI_PATH, ROUTES, TOKEN_HEADER, document
 from actors.gateway.http.replies import FeedbackReply, FeedbackTokenReply, Health, ServedModel, ServedModels, TokenCount
 from actors.gateway.http.stream import EventStream
 from actors.gateway.recording.feedback_intake import (
@@ -53,8 +57,6 @@ from actors.gateway.recording.feedback_intake import (
 from infra.observe.metrics import Metrics
 from schemas.ids import group_of
 
-_log = logging.getLogger(__name__)
-
 # The APIs in which clients ask for answers, by their paths.
 APIS: Mapping[str, Api] = {
     "/v1/chat/completions": CHAT,
@@ -66,13 +68,18 @@ REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 IGNORED_HEADER = "x-headrace-ignored"
 TRAINED_HEADER = "x-headrace-trained"
 MAX_NAMED = 32  # fields in a header
+MAX_BODIES = 256  # of a key or an address that have not come whole
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 NOT_RECORDED = {
     "no consent": "not recorded: the key that was answered, or this key, may not be trained on",
     "no source": 'not recorded: no [[feedback]] source has from = { webhook = "/v1/feedback" }',
 }
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+def api_at(path: str) -> Api:
+    """The API whose error objects a route has."""
+    return MESSAGES if path == COUNT_PATH else APIS.get(path, CHAT)
 
 
 class SiteApp(Starlette):
@@ -117,14 +124,14 @@ class Site:
         self._webhooks = {webhook.path: webhook for webhook in webhooks}
         self._state = state
         self._limits: GatewayLimits = gateway.config.limits
-        self._bodies = BodyBudget(8 * self._limits.body_bytes, 64 * self._limits.body_bytes)
+        self._bodies = BodyBudget(8 * self._limits.body_bytes, 64 * self._limits.body_bytes, MAX_BODIES)
 
     def app(self) -> Starlette:
         """The ASGI application."""
         handlers: dict[str, Handler] = {
             **{path: partial(self._answer, api=api) for path, api in APIS.items()},
             COUNT_PATH: self._count,
-            "/v1/models": self._list_models,
+            MODELS_PATH: self._list_models,
             "/v1/models/{model:path}": self._show_model,
             PATH: self._feedback,
             f"{PATH}/tokens": self._issue_token,
@@ -146,39 +153,30 @@ class Site:
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """The handler behind the authenticator; its errors become error objects and are counted."""
 
-        api = MESSAGES if path == COUNT_PATH else APIS.get(path, CHAT)
+        def refused(error: ApiError) -> None:
+            self._metrics.counter("refused", route=path, reason=error.reason).inc()
+
+        async def work(request: Request) -> Response:
+            if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
+                request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
+            elif path in SCOPE_OF:
+                request.state.key = self._authenticator.enter(path, presented(request.headers))
+                request.state.answer = ""
+            return await handler(request)
 
         async def handle(request: Request) -> Response:
             request.state.began_s = time.monotonic()
-            try:
-                if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
-                    request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
-                elif path in SCOPE_OF:
-                    request.state.key, request.state.answer = (
-                        self._authenticator.enter(path, presented(request.headers)),
-                        "",
-                    )
-                response = await handler(request)
-            except ApiError as error:
-                self._metrics.counter("refused", route=path, reason=error.reason).inc()
-                response = _error(error, api)
-            except ClientDisconnect:
-                response = Response(status_code=499)
-            except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
-                response = _error(ApiError(503, "the server is stopping: send it again", kind="server_error"), api)
-            except Exception:
-                _log.exception("request_failed route=%s", path)  # names what broke, never what was said
-                response = _error(ApiError(500, "the server had an error while answering", kind="server_error"), api)
+            response = await replied(work(request), api_at(path), path, refused)
             self._metrics.counter("requests", route=path, status=str(response.status_code)).inc()
 
-            async def over() -> None:
+            def over() -> None:
                 passed_s = time.monotonic() - request.state.began_s
                 self._metrics.histogram("request_s", buckets=REQUEST_BUCKETS, route=path).observe(passed_s)
 
             if isinstance(response, ReleasingStream):
-                response.then(over)
+                response.at_end.callback(over)
             else:
-                await over()
+                over()
             return response
 
         return handle
@@ -203,7 +201,7 @@ class Site:
         try:
             response = await self._answered(request, body, parsed, api, session, place)
             if held := isinstance(response, ReleasingStream):
-                response.then(_releases(place))
+                response.at_end.callback(place.release)
             self._note(response, parsed, key, request.url.path)
             return response
         finally:
@@ -250,14 +248,14 @@ class Site:
             version=self._gateway.engine.version,
         )
         if parsed.stream:
-            return ReleasingStream(self._streamed(reply, api, session, request), _releases(place))
+            return self._streamed(reply, api, session, request)
         try:
             await unless_gone(request, self._gateway.answer(in_flight))
         finally:
             self._gateway.release(in_flight)
-            self._charge(key, in_flight)
+            self._charge(in_flight)
         self._keep(reply, session)
-        return _json(api.whole(reply))
+        return json_response(api.whole(reply))
 
     async def _from_canary(self, request: Request, body: bytes, parsed: ParsedRequest, api: Api) -> Response | None:
         assert self._canary is not None
@@ -271,21 +269,17 @@ class Site:
         )
         return await unless_gone(request, work)
 
-    async def _streamed(self, reply: Reply, api: Api, session: str, request: Request) -> AsyncGenerator[bytes, None]:
+    def _streamed(self, reply: Reply, api: Api, session: str, request: Request) -> ReleasingStream:
         def began() -> None:
             passed_s = time.monotonic() - request.state.began_s
-            self._metrics.histogram("first_token_s", buckets=FIRST_BUCKETS, route=request.scope["path"]).observe(
-                passed_s
-            )
+            path = request.scope["path"]
+            self._metrics.histogram("first_token_s", buckets=FIRST_BUCKETS, route=path).observe(passed_s)
 
         stream = EventStream(self._gateway, reply, api, lambda: self._keep(reply, session), began)
-        try:
-            async with aclosing(stream.events()) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._gateway.release(reply.in_flight)
-            self._charge(reply.in_flight.key, reply.in_flight)
+        response = ReleasingStream(stream.events())
+        response.at_end.callback(self._charge, reply.in_flight)
+        response.at_end.callback(self._gateway.release, reply.in_flight)
+        return response
 
     def _keep(self, reply: Reply, session: str) -> None:
         if reply.request.said:
@@ -299,8 +293,8 @@ class Site:
                 ),
             )
 
-    def _charge(self, key: ApiKey, in_flight: InFlight) -> None:
-        self._authenticator.charge(key, len(in_flight.tokens) + in_flight.num_sampled)
+    def _charge(self, in_flight: InFlight) -> None:
+        self._authenticator.charge(in_flight.key, len(in_flight.tokens) + in_flight.num_sampled)
 
     async def _count(self, request: Request) -> Response:
         key, body = await self._admitted(request)
@@ -308,20 +302,20 @@ class Site:
         self._check_model(parsed)
         counting = self._gateway.count(parsed, key)
         num_tokens = await (unless_gone(request, counting) if self._gateway.is_long(parsed) else counting)
-        return _json(msgspec.json.encode(TokenCount(input_tokens=num_tokens)))
+        return json_response(TokenCount(input_tokens=num_tokens))
 
     def _check_model(self, parsed: ParsedRequest) -> None:
         if self._gateway.config.models and parsed.model not in self._models:
             raise ApiError(404, f"The model `{parsed.model}` does not exist", param="model", code="model_not_found")
 
     async def _list_models(self, request: Request) -> Response:
-        return _json(msgspec.json.encode(ServedModels(data=[self._model(name) for name in self._models])))
+        return json_response(ServedModels(data=[self._model(name) for name in self._models]))
 
     async def _show_model(self, request: Request) -> Response:
         name = str(request.path_params["model"])
         if name not in self._models:
             raise ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
-        return _json(msgspec.json.encode(self._model(name)))
+        return json_response(self._model(name))
 
     def _model(self, name: str) -> ServedModel:
         return ServedModel(id=name, version=self._gateway.engine.version)
@@ -354,7 +348,7 @@ class Site:
                 "unknown answer_id at this gateway; the feedback applies if the answer is found before its window ends"
             )
         reply = FeedbackReply(id=identity, answer_id=answer, recorded=not reason, note=note)
-        return _json(msgspec.json.encode(reply), status=202)
+        return json_response(reply, status=202)
 
     def _check_choice(self, answer: str) -> None:
         """Raise ApiError for a choice that its request cannot have had."""
@@ -371,7 +365,7 @@ class Site:
         self._authenticator.check_answer(key, answer)
         expires_s = self._authenticator.now_s() + min(asked.expires_in, MAX_LIFE_S)
         token = sign(FeedbackToken(answer, key.id, expires_s), self._authenticator.book.secret)
-        return _json(msgspec.json.encode(FeedbackTokenReply(token=token, answer_id=answer, expires_at=int(expires_s))))
+        return json_response(FeedbackTokenReply(token=token, answer_id=answer, expires_at=int(expires_s)))
 
     async def _webhook(self, request: Request) -> Response:
         webhook = self._webhooks[request.url.path]
@@ -382,37 +376,22 @@ class Site:
             self._metrics.counter("feedback_received", path=webhook.path, outcome="no consent").inc()
         else:
             await self._feedback_intake.webhook(webhook, body)
-        return _json(b"{}", status=202)
+        return json_response(b"{}", status=202)
 
     async def _health(self, request: Request) -> Response:
         state = self._state()
         channel = self._gateway.config.channel
         health = Health(status=state or "ok", version=self._gateway.engine.version, channel=channel)
-        return _json(msgspec.json.encode(health), status=503 if state else 200)
+        return json_response(health, status=503 if state else 200)
 
     async def _describe(self, request: Request) -> Response:
-        return _json(msgspec.json.encode(document(tuple(self._webhooks.values()))))
+        return json_response(msgspec.json.encode(document(tuple(self._webhooks.values()))))
 
     async def _measure(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
-def _releases(place: TakenSlots) -> Callable[[], Awaitable[None]]:
-    async def ended() -> None:
-        place.release()
-
-    return ended
-
-
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = f"Invalid URL ({request.method} {request.url.path[:200]})"
-    return _error(ApiError(status, message, code="unknown_url"))
-
-
-def _error(error: ApiError, api: Api = CHAT) -> Response:
-    return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
-
-
-def _json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
+    return error_response(ApiError(status, message, code="unknown_url"), CHAT)

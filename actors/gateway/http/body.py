@@ -1,55 +1,78 @@
-"""What comes with a request: its key, its body, and whether its client is still there."""
+"""Requests and responses: the key and the body of a request, whether its client is still there, and error objects."""
 
+import asyncio
+import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from actors.gateway.errors import ApiError, overloaded
+from actors.gateway.apis.api import Api
+from actors.gateway.errors import ApiError, overloaded, server_error
 from infra.local.http_server import disconnect_guard
 from infra.roles.process import unless
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class BodyBudget:
-    """Bounds the bytes of bodies that have not come whole. each: of one key, address or episode. in_all: of all together."""
+    """Bounds bodies that have not come whole. each: bytes of one key, address or episode. in_all: of all together. bodies: of
+    one key, address or episode, and so its connections that wait for the rest of one.
+    """
 
-    def __init__(self, each: int, in_all: int) -> None:
+    def __init__(self, each: int, in_all: int, bodies: int) -> None:
         self._each = each
         self._in_all = in_all
+        self._bodies = bodies
+        self._unfinished: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        self.num_bytes = 0
+        self._num_bytes = 0
 
-    def take(self, name: str, num_bytes: int) -> None:
-        """Count bytes of a body. Raises ApiError where they are too many."""
-        if self._held[name] + num_bytes > self._each or self.num_bytes + num_bytes > self._in_all:
-            raise overloaded(
-                f"too many bytes in unfinished bodies ({self._held[name]} of {self._each} here, {self.num_bytes} of "
-                f"{self._in_all} in all); retry after 1 s"
-            )
-        self._held[name] += num_bytes
-        self.num_bytes += num_bytes
+    @contextmanager
+    def body(self, name: str) -> Iterator[Callable[[int], None]]:
+        """Count a body while it comes; call with the number of bytes of each piece. Raises ApiError beyond the bounds."""
+        if self._unfinished[name] >= self._bodies:
+            raise overloaded(f"{self._bodies} requests whose bodies are unfinished, expected no more; retry after 1 s")
+        taken = 0
 
-    def give_back(self, name: str, num_bytes: int) -> None:
-        """The body came whole, or never will."""
-        self.num_bytes -= num_bytes
-        self._held[name] -= num_bytes
-        if not self._held[name]:
-            del self._held[name]
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self._held[name] + num_bytes > self._each or self._num_bytes + num_bytes > self._in_all:
+                raise overloaded(
+                    f"too many bytes in unfinished bodies ({self._held[name]} of {self._each} here, {self._num_bytes} "
+                    f"of {self._in_all} in all); retry after 1 s"
+                )
+            taken += num_bytes
+            self._held[name] += num_bytes
+            self._num_bytes += num_bytes
+
+        self._unfinished[name] += 1
+        try:
+            yield take
+        finally:
+            self._num_bytes -= taken
+            self._held[name] -= taken
+            self._unfinished[name] -= 1
+            if not self._unfinished[name]:
+                del self._unfinished[name], self._held[name]
 
 
 async def read_body(request: Request, limit: int, budget: BodyBudget, name: str) -> bytes:
     """The body, if it comes whole and within its bounds; the server bounds its time. Raises ApiError, ClientDisconnect.
 
-    name: whose budget it counts for.
+    name: the key, address or episode that it counts for.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:
         raise _too_large(limit)
     body, more = bytearray(), True
-    try:
+    with budget.body(name) as take:
         while more:
             message = await request.receive()
             if message["type"] == "http.disconnect":
@@ -57,12 +80,39 @@ async def read_body(request: Request, limit: int, budget: BodyBudget, name: str)
             piece = message.get("body", b"")
             if len(body) + len(piece) > limit:
                 raise _too_large(limit)
-            budget.take(name, len(piece))
+            take(len(piece))
             body += piece
             more = message.get("more_body", False)
-    finally:
-        budget.give_back(name, len(body))
     return bytes(body)
+
+
+async def replied(
+    work: Awaitable[Response], api: Api, route: str, refused: Callable[[ApiError], None] = lambda error: None
+) -> Response:
+    """The response to a request; an error becomes the API's error object. refused: called with each ApiError."""
+    try:
+        return await work
+    except ApiError as error:
+        refused(error)
+        return error_response(error, api)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except asyncio.CancelledError:  # the server stops and has waited for it as long as it may
+        return error_response(ApiError(503, "the server is stopping: send it again", kind="server_error"), api)
+    except Exception:
+        _log.exception("request_failed route=%s", route)  # names what broke, never what was said
+        return error_response(server_error(), api)
+
+
+def error_response(error: ApiError, api: Api) -> Response:
+    """The error object of an API."""
+    return Response(api.error(error), error.status, dict(error.headers), media_type="application/json")
+
+
+def json_response(body: bytes | msgspec.Struct, status: int = 200) -> Response:
+    """A body of JSON."""
+    encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(encoded, status, media_type="application/json")
 
 
 def _too_large(limit: int) -> ApiError:

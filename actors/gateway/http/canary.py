@@ -121,7 +121,9 @@ class Canary:
             return None
         self._count("answered")
         if stream:
-            return ReleasingStream(self._pieces(response, pieces, begun, api), response.aclose)
+            passed_on = ReleasingStream(self._pieces(response, pieces, begun, api))
+            passed_on.at_end.push_async_callback(response.aclose)
+            return passed_on
         return Response(response.content, media_type="application/json")
 
     def _count(self, outcome: str) -> None:
@@ -179,8 +181,6 @@ class Canary:
             _log.warning("canary_broke_off error=%s", type(error).__name__)
             self._count("broken off")
             yield api.error_event(unavailable("the answer was broken off; ask again"))
-        finally:
-            await response.aclose()
 
     async def _unless_away(self, work: Awaitable[T]) -> T:
         """The result of the work. Raises CanaryUnavailable as soon as the canary stops answering."""

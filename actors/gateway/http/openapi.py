@@ -27,6 +27,7 @@ from actors.gateway.recording.feedback_intake import PATH, FeedbackRequest, Toke
 Object = dict[str, Any]
 OPENAPI_PATH = "/openapi.json"
 COUNT_PATH = "/v1/messages/count_tokens"
+MODELS_PATH = "/v1/models"
 TOKEN_HEADER = "x-feedback-token"
 _JSON = "application/json"
 _TEXT = {"type": "string"}
@@ -66,7 +67,7 @@ ROUTES: Mapping[str, ApiRoute] = {
     COUNT_PATH: ApiRoute(
         summary="counts the tokens of a prompt", request=MessagesRequest, reply=TokenCount, error=MessagesError
     ),
-    "/v1/models": ApiRoute(method="GET", summary="lists the served policies", reply=ServedModels),
+    MODELS_PATH: ApiRoute(method="GET", summary="lists the served policies", reply=ServedModels),
     "/v1/models/{model:path}": ApiRoute(method="GET", summary="shows a served policy", reply=ServedModel),
     PATH: ApiRoute(
         summary="takes feedback on an answer: exactly one of value, label, correction, text and retract",

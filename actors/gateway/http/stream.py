@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.sample import OnText
 from actors.gateway.apis.api import Answerer, Api, Reply
-from actors.gateway.errors import ApiError
+from actors.gateway.errors import ApiError, server_error
 
 GATHER_S = 0.02
 
@@ -76,8 +76,7 @@ class EventStream:
         except ApiError as error:
             self._send([self._error_event(error)])
         except Exception as error:
-            hidden = ApiError(500, "the server had an error while answering", kind="server_error")
-            self._send([self._error_event(hidden)])
+            self._send([self._error_event(server_error())])
             raise error
         finally:
             self._ends = True

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -183,15 +183,9 @@ def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> Non
     async def check() -> None:
         told: list[str] = []
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def pieces() -> AsyncGenerator[bytes, None]:
             told.append("began")
             yield b"x"
-
-        def lets_go(of: str) -> Callable[[], Any]:
-            async def ended() -> None:
-                told.append(of)
-
-            return ended
 
         async def gone() -> dict[str, Any]:
             return {"type": "http.disconnect"}
@@ -199,8 +193,9 @@ def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> Non
         async def refused(message: Any) -> None:
             raise OSError("gone")
 
-        stream = ReleasingStream(pieces(), lets_go("first"))
-        stream.then(lets_go("second"))
+        stream = ReleasingStream(pieces())
+        stream.at_end.callback(told.append, "first")
+        stream.at_end.callback(told.append, "second")
         with suppress(Exception):
             await stream({"type": "http", "asgi": {"spec_version": version}}, gone, refused)
         assert told == ["second", "first"]
