@@ -400,7 +400,8 @@ def beside(name: str) -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience
     """How a bad episode failed, and what was recorded of the good one that ran meanwhile."""
 
     async def run() -> tuple[EpisodeFailed, tuple[Score, ...], list[Experience]]:
-        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."), token_s=0.002)
+        token_s = 0.2 if name == "leaves_in_mid_stream" else 0.002  # time for a client to leave
+        engine = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=4096, script=says("Hello."), token_s=token_s)
         await engine.start()
         program = Program(use=f"{AGENTS}:good_or_bad", requests=8)
 
