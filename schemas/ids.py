@@ -5,9 +5,9 @@ experience   <group>.<attempt>-<episode>-<part>   unique; a redelivery repeats i
 answer       hr-<experience>                      what a client of the gateway sees
 
 The gateway has no tasks and no rounds: its group is one request, <session>.<producer epoch>-<sequence>, where <session> is
-64 letters (see `schemas.names`; 24 in logs of the first release); the request's choices are its episodes. So replicas that
-know nothing of each other never mint one id twice, and two turns of one session are two groups. Their key is the session, so
-that one partition has all turns of a conversation.
+64 letters (see `schemas.names`); the request's choices are its episodes. So replicas that know nothing of each other never mint
+one id twice, and two turns of one session are two groups. Their key is the session, so that one partition has all turns of a
+conversation.
 """
 
 import hashlib
@@ -18,10 +18,7 @@ ANSWER_PREFIX = "hr-"
 # both, leaves ids alone.
 _LETTERS = str.maketrans("0123456789abcdef", "bcdfhjklmnqrtvwz")
 SESSION_LETTERS = 64
-# In logs of the first release, of sessions and subjects: unkeyed hashes, a session's with the tenant's first.
-OLD_LETTERS = 24
-OLD_TAG_LETTERS = 8
-_NAME = re.compile(rf"[bcdfhjklmnqrtvwz]{{{OLD_LETTERS}}}(?:[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS - OLD_LETTERS}}})?")
+_NAME = re.compile(rf"[bcdfhjklmnqrtvwz]{{{SESSION_LETTERS}}}")
 _REQUEST = re.compile(rf"(?<![a-z])({_NAME.pattern})\.\d{{1,20}}-\d{{1,20}}(?!\d)")
 
 
@@ -75,20 +72,11 @@ def synthetic_group(parents: tuple[str, ...], processor: str, index: int) -> str
     return f"syn-{digest[:24]}.0"
 
 
-def session_name(tenant: str, session: str) -> str:
-    """A production session in ids of the first release; those of today are `schemas.names.keyed_session`.
-
-    >>> session_name("acme", "chat-81")
-    'mddrffqvmjcncqrrjhvnrntq'
-    """
-    return old_tag(tenant) + _letters(f"{tenant}\x00{session}", OLD_LETTERS - OLD_TAG_LETTERS)
-
-
 def request_group(session: str, epoch: int, sequence: int) -> str:
     """Group of one request of a session. epoch: of the gateway that served it. sequence: its own count.
 
-    >>> request_group("mddrffqvmjcncqrrjhvnrntq", 7, 3)
-    'mddrffqvmjcncqrrjhvnrntq.7-3'
+    >>> request_group("mddrffqv", 7, 3)
+    'mddrffqv.7-3'
     """
     return f"{session}.{epoch}-{sequence}"
 
@@ -96,8 +84,8 @@ def request_group(session: str, epoch: int, sequence: int) -> str:
 def session_of(group: str) -> str:
     """Session that a group is one request of, "" for a group of any other kind.
 
-    >>> session_of("mddrffqvmjcncqrrjhvnrntq.7-3")
-    'mddrffqvmjcncqrrjhvnrntq'
+    >>> session_of("mddrffqv" * 8 + ".7-3") == "mddrffqv" * 8
+    True
     """
     session, _, request = group.partition(".")
     return session if request.count("-") == 1 and _NAME.fullmatch(session) else ""
@@ -106,8 +94,8 @@ def session_of(group: str) -> str:
 def sessions_in(text: str) -> tuple[str, ...]:
     """Sessions whose answers a text names, wherever in it their ids are; each once.
 
-    >>> sessions_in('{"about": ["hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "add-3745.2.0-7-0"]}')
-    ('mddrffqvmjcncqrrjhvnrntq',)
+    >>> sessions_in(f'{{"about": ["hr-{"mddrffqv" * 8}.7-3.0-0-0", "add-3745.2.0-7-0"]}}') == ("mddrffqv" * 8,)
+    True
     """
     return tuple(dict.fromkeys(_REQUEST.findall(text)))
 
@@ -121,24 +109,6 @@ def partition_key(group: str) -> str:
     return session_of(group) or group
 
 
-def subject_of(tenant: str, user: str) -> str:
-    """A person in logs of the first release; today's is `schemas.names.keyed_subject`.
-
-    >>> subject_of("acme", "")
-    ''
-    """
-    return _letters(f"{tenant}\x01{user}", OLD_LETTERS) if user else ""
-
-
-def old_tag(tenant: str) -> str:
-    """What sessions of a tenant begin with in logs of the first release."""
-    return _letters(tenant, OLD_TAG_LETTERS)
-
-
 def spelled(hexadecimal: str) -> str:
     """Hexadecimal digits as letters that redaction leaves alone."""
     return hexadecimal.translate(_LETTERS)
-
-
-def _letters(text: str, count: int) -> str:
-    return spelled(hashlib.sha256(text.encode()).hexdigest()[:count])

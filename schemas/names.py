@@ -5,8 +5,7 @@
 
 All are HMAC-SHA-256 (RFC 2104) under the app's secret (`infra.store.seal.app_secret`), spelled as `schemas.ids` spells ids.
 The check is a MAC of the rest, so a client cannot make up a session that was never served; it says too what the key that
-opened the session allows to be done with it. Logs of the first release hold plain hashes of 24 letters (`ids.session_name`,
-`ids.subject_of`): they stay readable, and `forget` looks for both.
+opened the session allows to be done with it.
 """
 
 import hmac
@@ -35,7 +34,7 @@ def pseudonym(secret: bytes, kind: str, *names: str, letters: int = 32) -> str:
     return ids.spelled(hmac.digest(secret, spelled, "sha256").hex()[:letters])
 
 
-def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
+def fallback_rater(kind: Literal["key", "answer"], identity: str) -> str:
     """Rater of feedback that names none: the holder of a key, or of one answer's token."""
     return f"{kind} {identity}"
 
@@ -43,7 +42,7 @@ def rater_of(kind: Literal["key", "answer"], identity: str) -> str:
 def is_person(rater: str) -> bool:
     """True if a rater is one person, as far as is known.
 
-    >>> is_person("nqjwlddn"), is_person(rater_of("key", "abcdefgh")), is_person("")
+    >>> is_person("nqjwlddn"), is_person(fallback_rater("key", "abcdefgh")), is_person("")
     (True, False, False)
     """
     return bool(rater) and not rater.startswith(("key ", "answer "))
@@ -65,25 +64,22 @@ def keyed_session(secret: bytes, tenant: str, session: str, consent: str = "") -
     return name + _check(secret, name, consent)
 
 
-def is_of(session: str, tenant: str, secret: bytes) -> bool:
-    """Whether a session's name is one of the tenant's. That of an old log is known by 32 bits alone."""
-    if len(session) == ids.SESSION_LETTERS:
-        return _same(session[:TAG_LETTERS], _tag(secret, tenant))
-    return session.startswith(ids.old_tag(tenant))
+def belongs_to(session: str, tenant: str, secret: bytes) -> bool:
+    """True if a session is one of the tenant's."""
+    return _same(session[:TAG_LETTERS], _tag(secret, tenant))
 
 
 def tenant_in(group: str) -> str:
     """The part that names the tenant in the group of a gateway's request, "" for a group of any other kind.
 
-    >>> tenant_in("mddrffqvmjcncqrrjhvnrntq.7-3")
-    'mddrffqv'
+    >>> tenant_in("mddrffqv" * 8 + ".7-3")
+    'mddrffqvmddrffqvmddrffqvmddrffqv'
     """
-    session = ids.session_of(group)
-    return session[: TAG_LETTERS if len(session) == ids.SESSION_LETTERS else ids.OLD_TAG_LETTERS]
+    return ids.session_of(group)[:TAG_LETTERS]
 
 
-def consent_of(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
-    """With which of `consents` a session was minted; None for one that was made up, or is of an old log."""
+def session_consent(session: str, secret: bytes, consents: Iterable[str]) -> str | None:
+    """The one of `consents` that a session was minted with; None for a session that was made up."""
     name, check = session[:-CHECK_LETTERS], session[-CHECK_LETTERS:]
     if len(session) != ids.SESSION_LETTERS:
         return None

@@ -12,16 +12,14 @@ and completes one that was cut short. The weights stay what they are: the report
 """
 
 import asyncio
-from collections.abc import Collection
 from contextlib import aclosing
 
 import msgspec
 
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
-from infra.store.seal import FORGOTTEN, Keys
-from schemas import Directive, Saved, Task, topics
-from schemas.ids import subject_of
+from infra.store.seal import Keys
+from schemas import Directive, Saved, topics
 from schemas.names import forgotten_mark, keyed_subject
 
 
@@ -32,7 +30,7 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     begins before it. first_version: the first published policy that learned from it, None for none; every one up to
     newest_version descends from it. replay_from: the step after the last of them, where a checkpoint can be replayed from.
     texts: sessions where what was written under the session's own key (feedback, turns that named no user) cannot be read any
-    more. tasks: that quoted them, and are emptied.
+    more.
 
     about: the user, as a keyed hash. newest_version: of the policy, when this was reported.
 
@@ -48,27 +46,22 @@ class ForgetReport(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int = -1
     replay_from: int | None = None
     texts: int = 0
-    tasks: int = 0
 
 
 def destroy(keys: Keys, tenant: str, user: str) -> tuple[str, ...]:
     """Ids of all keys the user ever had, none of which opens anything any more. Blocks; raises StoreError."""
-    if not user:
-        return ()
-    subjects = (keyed_subject(keys.app_secret(), tenant, user), subject_of(tenant, user))
-    return tuple(key_id for subject in subjects for key_id in keys.destroy(subject))
+    return keys.destroy(keyed_subject(keys.app_secret(), tenant, user)) if user else ()
 
 
 async def complete(log: Log, index: LogIndex, keys: Keys, about: str, key_ids: tuple[str, ...]) -> ForgetReport:
-    """Bring the index up to date, destroy the keys of the user's sessions, empty tasks that quote them, and report. Raises
-    StoreError; then it is to be done again.
+    """Bring the index up to date, destroy the keys of the user's sessions, and report. Raises StoreError; then it is to be
+    done again.
     """
     await index.refresh(log)
     sessions = index.sessions_under(key_ids)  # here: SQLite takes questions in the thread that opened it alone
     of_sessions = [await asyncio.to_thread(keys.destroy, session) for session in sessions]
     found = report(index, about, (*key_ids, *(key_id for some in of_sessions for key_id in some)))
-    tasks = await withdraw_tasks(log, {key_id.rpartition("-")[0] for key_id in key_ids})
-    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)), tasks=tasks)
+    return msgspec.structs.replace(found, keys=key_ids, texts=sum(map(bool, of_sessions)))
 
 
 async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -> str:
@@ -76,20 +69,6 @@ async def tell(log: Log, tenant: str, user: str, *, secret: bytes, owner: str) -
     about = forgotten_mark(secret, keyed_subject(secret, tenant, user))
     await log.publish(topics.POLICIES, Directive(order="forget", owner=owner, about=about))
     return about
-
-
-async def withdraw_tasks(log: Log, subjects: Collection[str]) -> int:
-    """Empty the tasks that quote these subjects, so that none is issued again; how many. The first release loaded such tasks
-    (`headrace load prompts`); what it wrote leaves the broker with compaction, and with retention.
-    """
-    quoting: set[str] = set()
-    async for message in log.read_all(topics.TASKSET):
-        task = message.value
-        if isinstance(task, Task):
-            (quoting.add if task.meta.get("subject") in subjects else quoting.discard)(task.id)
-    for name in sorted(quoting):
-        await log.publish(topics.TASKSET, Task(id=name, messages=(), split=FORGOTTEN, priority=0.0))
-    return len(quoting)
 
 
 async def checkpointed(log: Log, run: str, since: int, *, not_before_ms: int) -> Saved:

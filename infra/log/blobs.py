@@ -3,9 +3,8 @@
     claim    magic "HC" · format u8 · msgpack [key, sha256, size]
 
 Guarantee: what is read back is what was written (size and sha256 are verified), and a claim reaches no key but
-`blobs/<day>-<its hash>`, or without the day, as it was once. The day is that of the deposit: what is sent again later
-is another object, so that an old one can be removed (`blob_prune.py`) while its content is being sent again.
-Blocking, as the store is: call from a thread.
+`blobs/<day>-<its hash>`. The day is that of the deposit: what is sent again later is another object, so that an old one can be
+removed (`blob_prune.py`) while its content is being sent again. Blocking, as the store is: call from a thread.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from schemas.wire.frame import MAX_TOTAL_BYTES
 
 MAGIC = b"HC"
 FORMAT = 1
-_KEY = re.compile(r"blobs/(?:(\d{6})-)?([0-9a-f]{64})")
+_KEY = re.compile(r"blobs/(\d{6})-([0-9a-f]{64})")
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True):
@@ -50,7 +49,7 @@ def day_of(seconds: float) -> int:
 def day_of_key(key: str) -> int | None:
     """Day of the deposit of the frame under a key; None for images."""
     match = _KEY.fullmatch(key)
-    return int(match[1]) if match and match[1] else None
+    return int(match[1]) if match else None
 
 
 def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:

@@ -23,11 +23,6 @@ from schemas.errors import ConfigError
 
 # Keyword-only parameters that are no options: the chain fills them in.
 RESERVED_PARAMETERS = frozenset({"memory", "time_ms", "record_offset"})
-# Settings and archives of the first release name what ships by these: they are found where it is today.
-MOVED = {
-    "actors.workflows.program:": "actors.program.workflow:",
-    **{f"actors.{kind}.": f"actors.rollout.{kind}." for kind in ("agents", "environments", "tools", "workflows")},
-}
 # What ships is named by its folder in the repository. Where headrace is installed, that folder lies below `headrace`.
 SHIPPED = ("actors", "infra", "schemas", "streams", "trainer")
 BELOW = __name__.rpartition("infra.")[0]
@@ -43,17 +38,6 @@ def add_plugin_folders(folder: Path, plugins: Iterable[str]) -> None:
             sys.path.append(str(path))
 
 
-def today(use: str) -> str:
-    """The name by which a plugin that headrace ships is found today; others stay as they are.
-
-    Example: today("actors.environments.guess:Guess") == "actors.rollout.environments.guess:Guess"
-    """
-    for old, new in MOVED.items():
-        if use.startswith(old):
-            return new + use.removeprefix(old)
-    return use
-
-
 def here(module: str) -> str:
     """The name by which a module is imported: one that ships may be installed below `headrace`."""
     return BELOW + module if module.partition(".")[0] in SHIPPED else module
@@ -61,7 +45,7 @@ def here(module: str) -> str:
 
 def find(use: str, where: str = "use") -> object:
     """The object `module:name` names, as it is. Raises ConfigError."""
-    named, colon, name = today(use).partition(":")
+    named, colon, name = use.partition(":")
     module_name = here(named)
     if not colon or not module_name or not name:
         raise ConfigError(f'{where}: got "{use}", expected "module:name"')

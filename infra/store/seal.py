@@ -35,7 +35,7 @@ from infra.newest import Newest
 from infra.store.store import Store
 from schemas import Block, decode, encode
 from schemas.errors import BadFrame, NotInStore, Sealed, StoreError
-from schemas.ids import OLD_LETTERS, group_of, session_of
+from schemas.ids import group_of, session_of
 
 FOLDER = "keys/"
 SECRET = "gateway/secret"
@@ -62,10 +62,10 @@ def app_secret(store: Store) -> bytes:
         return store.get(SECRET)
 
 
-def place_of(key_id: str) -> str:
-    """Where a key lies in the store: in a folder of its subject; those of the first release's subjects lie side by side."""
+def key_place(key_id: str) -> str:
+    """Place of a key in the store, in a folder of its subject."""
     subject, _, number = key_id.rpartition("-")
-    return f"{FOLDER}{key_id}" if len(subject) == OLD_LETTERS else f"{FOLDER}{subject}/{number}"
+    return f"{FOLDER}{subject}/{number}"
 
 
 def sealed(block: Block, keys: "Keys", subject: str) -> Block:
@@ -159,7 +159,7 @@ class SealKey:
 
     def _held(self) -> AESGCM:
         if self._cipher is None:
-            why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({place_of(self.key_id)})"
+            why = "was destroyed" if self.fault == FORGOTTEN else f"is not in this store ({key_place(self.key_id)})"
             raise Sealed(f"{self.fault}: the key {self.key_id} {why}")
         return self._cipher
 
@@ -201,7 +201,7 @@ class Keys:
                 break
         else:
             key_id, secret = new_key(subject)
-            self._store.put(place_of(key_id), secret)
+            self._store.put(key_place(key_id), secret)
             key = self._remember(SealKey(key_id, secret))
         with self._lock:
             self._current.put(subject, key.key_id)
@@ -217,7 +217,7 @@ class Keys:
         if not _KEY_ID.fullmatch(key_id):
             return SealKey(key_id, b"", NO_KEY)
         try:
-            secret = self._store.get(place_of(key_id))
+            secret = self._store.get(key_place(key_id))
         except NotInStore:
             return self._remember(SealKey(key_id, b"", NO_KEY))
         except StoreError:
@@ -228,8 +228,6 @@ class Keys:
 
     def named(self, subject: str) -> Iterator[str]:
         """Ids of all keys a subject ever had. Raises StoreError."""
-        if len(subject) == OLD_LETTERS:
-            return (name.removeprefix(FOLDER) for name in self._store.keys(f"{FOLDER}{subject}-"))
         folder = f"{FOLDER}{subject}/"
         return (f"{subject}-{name.removeprefix(folder)}" for name in self._store.keys(folder))
 
@@ -237,7 +235,7 @@ class Keys:
         """Destroy every key of a subject; the ids of all it ever had. Raises StoreError; then it is to be done again."""
         key_ids = tuple(self.named(subject))
         for key_id in key_ids:
-            self._store.put(place_of(key_id), b"")
+            self._store.put(key_place(key_id), b"")
             self._remember(SealKey(key_id, b"", FORGOTTEN))
         return key_ids
 

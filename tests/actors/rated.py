@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from schemas import Closure, Rating
-from schemas.ids import request_group, session_name
+from schemas.ids import request_group
+from tests.names import session_name
 
 BLOCK_MS = 600_000
 

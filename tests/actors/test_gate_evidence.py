@@ -13,7 +13,7 @@ from actors.master.gate.gate import Gate
 from actors.master.gate.replies import Replies
 from schemas import Answered, Client, Closure, EvalResult, Experience, Message, PolicyEvent, Progress
 from schemas.fields import End
-from schemas.names import rater_of
+from schemas.names import fallback_rater
 from tests.actors.acting import decisions
 from tests.actors.rated import BLOCK_MS, rated
 from tests.schemas.record_samples import group_block
@@ -274,7 +274,7 @@ def test_of_one_person_the_word_on_the_first_answer_counts_whichever_version_gav
     named = [rated(f"s{number}", 5 + number, 0.0, rater="ann", at_ms=1000 * number, trial=7) for number in range(20)]
     assert heard(after(*named)) == heard(after(*named[::-1])) == {5: (1, 1)}, "a rater is one person in all sessions"
     assert heard(after(*named, rated("s", 5, 0.0, rater="ann", tenant="globex", trial=7))) == {5: (2, 2)}
-    for nobody in (rater_of("key", "abcd"), rater_of("answer", "hr-s.0")):
+    for nobody in (fallback_rater("key", "abcd"), fallback_rater("answer", "hr-s.0")):
         unnamed = [rated(f"s{number % 3}", 5, 0.0, rater=nobody, number=number, trial=7) for number in range(20)]
         assert heard(after(*unnamed)) == {5: (3, 3)}, "a session is a person where the rater is none"
 

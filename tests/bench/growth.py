@@ -25,7 +25,7 @@ from infra.observe.metrics import Metrics
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from schemas import Block, Message, Span, encode, make_experience
-from schemas.ids import experience_id, request_group, session_name
+from schemas.ids import experience_id, request_group
 from schemas.topics import REPORTS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
@@ -34,6 +34,7 @@ from streams.stages.chain_builder import build_collect
 from tests.bench.hop import DAY_MS, TRAFFIC, waiting_answer
 from tests.bench.report import Row
 from tests.made_log import APP, STEP_ITEMS, STEPS_PER_VERSION, MadeBus, name_of
+from tests.names import session_name
 from tests.starts import REPORT, cpu_s, log_of_groups, start_master, store_records
 from trainer.buffer.buffer import Buffer, Uses, use_key
 from trainer.config import LaneConfig

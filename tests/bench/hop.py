@@ -32,7 +32,7 @@ from infra.roles.role import Role, instance_of
 from infra.settings.config import Floor
 from infra.store.directory import DirectoryStore
 from schemas import Block, DropMarker, Feedback, Message, Score, Span, decode, encode, make_experience
-from schemas.ids import answer_id, experience_id, request_group, session_name
+from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import BUFFER, EXPERIENCES, VERIFIED
 from streams.app import run_worker
 from streams.collect.collector import Collector, CollectSettings
@@ -45,6 +45,7 @@ from streams.stages.hosted import BrokerLogin
 from tests.bench.measuring import against, cpu_s, ended, idle_share, last_words, started
 from tests.bench.report import Row
 from tests.bench.texts import RawAnswer, samples
+from tests.names import session_name
 
 CHAIN = StreamsConfig(score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),))
 TRAFFIC = StreamsConfig(reward=RewardConfig(blend={"csat": 1.0}, require=("csat",)))

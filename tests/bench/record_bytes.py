@@ -34,7 +34,7 @@ from schemas import (
     Tick,
     make_experience,
 )
-from schemas.ids import answer_id, experience_id, request_group, session_name
+from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import ALL, BATCHES, EXPERIENCES, FEEDBACK, PROGRESS, REPORTS, TASKS, VERIFIED
 from schemas.wire.block import blocks_of
 from streams.collect.collector import Collector, CollectSettings
@@ -46,6 +46,7 @@ from streams.stages.stage import publish_all
 from streams.stages.verify import Verifier
 from tests.bench.report import Row
 from tests.bench.texts import RawAnswer, samples
+from tests.names import session_name
 
 MADE = 4  # of each: texts differ in how well they are packed
 RECORD_BYTES = 70  # 61 of a batch's header and at least 7 of a record's own: kafka.apache.org, message format 2

@@ -149,8 +149,3 @@ def test_memory_forgets_the_oldest_and_survives_its_bytes() -> None:
     assert [(key, again.get(key)) for key in again] == [("b", 0), ("c", 99), ("d", 100)]
     assert again.to_bytes() == memory.to_bytes()
     assert list(Memory.from_bytes(memory.to_bytes(), 2)) == ["c", "d"]
-
-
-@pytest.mark.parametrize("kind", ["agents.chat:Chat", "environments.guess:Guess", "tools.python:Python"])
-def test_settings_of_the_first_release_find_what_ships(kind: str) -> None:
-    assert find(f"actors.{kind}") is find(f"actors.rollout.{kind}")

@@ -65,7 +65,7 @@ def test_what_is_found_is_masked_and_nothing_else(text: str, kind: str, what: st
     assert Redactor().mask(f"{'words, ' * 5000}{text}")[0].endswith(text.replace(what, f"[{kind}]"))
 
 
-GROUP = ids.request_group("mddrffqvmjcncqrrjhvnrntq", 2**62 + 12345678901, 4111111111111111)
+GROUP = ids.request_group("mddrffqvmjcncqrrjhvnrntq" + "mddrffqv" * 5, 2**62 + 12345678901, 4111111111111111)
 INNOCENT = [
     ids.answer_id(ids.experience_id(GROUP, 0, 7)),
     ids.synthetic_group(("a", "b"), "correct@1", 0),

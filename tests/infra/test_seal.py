@@ -10,13 +10,14 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.seal import FOLDER, FRESH_S, NO_KEY, Keys, sealed
+from infra.store.seal import FRESH_S, NO_KEY, Keys, key_place, sealed
 from schemas import BadFrame, Block, Experience, Message, Span, decode, encode, make_experience, topics
 from schemas.errors import Sealed, StoreError
-from schemas.ids import experience_id, subject_of
+from schemas.ids import experience_id
+from tests.names import subject_name
 
-ANN = subject_of("acme", "ann@example.org")
-BOB = subject_of("acme", "bob@example.org")
+ANN = subject_name("acme", "ann@example.org")
+BOB = subject_name("acme", "bob@example.org")
 SAID = "my sister's name is Wilhelmina"
 
 
@@ -147,7 +148,7 @@ def test_nothing_of_a_forgotten_user_can_be_opened_again() -> None:
     keys = Keys(store)
     frame, other = encode(of_ann(keys)), encode(sealed(Block((answer(),)), keys, BOB))
     destroyed = keys.destroy(ANN)
-    assert len(destroyed) == 1 and not store.get(FOLDER + destroyed[0])
+    assert len(destroyed) == 1 and not store.get(key_place(destroyed[0]))
     for reader in (keys, Keys(store)):
         member = opened(frame, reader).experiences[0]
         assert member.lost == "forgotten" and member.group == "q.0"
@@ -203,4 +204,4 @@ def test_no_two_sections_are_sealed_with_one_nonce() -> None:
 
 def test_a_key_in_a_folder_is_its_owners_alone(tmp_path) -> None:  # type: ignore[no-untyped-def]
     key = Keys(DirectoryStore(tmp_path)).of(ANN)
-    assert (tmp_path / FOLDER / key.key_id).stat().st_mode & 0o077 == 0
+    assert (tmp_path / key_place(key.key_id)).stat().st_mode & 0o077 == 0

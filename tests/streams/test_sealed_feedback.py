@@ -18,7 +18,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_event, open_text, seal_event, seal_text
 from schemas import BadFrame, Block, Feedback, Received
 from schemas.errors import Sealed
-from schemas.ids import answer_id, experience_id, request_group, session_name
+from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import ALL, FEEDBACK, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
@@ -26,6 +26,7 @@ from streams.collect.rules import Rules
 from streams.processors.correct import Correct
 from streams.sources.event import EventSource
 from streams.sources.received import GROUP, rating, take_once
+from tests.names import session_name
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_corrections import Letters
 from tests.streams.processors.by_default import reward

@@ -13,8 +13,8 @@ from actors.gateway.access.keys import TRAINS, ApiKey, KeyBook, Refused, Scope, 
 from actors.gateway.errors import ApiError
 from infra.newest import Newest
 from infra.observe.metrics import Metrics
-from schemas.ids import SESSION_LETTERS, group_of, session_of
-from schemas.names import consent_of, is_of
+from schemas.ids import group_of, session_of
+from schemas.names import belongs_to, session_consent
 
 BEARER = "bearer "
 MINUTE_S = 60.0
@@ -100,19 +100,18 @@ class Authenticator:
 
     def check_answer(self, key: ApiKey, answer: str) -> Train:
         """Whether the answer may be trained on, as the key it was given to says. Raises ApiError unless it was given to the
-        key's tenant; of an answer of an old log the key that asks says so.
+        key's tenant.
         """
         try:
             session = session_of(group_of(answer))
         except ValueError as error:
             raise ApiError(400, "answer_id: not the id of an answer", param="answer_id") from error
-        train = consent_of(session, self.book.secret, TRAINS)
-        made_up = train is None and len(session) == SESSION_LETTERS
-        if made_up or not session or not is_of(session, key.tenant, self.book.secret):
+        train = session_consent(session, self.book.secret, TRAINS)
+        if train is None or not belongs_to(session, key.tenant, self.book.secret):
             self._metrics.counter("keys_refused", reason="other tenant").inc()
             message = "answer_id: this key's tenant was not given that answer"
             raise ApiError(403, message, kind="permission_error", param="answer_id", code="other_tenant")
-        return next((known for known in TRAINS if known == train), key.train)
+        return next(known for known in TRAINS if known == train)
 
     def enter_by_token(self, token: str) -> tuple[ApiKey, str]:
         """The key that asked for a browser's feedback token, and the only answer the token is for. Raises ApiError."""

@@ -32,8 +32,8 @@ from infra.newest import Newest
 from infra.observe.metrics import Metrics
 from infra.store.seal import MAX_SESSIONS, Keys, seal_event, seal_text
 from schemas import Control, Received
-from schemas.ids import ANSWER_PREFIX, SESSION_LETTERS, group_of, session_of, sessions_in
-from schemas.names import consent_of, is_of, pseudonym, rater_of
+from schemas.ids import ANSWER_PREFIX, sessions_in
+from schemas.names import belongs_to, fallback_rater, pseudonym, session_consent
 from schemas.topics import FEEDBACK
 
 PATH = "/v1/feedback"
@@ -159,7 +159,7 @@ class FeedbackIntake:
 
     async def feedback(self, request: FeedbackRequest, *, answer: str, key: ApiKey, by_token: bool) -> str:
         """Hand on the feedback on one answer; returns the feedback's id. Raises ApiError."""
-        secret, rater = self._secret(), rater_of("answer", answer) if by_token else rater_of("key", key.id)
+        secret, rater = self._secret(), fallback_rater("answer", answer) if by_token else fallback_rater("key", key.id)
         if request.rater and not by_token:
             rater = pseudonym(secret, "rater", key.tenant, request.rater)
         # A browser's ids are its answer's alone, so none is taken that a server will use.
@@ -174,8 +174,6 @@ class FeedbackIntake:
         # A custom pattern may take them for something else.
         feedback |= {"answer_id": answer, "rater": rater, "id": identity}
         written = [name for name in WRITTEN if isinstance(feedback.get(name), str)]
-        if written and len(session_of(group_of(answer))) != SESSION_LETTERS:
-            raise bad("answer_id: an answer of the release before takes a value, not a text", "answer_id")
         received = Received(
             path=PATH, body=msgspec.json.encode(feedback), id=identity, ref=answer, tenant=key.tenant, rater=rater
         )
@@ -208,23 +206,20 @@ class FeedbackIntake:
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
         """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
 
-        What looks like an answer's id and was never minted names no session. Whether one of an old log may be trained on
-        is not known, so it is taken.
+        What looks like an answer's id and was never minted names no session.
         """
         found, consented = [], True
         # A source may undo what a sender did to an id: other case, percent-encoding, blanks.
         plain = "".join(unquote(text).lower().split())
         for session in dict.fromkeys((*sessions_in(text), *sessions_in(plain))):
-            train = consent_of(session, self._secret(), TRAINS)
-            if train is None and len(session) == SESSION_LETTERS:
+            train = session_consent(session, self._secret(), TRAINS)
+            if train is None:
                 continue
-            if webhook.tenant and not is_of(session, webhook.tenant, self._secret()):
+            if webhook.tenant and not belongs_to(session, webhook.tenant, self._secret()):
                 message = f"the body names an answer that tenant {webhook.tenant!r} was not given"
                 raise ApiError(403, message, kind="permission_error", code="other_tenant")
             found.append(session)
-            consented = consented and (
-                train is None or self._may_record(next(known for known in TRAINS if known == train))
-            )
+            consented = consented and self._may_record(next(known for known in TRAINS if known == train))
         if len(found) > MAX_SESSIONS:
             raise bad(f"the body names answers of {len(found)} sessions, expected at most {MAX_SESSIONS}: send several")
         return found, consented

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.store.seal import KEY_BYTES, Keys, SealKey, new_key, place_of
+from infra.store.seal import KEY_BYTES, Keys, SealKey, key_place, new_key
 from infra.store.store import Store
 from schemas.errors import StoreError
 
@@ -63,8 +63,8 @@ class HeldKeys(Keys):
         for subject, key in tuple(self._held.items()):
             path = self._folder / key.key_id
             # As the store has them now: this one may lie there already, put by a deposit that was not confirmed.
-            forgotten = any(not self._store.get(place_of(key_id)) for key_id in self.named(subject))
-            self._put(place_of(key.key_id), b"" if forgotten else path.read_bytes())
+            forgotten = any(not self._store.get(key_place(key_id)) for key_id in self.named(subject))
+            self._put(key_place(key.key_id), b"" if forgotten else path.read_bytes())
             del self._held[subject]
             path.unlink()
         self._ask_again_s = float("-inf")

@@ -86,7 +86,6 @@ def forget(
     Pending and buffered data, all that was made from it, and what was written about it, is dropped by the roles that hold it;
     while a trainer runs, the command ends with its first checkpoint after that.
     Names the versions that have learned from it, and the steps that replay can no longer reproduce.
-    Tasks that an earlier release made of what they asked are emptied.
     The event is in the log, without the user's name. It cannot be undone.
 
     Example: [cyan]headrace forget --user ann@example.org --tenant acme --json[/]

@@ -107,8 +107,6 @@ def show(console: Console, found: ForgetReport) -> None:
         console.print(
             f"what was written in {found.texts} sessions about their answers, or without their name, cannot be read any more"
         )
-    if found.tasks:
-        console.print(f"{found.tasks} tasks that quoted them are emptied: no version is asked them again")
     console.print(f"roles that looked a key up drop what they hold within {FRESH_S:g} s, counted as forgotten")
     if not found.steps:
         console.print(

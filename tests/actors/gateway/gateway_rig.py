@@ -21,7 +21,6 @@ from infra.log.memory import MemoryBus
 from infra.model.writing import Writing
 from infra.observe.metrics import Metrics
 from infra.settings.config import Floor
-from infra.store.memory import MemoryStore
 from infra.store.seal import app_secret
 from infra.store.store import Store
 from schemas import Block, Experience, Received
@@ -30,6 +29,7 @@ from schemas.ids import answer_id, experience_id, request_group
 from schemas.names import keyed_session
 from schemas.topics import EXPERIENCES, FEEDBACK
 from tests.actors.rig import until
+from tests.names import secret_store
 from tests.role import role_of
 
 EOS = 256
@@ -195,7 +195,7 @@ async def serving(
     """A gateway for the length of a block; one that dies in it fails the test. Keys must be made before, or reloaded."""
     fields = {"listen": "127.0.0.1:0", "train_on": "consented", "limits": limits, "send_s": 1.0, "keys_reload_s": 0.01}
     config = GatewayConfig(**{**fields, **settings})
-    served = RunningGateway(bus or MemoryBus(), store or MemoryStore(), Metrics("serve"), folder, config)
+    served = RunningGateway(bus or MemoryBus(), store or secret_store(), Metrics("serve"), folder, config)
     if topics:
         await served.log.create_topics(partitions=2, keep_ms=3_600_000)
     served.engine = made or engine(says("Hello."))

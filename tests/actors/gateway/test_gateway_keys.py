@@ -19,10 +19,10 @@ from actors.gateway.http.app import Site
 from actors.gateway.http.openapi import document, shown
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from schemas.ids import session_name
 from tests.actors.gateway.gateway_rig import RunningGateway, serving
 from tests.actors.gateway.test_gateway_users import StoreAway
 from tests.actors.rig import until
+from tests.names import session_name
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 OWN = f"hr-{session_name('acme', 's')}.7-0.0-0-0"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from actors.gateway.recording.held import AWAY_S, MAX_HELD, HeldKeys
 from infra.ledger.forget import complete, destroy
@@ -14,16 +13,14 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from infra.store.seal import FOLDER, Keys, sealed
+from infra.store.seal import Keys, sealed
 from schemas import Block, decode, encode
 from schemas.errors import StoreError
-from schemas.ids import experience_id, request_group, session_name, subject_of
 from schemas.names import keyed_subject
 from schemas.topics import EXPERIENCES
-from tests.actors.gateway.gateway_rig import AwayBus, RunningGateway, engine, says, serving
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
 from tests.actors.rig import until
 from tests.infra.test_seal import SAID, answer
-from tests.schemas.record_samples import group_block
 
 ANN = "ann@example.org"
 SUBJECT = keyed_subject(b"secret", "acme", ANN)
@@ -228,25 +225,3 @@ def test_the_keys_of_one_subject_are_found_without_a_look_at_the_others(tmp_path
         keys.of(subject)
     assert store.looked_at == [*others, SUBJECT], "each in a folder of its own"
     assert list(keys.named(SUBJECT)) == [keys.of(SUBJECT).key_id]
-
-
-def test_forget_finds_what_the_first_release_wrote_too(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = MemoryStore()
-        log = Log(AwayBus(), "t", store=store)
-        await log.create_topics(partitions=1, keep_ms=-1)
-        keys, old = Keys(store), subject_of("acme", ANN)
-        group = request_group(session_name("acme", "chat"), 7, 3)
-        one = group_block(1).experiences[0]
-        one = replace(one, id=experience_id(group, 0, 0), group=group, subject=old, lane="live")
-        await log.publish(EXPERIENCES, sealed(Block((one,)), keys, old))
-        assert list(store.keys(FOLDER)) == [f"keys/{key_id}" for key_id in keys.named(old)], (
-            "side by side, as they were"
-        )
-        key_ids = destroy(keys, "acme", ANN)
-        assert [key_id.partition("-")[0] for key_id in key_ids] == [old]
-        again = Log(log.bus, "t", store=store)
-        (block,) = [m.value async for m in again.read_all(EXPERIENCES)]
-        assert isinstance(block, Block) and block.experiences[0].lost == "forgotten"
-
-    asyncio.run(check())

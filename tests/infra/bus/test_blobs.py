@@ -56,7 +56,7 @@ def test_a_claim_reaches_nothing_but_blobs(store_dir: Path) -> None:
 
 
 def test_a_claim_cannot_announce_more_than_a_frame_may_hold() -> None:
-    claim = Claim("blobs/" + "0" * 64, "0" * 64, 1 << 40)
+    claim = Claim("blobs/020000-" + "0" * 64, "0" * 64, 1 << 40)
     with pytest.raises(BadFrame, match="128 MiB"):
         read_claim(MAGIC + b"\x01" + msgspec.msgpack.encode(claim))
 

@@ -50,8 +50,9 @@ from schemas import (
     make_experience,
     topics,
 )
-from schemas.ids import answer_id, subject_of
+from schemas.ids import answer_id
 from schemas.topics import Topic
+from tests.names import subject_name
 
 Kind = TypeVar("Kind", PolicyEvent, Directive, DeadLetter)
 SESSION = "m" * 64
@@ -153,10 +154,10 @@ async def answers(log: Log) -> None:
     many = live(20, "", "").with_bulk(messages=turns)
     await log.publish(topics.EXPERIENCES, Block((many,)))
     await log.publish(topics.EXPERIENCES, Block((live(21, "long", "ten megabytes " * 750_000),)))
-    shut = live(22, SECRET, "a fine name", subject=subject_of("acme", "ann"))
-    await log.publish(topics.EXPERIENCES, sealed(Block((shut,)), log.keys, subject_of("acme", "ann")))
-    other = live(23, "call me Theodor", "gladly", subject=subject_of("acme", "bob"))
-    await log.publish(topics.EXPERIENCES, sealed(Block((other,)), log.keys, subject_of("acme", "bob")))
+    shut = live(22, SECRET, "a fine name", subject=subject_name("acme", "ann"))
+    await log.publish(topics.EXPERIENCES, sealed(Block((shut,)), log.keys, subject_name("acme", "ann")))
+    other = live(23, "call me Theodor", "gladly", subject=subject_name("acme", "bob"))
+    await log.publish(topics.EXPERIENCES, sealed(Block((other,)), log.keys, subject_name("acme", "bob")))
     await log.publish(topics.EXPERIENCES, Block((live(24, "made from question 0", "made", parent=made_of[0].id),)))
     marker = DropMarker(
         id=made_of[1].id,

@@ -20,13 +20,15 @@ from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.roles.role import instance_of
+from infra.store import seal
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, open_text, seal_text, sealed
 from infra.store.store import Store
 from schemas import Block, Closure, Control, DropMarker, EvalResult, PolicyEvent, Progress, Tick, topics
 from schemas.errors import Sealed
-from schemas.ids import experience_id, group_of, request_group, session_name, subject_of
+from schemas.ids import experience_id, group_of, request_group
 from tests.infra.ledger.ledger_records import batch, block
+from tests.names import SECRET, session_name, subject_name
 from tests.schemas.record_samples import CONTROL_KINDS, example_of, group_block
 
 pytestmark = pytest.mark.slow
@@ -113,16 +115,16 @@ def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config
 def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
     kafka: str, app_name: str, config: Path
 ) -> None:
-    keys = Keys(DirectoryStore(config.parent / "store"))
+    keys = Keys(store := DirectoryStore(config.parent / "store"))
+    store.put(seal.SECRET, SECRET)
     names = {user: experience_id(request_group(session_name("acme", user), 7, 3), 0, 0) for user in ("ann", "bob")}
     answers = []
     for user, name in names.items():
         one = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
         answers.append(
-            sealed(Block((structs.replace(one, subject=subject_of("acme", user)),)), keys, subject_of("acme", user))
+            sealed(Block((structs.replace(one, subject=subject_name("acme", user)),)), keys, subject_name("acme", user))
         )
     said = {user: seal_text("a fine name", keys, name) for user, name in names.items()}
-    store = DirectoryStore(config.parent / "store")
     publish(kafka, app_name, [(topics.EXPERIENCES, one) for one in answers], store)
     told = printed(config, "forget", "--user", "ann", "--tenant", "acme")
     assert "1 keys destroyed, 1 groups cannot be opened" in told and "what was written in 1 sessions" in told

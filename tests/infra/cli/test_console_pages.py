@@ -27,9 +27,9 @@ from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import Block, EvalResult, Message, PolicyEvent, Span, make_experience, topics
 from schemas.errors import BrokerUnavailable
-from schemas.ids import subject_of
 from schemas.topics import topic_name
 from tests.infra.cli.console_rig import ANN, BOB, SESSION, fill, filled, live, look, looking, looking_at, text_of, until
+from tests.names import subject_name
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
 from trainer.learners.scripted import ScriptedLearner
 from trainer.replay.replay import find_start
@@ -230,7 +230,7 @@ def test_a_log_whose_beginning_was_removed_shows_what_is_left_and_says_what_is_g
 def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_path: Path) -> None:
     async def forget(log: Log) -> None:
         assert log.keys is not None
-        await asyncio.to_thread(log.keys.destroy, subject_of("acme", "bob"))
+        await asyncio.to_thread(log.keys.destroy, subject_name("acme", "bob"))
 
     bob, ann, *others = look(
         tmp_path, f"/answers/{BOB}", f"/answers/{ANN}", *PAGES, "/answers?text=Theodor", more=forget

@@ -7,11 +7,11 @@ from infra.log.memory import MemoryBus
 from infra.store.memory import MemoryStore
 from infra.store.seal import sealed
 from schemas import Block, topics
-from schemas.ids import subject_of
+from tests.names import secret_store, subject_name
 from tests.trainer.memory_run import block, filled_log
 
 TENANT, USER = "acme", "ann@example.org"
-ANN = subject_of(TENANT, USER)
+ANN = subject_name(TENANT, USER)
 
 
 def of_ann(log: Log, sequence: int) -> Block:
@@ -23,7 +23,7 @@ def of_ann(log: Log, sequence: int) -> Block:
 
 async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
     """The log of a run whose groups at these issue numbers are a named user's."""
-    store = MemoryStore()
+    store = secret_store()
     plain = await filled_log(store)
     log = Log(MemoryBus(), "t", store=store)
     await log.create_topics(partitions=2, keep_ms=-1)

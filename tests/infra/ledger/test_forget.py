@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.master.taskbook import TaskBook
 from infra.cli.data.forget import duration_of, first_checkpoint
-from infra.ledger.forget import ForgetReport, complete, destroy, report, tell, withdraw_tasks
+from infra.ledger.forget import ForgetReport, complete, destroy, report, tell
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
-from schemas import Batch, Block, Directive, Drawn, Message, PolicyEvent, Progress, Saved, Task, ids, topics
+from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
 from schemas.errors import ConfigError, Sealed
 from tests.infra.ledger.ledger_records import batch
 from tests.infra.ledger.sealed_log import ANN, TENANT, USER, log_with_ann, of_ann
+from tests.names import secret_store, session_name
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, journal, published, train
 from trainer.journal.checkpoint import Position
 from trainer.learners.scripted import ScriptedLearner
@@ -125,7 +125,7 @@ def test_a_trainer_that_restarts_on_lost_steps_goes_on_without_them() -> None:
 
 def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
     async def body() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
+        log = Log(MemoryBus(), "t", store=secret_store())
         await log.create_topics(partitions=1, keep_ms=-1)
         about = await tell(log, TENANT, USER, secret=b"s", owner="ops")
         (message,) = [one async for one in log.read_all(topics.POLICIES)]
@@ -138,12 +138,12 @@ def test_the_event_of_forgetting_is_in_the_log_and_names_nobody() -> None:
 
 @pytest.mark.parametrize(
     "group",
-    [ids.synthetic_group(("q.0.0-0-0",), "synthesize@1", 0), ids.request_group(ids.session_name(TENANT, "chat"), 7, 3)],
+    [ids.synthetic_group(("q.0.0-0-0",), "synthesize@1", 0), ids.request_group(session_name(TENANT, "chat"), 7, 3)],
     ids=["derived", "a turn of a session"],
 )
 def test_what_is_sealed_is_found_by_its_key_whatever_group_it_lies_in(tmp_path: Path, group: str) -> None:
     async def body() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
+        log = Log(MemoryBus(), "t", store=secret_store())
         await log.create_topics(partitions=1, keep_ms=-1)
         first = of_ann(log, 1).experiences[0]
         name = ids.experience_id(group, 0, 0)
@@ -176,11 +176,11 @@ def test_a_user_of_whom_nothing_was_written_has_no_keys(user: str) -> None:
 
 def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is_anothers_stays(tmp_path: Path) -> None:
     async def body() -> None:
-        store = MemoryStore()
+        store = secret_store()
         log = Log(MemoryBus(), "t", store=store)
         await log.create_topics(partitions=1, keep_ms=-1)
         first = of_ann(log, 1).experiences[0]
-        groups = {name: ids.request_group(ids.session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
+        groups = {name: ids.request_group(session_name(TENANT, name), 7, 3) for name in ("hers", "his")}
         names = {name: ids.experience_id(group, 0, 0) for name, group in groups.items()}
         hers = msgspec.structs.replace(first, id=names["hers"], group=groups["hers"], lane="live", sequence=-1)
         await log.publish(topics.EXPERIENCES, Block((hers,)))
@@ -198,25 +198,6 @@ def test_what_was_written_about_their_answers_is_forgotten_with_them_and_what_is
     asyncio.run(body())
 
 
-def test_tasks_that_quote_the_user_are_emptied_and_others_stay(tmp_path: Path) -> None:
-    async def body() -> None:
-        log = Log(MemoryBus(), "t", store=MemoryStore())
-        await log.create_topics(partitions=2, keep_ms=-1)
-        asked = (Message(role="user", content="my sister's name is Wilhelmina"),)
-        for name, subject in (("hers", ANN), ("his", "bob"), ("nobodys", ""), ("again", ANN), ("again", "")):
-            task = Task(id=name, messages=asked, split="production", meta={"subject": subject} if subject else {})
-            await log.publish(topics.TASKSET, task)
-        assert [await withdraw_tasks(log, {ANN}) for _ in range(2)] == [1, 0]
-        newest = {m.value.id: m.value async for m in log.read_all(topics.TASKSET) if isinstance(m.value, Task)}
-        assert [name for name, task in sorted(newest.items()) if task.messages] == ["again", "his", "nobodys"]
-        book = TaskBook()
-        for task in newest.values():
-            book.add(task)
-        assert {task.id for task in book.in_split("production")} == {"again", "his", "nobodys"}
-
-    asyncio.run(body())
-
-
 SAVED = Saved(run="t", token=1, step=7, version=3, sha256="9f")
 
 
@@ -224,7 +205,7 @@ async def waited(
     *trainers: Progress, saved: Saved | None = SAVED, wait_s: float = 0.2, trained: bool = True
 ) -> Saved | None:
     """What forgetting waited for, with these trainers, a checkpoint from before, and one while it waits."""
-    log = Log(MemoryBus(), "t", store=MemoryStore())
+    log = Log(MemoryBus(), "t", store=secret_store())
     await log.create_topics(partitions=1, keep_ms=-1)
     await log.publish(topics.BATCHES, msgspec.structs.replace(SAVED, step=6))
     if trained:

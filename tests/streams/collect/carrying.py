@@ -11,12 +11,13 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from schemas import Block, Closure, Control
-from schemas.ids import request_group, session_name
+from schemas.ids import request_group
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.snapshots import series_of
+from tests.names import session_name
 from tests.streams.collect.collecting import answer, block, said, stub, tick
 from tests.streams.deliveries import values
 

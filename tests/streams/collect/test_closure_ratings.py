@@ -34,7 +34,7 @@ def live(group: str = "a1b2.0") -> FakePartition:
 def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_is_bad() -> None:
     inbox = FakePartition()
     for session in range(4):
-        name = f"bcdfbcdfbcdfbcdfbcdfbcd{'fghj'[session]}".replace("g", "q")
+        name = "bcdf" * 15 + "bcd" + "fhjq"[session]
         inbox.extend(turn(number, name) for number in range(10))
         inbox.append(said(f"hr-{group_of_turn(9, name)}.0-0-0", 1.0, rater="ann"))
     inbox.append(tick(), after_ms=WINDOW_MS)

@@ -11,13 +11,13 @@ from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, DeadLetter, Message, Tick
-from schemas.ids import subject_of
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.feedback import FeedbackRules
 from streams.collect.inbox import CollectDriver
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
+from tests.names import subject_name
 from tests.streams.collect.collecting import answer, block, said
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 
@@ -341,7 +341,7 @@ def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_s
         async with memory_log() as plain:
             store = MemoryStore()
             log, keys = Log(plain.bus, plain.app, store=store), Keys(store)
-            subject = subject_of("acme", "ann")
+            subject = subject_name("acme", "ann")
             said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
             for episode in range(2):
                 one = answer("t.0", episode).with_bulk(messages=said_by_ann)

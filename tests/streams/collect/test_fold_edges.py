@@ -10,12 +10,13 @@ from infra.chain.chain import ChainResult, Context
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
 from schemas import Block, Closure, Experience, decode, encode
-from schemas.ids import request_group, session_name, subject_of
+from schemas.ids import request_group
 from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
 from streams.collect.state import State
+from tests.names import session_name, subject_name
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     RULES,
@@ -230,7 +231,7 @@ def test_an_answer_whose_last_part_comes_when_its_window_ends_is_closed_by_that_
 
 
 def test_nothing_is_learned_from_what_was_forgotten() -> None:
-    store, subject = MemoryStore(), subject_of("acme", "ann")
+    store, subject = MemoryStore(), subject_name("acme", "ann")
     keys = Keys(store)
     sent = encode(sealed(block(replace(answer("a.0", 0), subject=subject)), keys, subject))
     keys.destroy(subject)

@@ -11,7 +11,7 @@ import pytest
 from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Block, Closure, Experience, encode
 from schemas.experience import MAX_MEMBERS, is_withdrawal
-from schemas.ids import request_group, session_name
+from schemas.ids import request_group
 from schemas.wire.block import blocks_of
 from streams.collect.decision import (
     Chain,
@@ -24,6 +24,7 @@ from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, Lo
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
+from tests.names import session_name
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     RULES,

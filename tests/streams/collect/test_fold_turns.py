@@ -9,12 +9,13 @@ import pytest
 
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, Experience
-from schemas.ids import partition_key, request_group, session_name
+from schemas.ids import partition_key, request_group
 from schemas.topics import BUFFER, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import USUAL_PRIOR, FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.turns import MAX_TURNS
+from tests.names import session_name
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     FakePartition,

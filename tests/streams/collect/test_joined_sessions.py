@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import Block, Control, Experience, Join, Score
-from schemas.ids import session_name
 from schemas.parts import HISTORY_REWRITTEN
 from schemas.topics import BUFFER, PROGRESS, VERIFIED
 from streams.collect.decision import Folded
@@ -19,6 +18,7 @@ from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.collect.turns import MAX_JOINED
+from tests.names import session_name
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, decisions, drops, folded, said, tick
 from tests.streams.collect.test_collector import opened
 from tests.streams.collect.test_fold_turns import credit, group_of_turn, ref, turn, usually

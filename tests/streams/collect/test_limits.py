@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from infra.chain.processor import Memory
 from schemas import Feedback
-from schemas.ids import request_group, session_name
+from schemas.ids import request_group
 from streams.collect.feedback import FeedbackRules
 from streams.collect.limits import (
     DAY_MS,
@@ -21,6 +21,7 @@ from streams.collect.limits import (
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.config import LimitsConfig
+from tests.names import session_name
 from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, decisions, drops, folded, said
 from tests.streams.collect.test_fold_turns import ref, turn
 
