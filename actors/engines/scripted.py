@@ -71,17 +71,14 @@ class ScriptedEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that samples now."""
         return self._version
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
         return self._max_model_len
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
         return len(self._running)
 
     @property
@@ -100,14 +97,12 @@ class ScriptedEngine:
         self._num_vocabulary = len(self._table)
 
     async def close(self) -> None:
-        """Cancel what runs."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._grammars.close()
 
     async def prepare(self, json_schema: str) -> None:
-        """Compile the schema."""
         await self._grammars.compiled(json_schema)
 
     async def generate(
@@ -118,7 +113,6 @@ class ScriptedEngine:
         on_chunk: OnChunk | None = None,
         images: Sequence[Pixels] = (),
     ) -> Completion:
-        """Sample one continuation."""
         check_images(None, prompt, images)
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         task = asyncio.ensure_future(self._sample(tuple(prompt), sampling, on_chunk))
@@ -186,7 +180,6 @@ class ScriptedEngine:
         return row, np.exp(row).cumsum()
 
     async def load(self, policy: Policy) -> LoadReport:
-        """Replace the table between two tokens."""
         async with self._loading:
             check_tensors(policy, {TENSOR: self._table.shape})
             check_probe_sequences(policy.probe, self._num_vocabulary, self._max_model_len)
@@ -199,7 +192,6 @@ class ScriptedEngine:
             return LoadReport((time.perf_counter() - begin) * 1e3, difference)
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprob of every token but the first."""
         return bigram_logprobs(self._table, tokens)
 
 

@@ -91,17 +91,14 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that samples now."""
         return self._version
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
         return self._max_model_len
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
         return len(self._futures)
 
     def folder_weights(self) -> dict[str, Tensor]:
@@ -130,7 +127,6 @@ class TorchEngine:
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop the thread; running requests are cancelled."""
         if self._thread is not None:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
@@ -141,7 +137,6 @@ class TorchEngine:
             future.cancel()
 
     async def prepare(self, json_schema: str) -> None:
-        """Compile the schema."""
         await self._grammars.compiled(json_schema)
 
     async def generate(
@@ -152,7 +147,6 @@ class TorchEngine:
         on_chunk: OnChunk | None = None,
         images: Sequence[Pixels] = (),
     ) -> Completion:
-        """Sample one continuation."""
         self._check_alive()
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         check_images(self._vision, prompt, images)
@@ -172,13 +166,11 @@ class TorchEngine:
             row.cancelled = True
 
     async def load(self, policy: Policy) -> LoadReport:
-        """Swap the weights between two tokens."""
         async with self._loading:
             changed = await asyncio.to_thread(self._check, policy)
             return await self._in_thread(lambda: self._apply(policy, changed))
 
     async def score_tokens(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprob of every token but the first."""
         return await self._in_thread(lambda: self._score(tokens))
 
     def _routers(self) -> Routers:

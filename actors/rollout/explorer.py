@@ -67,7 +67,8 @@ async def run_explorer(
         images=ImageReader(role.store),
     )
     scheduler = Scheduler(max_episodes=config.episodes_in_flight)
-    await log.publish(REPORTS, _loading(role))
+    loading = Progress(role="explore", instance=role.instance, state="loading", life="starting", release=full_release())
+    await log.publish(REPORTS, loading)
     await engine.start()
     if started is not None:
         started()
@@ -208,10 +209,6 @@ async def _report(runtime: RolloutRuntime, scheduler: Scheduler, follower: Polic
         )
         await runtime.role.log.publish(REPORTS, report)
         await asyncio.sleep(runtime.config.report_s)
-
-
-def _loading(role: Role) -> Progress:
-    return Progress(role="explore", instance=role.instance, state="loading", life="starting", release=full_release())
 
 
 def _progress(runtime: RolloutRuntime, state: str, life: Life) -> Progress:

@@ -19,8 +19,9 @@ from threading import Lock
 from typing import Protocol, TypedDict, Unpack
 
 from actors.engines.engine import Engine, Sampling
+from actors.engines.trace import Rows
 from actors.rollout.continuation import MARK, SampledTurn, following_tokens
-from actors.rollout.parts import Conversation, Found, GrowingPart, Parts, Rows
+from actors.rollout.parts import Conversation, Found, GrowingPart, Parts
 from infra.store.images import ImageReader, Pixels, images_of
 from schemas import End, Experience, Lane, Message, Score, make_experience
 from schemas.fields import Meta

@@ -200,9 +200,6 @@ def _bring(image: Image, folder: Path, store: Store) -> None:
             ) from error
 
 
-ORIGIN = "load"
-
-
 def pair_block(row: Preference, tokenizer: Tokenizer) -> Block:
     """Both sides, ended by the end token, as not sampled."""
     prompt = tokenizer.encode_chat(row.messages)

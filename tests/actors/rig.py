@@ -1,32 +1,47 @@
-"""What the loop tests share: a memory log, a character tokenizer, a stand-in for the streams, and explorers to kill."""
+"""Rig of the actors' tests: a memory log, tokenizers, stand-ins for streams, roles to kill, and people who rate answers."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from actors.config import ExploreConfig, MasterConfig
-from actors.engines.engine import Engine
+from actors.engines.engine import Completion, Engine, OnChunk, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.master.gate.gate import Gate
 from actors.master.master import run_master
+from actors.master.plan import Decisions, Plan
 from actors.rollout.explorer import run_explorer
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.settings.config import Floor, Pacing
+from infra.store.images import Pixels
 from infra.store.memory import MemoryStore
 from infra.store.open import open_store
 from infra.store.store import Store
-from schemas import Block, Closure, DropMarker, Experience, Message, Score, Task
+from schemas import Block, Closure, DropMarker, Experience, Message, PolicyEvent, Rating, Score, Task
+from schemas.ids import request_group
 from schemas.topics import EVALS, EXPERIENCES, PROGRESS, TASKSET, VERIFIED, Topic
+from tests.names import session_name
 from tests.role import role_of
 
 EOS = 0
+
+
 FLOOR = Floor(app="test")
+
+
 PACING = Pacing(groups_per_step=2, max_staleness=1, steps_per_version=1, reissue_s=0.3)
+
+
 EXPLORE = ExploreConfig(report_s=0.05, linger_s=0.05, drain_s=0.2, eval_hold_s=5.0)
+
+
 MASTER = MasterConfig(num_episodes=3, max_tokens=4, report_s=0.05)
 
 
@@ -165,3 +180,84 @@ async def streams(log: Log, *, correct: Callable[[Experience], bool] = lambda _:
 async def load(log: Log, *, train: int = 4, dev: int = 0) -> None:
     await log.publish_all(TASKSET, [task(f"task-{index}") for index in range(train)])
     await log.publish_all(TASKSET, [task(f"dev-{index}", "dev") for index in range(dev)])
+
+
+def rollouts(plan: Plan) -> list[Task]:
+    return _acted(plan, "rollouts")
+
+
+def reissues(plan: Plan) -> list[Task]:
+    return _acted(plan, "reissues")
+
+
+def eval_tasks(plan: Plan) -> list[Task]:
+    return _acted(plan, "evals")
+
+
+def _acted(plan: Plan, kind: Literal["rollouts", "reissues", "evals"]) -> list[Task]:
+    """Decisions of one kind; those of the others are left for later."""
+    found = plan.decide()
+    assert found == plan.decide(), "to decide changes nothing"
+    only = Decisions(**{kind: getattr(found, kind)})
+    plan.apply(only)
+    return [task for tasks in only.tasks.values() for task in tasks]
+
+
+def decisions(gate: Gate) -> list[PolicyEvent]:
+    found = gate.decisions()
+    assert found == gate.decisions(), "to decide changes nothing"
+    for event in found:
+        gate.event(event)
+    return found
+
+
+BLOCK_MS = 600_000
+
+
+def rated_group(person: str, tenant: str = "acme", number: int = 0) -> str:
+    return request_group(session_name(tenant, person), 7, number)
+
+
+def rated(
+    person: str,
+    version: int,
+    *values: float,
+    at_ms: int = 0,
+    trial: int = -1,
+    tenant: str = "acme",
+    rater: str = "",
+    number: int = 0,
+    revision: int = 0,
+    late_ms: int = 0,
+) -> Closure:
+    """An answer to somebody, and what was said of it. number: of their answers."""
+    ratings = tuple(Rating(source="user", value=value, rater=rater, time_ms=at_ms + late_ms) for value in values)
+    return Closure(
+        group=rated_group(person, tenant, number), outcome="buffered", lane="live", version=version, trial=trial,
+        revision=revision, ratings=ratings, answered_ms=at_ms,
+    )  # fmt: skip
+
+
+def crowd(name: str, version: int, people: int, down: int, **more: object) -> Iterable[Closure]:
+    """So many people of one answer each, the first of whom complain."""
+    for number in range(people):
+        yield rated(f"{name}{version}-{number}", version, float(number >= down), **more)  # type: ignore[arg-type]
+
+
+class Looking(ScriptedEngine):
+    """seen: of each request."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[tuple[Pixels, ...]] = []
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        on_chunk: OnChunk | None = None,
+        images: Sequence[Pixels] = (),
+    ) -> Completion:
+        self.seen.append(tuple(images))
+        return await super().generate(prompt, sampling, on_chunk=on_chunk)

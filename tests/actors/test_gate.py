@@ -21,10 +21,8 @@ from infra.roles.process import MISSING_S, Absence
 from schemas import Answered, Client, Closure, Directive, EvalResult, PolicyEvent, Progress
 from schemas.fields import CANARY_MISSING, Channel, PolicyEventKind
 from schemas.topics import POLICIES, REPORTS
-from tests.actors.acting import decisions
 from tests.actors.gateway.gateway_rig import serving
-from tests.actors.rated import BLOCK_MS, crowd, rated
-from tests.actors.rig import MASTER, TopicArrivals, master, running, until
+from tests.actors.rig import BLOCK_MS, MASTER, TopicArrivals, crowd, decisions, master, rated, running, until
 from tests.simulator.virtual_loop import VirtualLoop
 
 CONFIG = GateConfig(suites={"dev": GateSuite(at_least=0.5, max_drop=0.02), "safety": GateSuite(at_least=0.9)})

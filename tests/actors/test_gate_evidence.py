@@ -14,8 +14,7 @@ from actors.master.gate.replies import Replies
 from schemas import Answered, Client, Closure, EvalResult, Experience, Message, PolicyEvent, Progress
 from schemas.fields import End
 from schemas.names import fallback_rater
-from tests.actors.acting import decisions
-from tests.actors.rated import BLOCK_MS, rated
+from tests.actors.rig import BLOCK_MS, decisions, rated
 from tests.schemas.record_samples import group_block
 
 CONFIG = GateReplies(max_distance=0.9)

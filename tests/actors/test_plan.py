@@ -16,7 +16,7 @@ from actors.master.taskbook import TaskBook
 from actors.rollout.scheduler import require_issued
 from infra.settings.config import Floor, Pacing
 from schemas import Closure, Directive, Drawn, EvalResult, Message, PolicyEvent, Progress, Task
-from tests.actors.acting import eval_tasks, reissues, rollouts
+from tests.actors.rig import eval_tasks, reissues, rollouts
 from trainer.config import TrainerConfig
 from trainer.journal.origin import config_hash
 

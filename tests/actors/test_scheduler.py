@@ -21,7 +21,6 @@ from schemas import Closure, Drawn, DropMarker, Issued, Message, PolicyEvent, Pr
 from schemas.fields import ENOUGH, GROUP_OVER
 from schemas.reports import MAX_HELD
 from schemas.topics import EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
-from tests.actors.acting import eval_tasks, reissues, rollouts
 from tests.actors.rig import (
     EOS,
     EXPLORE,
@@ -29,9 +28,12 @@ from tests.actors.rig import (
     MASTER,
     CharTokenizer,
     TopicArrivals,
+    eval_tasks,
     explorer,
     folder_store,
     memory_log,
+    reissues,
+    rollouts,
     running,
     task,
     until,

@@ -15,7 +15,7 @@ from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from infra.roles.process import MISSING_S
-from tests.actors.rated import crowd, rated
+from tests.actors.rig import crowd, rated
 from tests.actors.test_evals_and_placing import placing
 from tests.actors.test_gate import HOUR_MS, MANY, alarms_after
 from tests.infra.cli.test_status_command import progress, state_of

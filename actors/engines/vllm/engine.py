@@ -250,17 +250,14 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that samples now."""
         return self._version
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
         return self._max_model_len
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
         return self._requests.num_running if self._requests else 0
 
     def folder_weights(self) -> Mapping[str, Tensor]:
@@ -307,7 +304,6 @@ class VllmEngine:
         await self.score_tokens((*seen, 0, 0))
 
     async def close(self) -> None:
-        """Stop vLLM; running requests are cancelled."""
         requests, self._requests = self._requests, None
         if requests is not None:
             await asyncio.gather(*self._loads, return_exceptions=True)
@@ -328,7 +324,6 @@ class VllmEngine:
         on_chunk: OnChunk | None = None,
         images: Sequence[Pixels] = (),
     ) -> Completion:
-        """Sample one continuation."""
         check_request(prompt, sampling, self._num_vocabulary, self._max_model_len)
         requests = self._running()
         check_images(self._vision, prompt, images)

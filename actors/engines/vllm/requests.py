@@ -13,13 +13,12 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import lru_cache
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from actors.engines.engine import Chunk, Completion, EngineStopped, OnChunk, Sampling, Shaping
-from actors.engines.trace import RequestImages, Start, Trace, begin, spans
+from actors.engines.trace import RequestImages, RoutedTokens, Rows, Start, Trace, begin, spans
 from actors.engines.vllm.adapters import Adapters, Attempts, LoadedAdapter
 from infra.model.vision import Prepared, Vision
 
@@ -36,33 +35,6 @@ MAX_BIASED = 1024  # tokens of a request that vLLM takes a bias for
 _OF_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\b")
 
 _log = logging.getLogger(__name__)
-
-
-class RoutedRows(msgspec.Struct):
-    """The experts of one completion, which may take several requests.
-
-    layers: those that route; () where none are asked for. rows: [tokens, layers, k] of each request. num: tokens that
-    they cover. lost: whether vLLM did not give some.
-    """
-
-    layers: tuple[int, ...] = ()
-    rows: list[npt.NDArray[np.unsignedinteger[Any]]] = []
-    num: int = 0
-    lost: bool = False
-
-    def add(self, found: npt.NDArray[np.unsignedinteger[Any]] | None, stop: int) -> None:
-        """A request's rows [tokens read, all layers, k], up to `stop`; those that an earlier request gave are kept."""
-        if not self.layers or stop <= self.num:
-            return
-        if found is None or len(found) < stop:
-            self.lost = True
-            return
-        self.rows.append(found[self.num : stop, list(self.layers)])
-        self.num = stop
-
-    def all(self) -> npt.NDArray[np.unsignedinteger[Any]] | None:
-        """[tokens, layers, k], None where vLLM did not give them all."""
-        return np.concatenate(self.rows) if self.rows and not self.lost else None
 
 
 class Requests:
@@ -233,7 +205,7 @@ class Requests:
         tokens: list[int] = []
         logprobs: list[float] = []
         starts: list[Start] = []
-        routed = RoutedRows(self._routed_layers)
+        routed = RoutedTokens()
         while True:
             output, labels, born = sampled
             kept = len(output.token_ids)
@@ -248,8 +220,8 @@ class Requests:
                 raise RuntimeError("vLLM returned a different number of tokens and logprobs")
             tokens += output.token_ids[:kept]
             logprobs += found[:kept]
-            if kept:
-                routed.add(getattr(output, "routed_experts", None), len(prompt) + len(tokens) - 1)
+            if kept and self._routed_layers:
+                routed.add(self._routed(output, len(prompt) + len(tokens) - 1))
             stopped = bool(tokens) and tokens[-1] in sampling.stop
             if stopped or len(tokens) >= sampling.max_tokens:
                 return Completion(
@@ -261,9 +233,14 @@ class Requests:
                 )
             if sampling.json_schema:
                 _log.warning("answer_begun_again reason=schema tokens=%d", len(output.token_ids))
-                tokens, logprobs, starts, routed = [], [], [], RoutedRows(self._routed_layers)
+                tokens, logprobs, starts, routed = [], [], [], RoutedTokens()
             left = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
             (sampled,) = await self._sample((*prompt, *tokens), pictures, left, 1)
+
+    def _routed(self, output: Any, stop: int) -> Rows | None:
+        """Experts of the tokens up to `stop` in the layers that route, None where vLLM did not give them."""
+        found = getattr(output, "routed_experts", None)
+        return None if found is None or len(found) < stop else found[:stop, list(self._routed_layers)]
 
     def _sampling_params(self, sampling: Sampling, num: int) -> Any:
         return _sampling_params(sampling, num, self.special)

@@ -17,7 +17,7 @@ from infra.store.images import decode_image
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
 from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, RunningGateway, says, serving
-from tests.actors.looking import Looking
+from tests.actors.rig import Looking
 from tests.eye_model import drawings
 
 ONE, OTHER = drawings(2)

@@ -19,8 +19,7 @@ from schemas.errors import FencedOut
 from schemas.topics import BUFFER, EXPERIENCES, PROGRESS, REPORTS, TASKS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.rules import Rules
-from tests.actors.acting import reissues, rollouts
-from tests.actors.rig import MASTER, TopicArrivals, load, master, memory_log, running, task, until
+from tests.actors.rig import MASTER, TopicArrivals, load, master, memory_log, reissues, rollouts, running, task, until
 from tests.infra.ledger.whole_loop import PACING, trained_steps, whole_loop
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import memory_log as app_log
