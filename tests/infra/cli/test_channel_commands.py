@@ -8,15 +8,11 @@ import pytest
 
 from infra.cli.govern.channel import check_move, versions_and_stable
 from infra.cli.govern.evaluate import request
-from infra.cli.govern.export_model import published
 from infra.cli.govern.words import recent_words, words_about
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK
 from infra.policies.fold import WINDOW
-from infra.roles.identity import fit_of
-from infra.settings.config import Floor
-from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
@@ -109,26 +105,6 @@ def test_a_move_and_an_evaluation_read_policies_from_the_newest_summary_and_for_
         bus.read.clear()
         assert await request(log, "main", "dev", None) == LONG - 1
         assert bus.read[log.name(POLICIES)] <= FEW
-
-    asyncio.run(main())
-
-
-def test_an_export_and_a_store_without_a_name_read_policies_from_the_newest_summary() -> None:
-    async def main() -> None:
-        bus, store = CountingBus(), MemoryStore()
-        log = await long_log(bus)
-        for name, version in (("newest", LONG - 1), (str(LONG - 2), LONG - 2)):
-            bus.read.clear()
-            assert (await published(log, "main", name)).version == version
-            assert bus.read[log.name(POLICIES)] <= FEW
-        for name, version in (("9", 9), ("stable", 7)):
-            assert (await published(log, "main", name)).version == version, "of an old one all is read"
-        store.put(f"m{LONG - 1}", b"")
-        bus.read.clear()
-        assert (await fit_of(log, store, Floor(app="t"))).verdict == "unclaimed"
-        assert bus.read[log.name(POLICIES)] <= FEW + 1
-        store.delete(f"m{LONG - 1}")
-        assert (await fit_of(log, store, Floor(app="t"))).missing == f"m{LONG - 1}"
 
     asyncio.run(main())
 

@@ -1,22 +1,37 @@
-"""`headrace check`: the settings, the plugins, what runs in which order, the broker, the store and the newest checkpoint."""
+"""`headrace check`: settings, plugins, chains, broker, store and the newest checkpoint."""
 
+import asyncio
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from infra.cli.check.connect import groups_of, object_fault, store_tried
 from infra.cli.main import app
 from infra.cli.settings import load_settings
-from infra.local.address import HOST, choose_address
+from infra.local.address import HOST, BrokerPorts, choose_address
+from infra.log.kafka import KafkaBus
+from infra.log.log import Log
+from infra.policies.tensors import Tensor
+from infra.roles.identity import claim
+from infra.settings.config import Floor
+from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
+from schemas import PolicyEvent
 from schemas.errors import StoreError
+from schemas.topics import POLICIES
 from tests.infra.chat_models import STYLES, build_chat_model
+from tests.infra.tiny_families import build_family
 from tests.own_sources import ROOT
+from trainer.journal import checkpoint
+from trainer.journal.checkpoint import Checkpoint, Position
 
 PLUGIN = """
 from headrace import Drop, Experience, Feedback, feedback, processor
@@ -99,28 +114,10 @@ def test_the_resolved_chain_is_shown_in_order_with_versions_and_options(config: 
     assert "ScriptedEngine" in result.stdout and "dppo" in result.stdout
 
 
-def test_what_was_not_tried_is_said_with_the_command_that_tries_it(config: Path) -> None:
-    said = " ".join(check(config).stdout.split())
-    assert (
-        "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them" in said
-    )
-    assert (
-        "a role reads the settings when it starts: those that run keep the old ones until they are started again"
-        in said
-    )
-
-
 def test_a_score_that_nothing_gives_is_pointed_out(config: Path) -> None:
     notes = [line for line in check(config).stdout.splitlines() if line.startswith("note:")]
     assert len(notes) == 2 and '"judge"' in notes[0] and "csat, exact" in notes[0]
     assert notes[1] == "note: policy.model: missing: explore, serve and train do not start without"
-
-
-def test_where_the_file_names_no_score_the_note_names_none(config: Path) -> None:
-    config.write_text(
-        'app = "bot"\n[engine]\nuse = "actors.engines.scripted:ScriptedEngine"\n[reward]\nblend = {judge = 1}\n'
-    )
-    assert 'is called "judge"; expected a name that a workflow returns' in " ".join(check(config).stdout.split())
 
 
 def test_a_plugin_folder_that_is_not_there(config: Path) -> None:
@@ -323,3 +320,223 @@ def test_every_group_that_a_role_reads_as_is_tried(tmp_path: Path) -> None:
     (tmp_path / "headrace.toml").write_text(f'app = "t"\n{topic}{file}')
     tried = groups_of(load_settings(tmp_path / "headrace.toml"))
     assert tried == ["tasks", "explore", "verify", "collect", "feedback", "feedback.csat"]
+
+
+LEASE = PolicyEvent(event="lease", policy="main", owner="train/1")
+
+
+def check_fit(config: Path) -> tuple[int, str]:
+    """Exit code and output, without its line breaks."""
+    result = CliRunner().invoke(app, ["check", "-c", str(config)], env={"TERM": "dumb", "COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def fit_settings(folder: Path, app_name: str, bootstrap: str = "") -> Path:
+    file = folder / "headrace.toml"
+    file.write_text(f'app = "{app_name}"\n[kafka]\nbootstrap_servers = "{bootstrap}"\npartitions = 1\n')
+    return file
+
+
+def test_an_app_that_has_not_begun_has_nothing_to_compare_and_nothing_is_made_for_it(tmp_path: Path) -> None:
+    code, said = check_fit(fit_settings(tmp_path, "bot"))
+    assert code == 0 and "compared" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["headrace.toml"]
+
+
+def test_a_store_whose_embedded_log_is_gone_is_refused_with_the_command_that_helps(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path / "store").put("checkpoints/bot/000000000001-0/manifest.json", b"{}")
+    code, said = check_fit(fit_settings(tmp_path, "bot"))
+    assert code == 2
+    assert 'the log of app "bot" is empty' in said and "`headrace recover`" in said
+
+
+def test_a_broker_that_does_not_answer_is_told_and_refuses_nothing(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path / "store").put("checkpoints/bot/000000000001-0/manifest.json", b"{}")
+    code, said = check_fit(fit_settings(tmp_path, "bot", "127.0.0.1:1"))
+    assert (
+        code == 0
+        and "log and store were not compared, as the roles do when they start: no broker answers at 127.0.0.1:1" in said
+    )
+
+
+class NoBucket(MemoryStore):
+    """A store whose bucket is not there."""
+
+    def get(self, key: str) -> bytes:
+        raise StoreError(f"get {key}: NoSuchBucket")
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        raise StoreError(f"list {prefix}: NoSuchBucket")
+
+
+def test_a_bucket_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = fit_settings(tmp_path, "bot")
+    config.write_text(config.read_text() + f'[store]\nuse = "{__name__}:NoBucket"\n')
+    code, said = check_fit(config)
+    assert code == 1 and said.endswith("NoSuchBucket")
+
+
+def test_a_password_of_the_broker_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = fit_settings(tmp_path, "bot", "127.0.0.1:1")
+    secured = 'security_protocol = "SASL_PLAINTEXT"\nsasl_username = "a"\nsasl_password_env = "NOBODY_SET_THIS"\n'
+    config.write_text(config.read_text() + secured)
+    code, said = check_fit(config)
+    assert code == 2 and "kafka.sasl_password_env: the environment has no NOBODY_SET_THIS" in said
+
+
+@pytest.mark.slow
+def test_a_log_and_a_store_of_two_apps_and_a_store_that_is_gone_are_refused(
+    kafka: str, app_name: str, tmp_path: Path
+) -> None:
+    async def main(name: str, *events: PolicyEvent, claimed: bool) -> None:
+        bus = KafkaBus(kafka, deadline_s=30)
+        await bus.start()
+        log = Log(bus, name)
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for event in events:
+            await log.publish(POLICIES, event)
+        if claimed:
+            await claim(log, DirectoryStore(tmp_path / "store"), Floor(app=app_name))
+        await bus.close()
+
+    config = fit_settings(tmp_path, app_name, kafka)
+    published = PolicyEvent(event="published", policy="main", version=1, manifest="policies/main/0/manifests/1.json")
+    asyncio.run(main(f"{app_name}-other", LEASE, claimed=True))
+    asyncio.run(main(app_name, LEASE, published, claimed=False))
+    code, said = check_fit(config)
+    assert code == 2 and "belongs to the log" in said and f'and the log of app "{app_name}" is' in said
+    assert "`headrace recover`" in said
+    shutil.rmtree(tmp_path / "store")
+    code, said = check_fit(config)
+    assert code == 2 and "names policies/main/0/manifests/1.json, which is not in store (nothing is there)" in said
+    assert not (tmp_path / "store").exists(), "looking makes nothing"
+    asyncio.run(main(app_name, claimed=True))
+    (tmp_path / "store" / "policies/main/0/manifests").mkdir(parents=True)
+    assert check_fit(config)[0] == 0
+
+
+STATE_SETTINGS = """
+app = "bot"
+[engine]
+use = "actors.engines.scripted:ScriptedEngine"
+[policy]
+model = "model"
+[trainer.lanes]
+usual = {{}}
+{lanes}
+"""
+
+
+def check_state(folder: Path, lanes: str = "") -> tuple[int, str]:
+    """Exit code and output, without its line breaks."""
+    (folder / "headrace.toml").write_text(STATE_SETTINGS.format(lanes=lanes))
+    result = CliRunner().invoke(app, ["check", "-c", str(folder / "headrace.toml")], env={"TERM": "dumb"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def tensor(*shape: int) -> Tensor:
+    return Tensor("F32", shape, b"\0" * 4 * shape[0] * shape[1])
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Path:
+    """A folder whose app has a model of one weight and a checkpoint of step 3."""
+    header = msgspec.json.encode({"head": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}})
+    (tmp_path / "kafka").mkdir()
+    (tmp_path / "kafka" / "address.json").write_bytes(msgspec.json.encode(BrokerPorts(port=1, controller_port=1)))
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 24)
+    write(tmp_path, 3, {"model/head": tensor(2, 3)})
+    return tmp_path
+
+
+def write(folder: Path, step: int, learner: dict[str, Tensor], made_with: dict[str, str] | None = None) -> None:
+    state = Checkpoint(position=Position(step=step), learner=learner, uses={}, references=())
+    checkpoint.save(DirectoryStore(folder / "store"), "bot", state, made_with=made_with or {})
+
+
+PAIRS = 'human = { loss = "dpo", optional = true }'
+
+
+def test_a_lane_that_will_begin_a_reference_is_told_before_the_trainer_starts(started):
+    code, said = check_state(started, PAIRS)
+    assert code == 0
+    assert "checkpoint of step 3 has no reference, a lane wants one: it begins as the version that training" in said
+    assert "checkpoint" not in check_state(started)[1]
+
+
+def test_a_reference_that_no_lane_wants_is_told(started):
+    write(started, 5, {"model/head": tensor(2, 3), "reference/head": tensor(2, 3)})
+    assert "checkpoint of step 5 has a reference that no lane wants: it is left out" in check_state(started)[1]
+    assert "checkpoint" not in check_state(started, PAIRS)[1]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(started):
+    write(started, 4, {"model/head": tensor(2, 4)})
+    code, said = check_state(started)
+    assert code == 2 and "head is (2, 4), policy.model has (2, 3)" in said and "another name in `run`" in said
+
+
+def test_a_checkpoint_of_other_adapters_is_refused_with_the_way_out(started):
+    words = "a run keeps what it trains; expected the settings it was made with, or another name in `run`"
+    for lora, state, told in (
+        ("\n[trainer.lora]\nrank = 8", {}, "is of full weights, the settings ask for an adapter of rank 8"),
+        ("", {"model/q.lora_A.weight": tensor(4, 3)}, "is of an adapter of rank 4, the settings ask for full weights"),
+        ("\n[trainer.lora]\nrank = 8", {"model/q.lora_A.weight": tensor(4, 3)}, "of rank 4, the settings ask for"),
+    ):
+        if state:
+            write(started, 4, state)
+        code, said = check_state(started, lora)
+        assert code == 2 and told in said and words in said, said
+    code, said = check_state(started, "\n[trainer.lora]\nrank = 4")
+    assert code == 0 and "an adapter of rank" in said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "told"),
+    [
+        (2, 3, ""),
+        (3, 3, "was made by 2 rank(s) of ZeRO 3, the settings ask for 3 rank(s) of ZeRO 3: weights, optimizer and"),
+        (
+            2,
+            2,
+            "the settings ask for 2 rank(s) of ZeRO 2: weights, optimizer and reference are kept, nothing begins anew",
+        ),
+        (0, 0, "was made by 2 rank(s) of ZeRO 3, the settings ask for one process"),
+    ],
+)
+def test_other_ranks_or_another_stage_are_told_with_what_is_kept(started, ranks, stage, told):
+    write(started, 4, {"model/head": tensor(2, 3)}, {"ranks": "2", "zero": "3"})
+    use = "trainer.learners.deepspeed:DeepSpeedLearner"
+    learner = f'[trainer]\nranks = {ranks}\nlearner = {{ use = "{use}", options = {{ stage = {stage} }} }}'
+    code, said = check_state(started, learner if ranks else "")
+    assert code == 0 and (told in said if told else "was made by" not in said), said
+
+
+def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(tmp_path):
+    build_family(tmp_path / "model", "qwen3_moe")
+    code, said = check_state(tmp_path, '\n[trainer.lora]\ntargets = ["q_proj", "up_proj"]')
+    assert code == 2 and 'trainer.lora.targets: got "up_proj", which names no module' in said, said
+
+
+def test_a_critic_that_no_loss_wants_is_refused(started):
+    code, said = check_state(started, "[trainer.critic]")
+    assert code == 2 and "trainer.critic: got a critic, expected a lane whose loss uses it" in said
+
+
+def test_looking_at_an_app_that_never_started_leaves_no_store_behind(tmp_path):
+    build_chat_model(tmp_path / "model", STYLES["chatml"])
+    assert check_state(tmp_path)[0] == 0 and not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("first_train_step", "code"), [(0, 2), (150, 0)])
+def test_a_warm_up_added_to_a_run_that_began_without_one_is_refused(
+    started: Path, first_train_step: int, code: int
+) -> None:
+    position = Position(step=200, warmed_up=True, first_train_step=first_train_step)
+    state = Checkpoint(position=position, learner={"model/head": tensor(2, 3)}, uses={}, references=())
+    checkpoint.save(DirectoryStore(started / "store"), "bot", state, made_with={})
+    warm_up = 'expert = { loss = "sft", optional = true }\n[trainer.warmup]\nlane = "expert"'
+    found, said = check_state(started, warm_up)
+    assert found == code, said
+    assert ("this run began without a warm-up" in said) == (code == 2)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from typer.testing import CliRunner, Result
 from infra.cli.main import app
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.roles.role import instance_of
 from infra.store import seal
 from infra.store.directory import DirectoryStore
 from infra.store.seal import Keys, open_text, seal_text, sealed
@@ -203,28 +201,6 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
     assert "refused" in printed(config, "status")
 
 
-def test_status_check_ends_with_1_while_one_of_two_explorers_of_a_machine_is_gone(
-    kafka: str, app_name: str, config: Path
-) -> None:
-    def say(role: str, pid: int, state: str = "running", reason: str = "") -> None:
-        instance = f"{instance_of(role).rpartition('/')[0]}/{pid}"
-        report = Progress(role=role, instance=instance, state=state, reason=reason)
-        publish(kafka, app_name, [(topics.REPORTS, report)])
-
-    for pid, role in enumerate((*ALL_ROLES, "explore")):
-        say(role, pid)
-    assert "alarm" not in printed(config, "status", "--check")
-    say("explore", 4, "failed", "no such model")
-    (line,) = json.loads(printed(config, "status", "--kept", "--json", "--check", code=1))["alarms"]
-    assert line.startswith("1 of 2 explore run: explore/") and line.endswith(" s ago: no such model")
-    say("explore", 5)
-    printed(config, "status", "--check")
-    say("explore", 5, "stopped")
-    printed(config, "status", "--check")
-    asked = printed(config, "status", "--check", "--set", "expect.explore=2", code=1)
-    assert "1 of 2 explore run" in asked
-
-
 def test_audit_accounts_for_what_was_published_and_says_when_a_promise_is_broken(
     kafka: str, app_name: str, config: Path
 ) -> None:
@@ -376,19 +352,3 @@ def test_a_role_that_cannot_start_is_an_alarm_with_its_reason(config: Path) -> N
     shown = json.loads(printed(config, "status", "--check", "--json", code=1))
     (line,) = [alarm for alarm in shown["alarms"] if alarm.startswith("no explore runs")]
     assert "policy.model" in line
-
-
-def test_trace_says_what_an_answer_waits_for_and_until_when(kafka: str, app_name: str, config: Path) -> None:
-    source = 'feedback = [{ name = "csat", use = "mine:csat", window = "24h", from = { file = "tickets.jsonl" } }]\n'
-    config.write_text(source + config.read_text())
-    waiting = block("a.0", (0,), lane="live")
-    waiting = Block((structs.replace(waiting.experiences[0], group_size=1),))
-    began_s = time.time()
-    publish(kafka, app_name, [(topics.EXPERIENCES, waiting), (topics.VERIFIED, waiting)])
-    ended_s = time.time()
-    told = printed(config, "trace", "hr-a.0.0-0-0")
-    found = re.search(r"no published version has learned from it: it waits for csat until (\S+ \S+)", told)
-    assert found is not None, told
-    closes_s = time.mktime(time.strptime(f"{time.localtime(began_s + 86_400).tm_year}-{found[1]}", "%Y-%m-%d %H:%M:%S"))
-    assert int(began_s) <= closes_s - 86_400 <= ended_s, "a day after the broker stored it"
-    assert json.loads(printed(config, "trace", "hr-a.0.0-0-0", "--json"))["waits"].startswith("it waits for csat until")

@@ -1,9 +1,8 @@
-"""The console's doors: who may look, who may act, and from where."""
+"""Sign-in to the console: keys, scopes, origins and tokens, also behind a proxy that ends TLS."""
 
 import asyncio
 import base64
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from actors.gateway.access.keys import Refused, Scope, create_key, revoke_key
 from infra.cli.console.access import LIVES_S as SESSION_S
 from infra.cli.console.access import MAX_ENDED, RELOAD_S, ConsoleAccess
 from infra.cli.console.actions import ACTIONS
+from infra.cli.settings import ConsoleConfig
 from infra.store.memory import MemoryStore
 from schemas import Block, DeadLetter, Directive, PolicyEvent, encode, topics
 from tests.infra.cli.console_rig import (
@@ -24,6 +24,7 @@ from tests.infra.cli.console_rig import (
     LINK,
     SECRET,
     SESSION,
+    TOML,
     Console,
     browser,
     console,
@@ -162,13 +163,13 @@ def test_a_key_that_was_revoked_or_has_expired_since_its_viewer_signed_in_shows_
         )
 
 
-@pytest.mark.parametrize("action", sorted(SCOPES))
-def test_an_action_without_the_token_of_its_session_is_refused(here: Console, action: str) -> None:
-    key = next(iter(OPENS[SCOPES[action]]))
+@pytest.mark.parametrize("path", sorted(POSTS))
+def test_a_form_without_the_token_of_its_session_is_refused(here: Console, path: str) -> None:
+    key = next(iter(OPENS[POSTS[path]]))
     with signed_in(here, key, "look") as (client, own), signed_in(here, key, "look") as (_, other):
         assert own != other
         for token in ("", "0" * 64, other, own[:-1]):
-            answer = client.post(f"/actions/{action}", data=FORM | {"token": token})
+            answer = client.post(path, data=FORM | {"token": token})
             assert answer.status_code == 403 and "another session" in answer.text
 
 
@@ -181,36 +182,6 @@ def test_the_link_looks_and_does_nothing_else(here: Console) -> None:
             assert answer.status_code == 403 and "needs a key with the scope" in answer.text
     with browser(here) as client:
         assert client.get("/enter", params={"link": "another"}).status_code == 401
-
-
-def test_while_one_request_waits_for_a_slow_store_the_others_are_answered_by_what_was_known() -> None:
-    class Slow(MemoryStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open, self.asked = threading.Event(), threading.Event()
-            self.open.set()
-
-        def keys(self, prefix: str = "") -> Iterator[str]:
-            self.asked.set()
-            assert self.open.wait(timeout=30)
-            return iter([*super().keys(prefix)])
-
-    async def main() -> None:
-        store, now_s = Slow(), [1000.0]
-        access = ConsoleAccess(store, LINK, lambda: now_s[0])
-        await access.refresh()
-        store.open.clear()
-        store.asked.clear()
-        now_s[0] += RELOAD_S
-        first = asyncio.create_task(access.refresh())
-        assert await asyncio.to_thread(store.asked.wait, 30)
-        async with asyncio.timeout(30):
-            await access.refresh()
-        assert not first.done()
-        store.open.set()
-        await first
-
-    asyncio.run(main())
 
 
 def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -> None:
@@ -347,17 +318,6 @@ def test_signing_out_ends_the_session_wherever_a_copy_of_its_cookie_lies_and_no_
         assert other.get("/versions").status_code == 200
 
 
-def test_signing_out_takes_the_token_of_the_session_which_every_page_has_in_its_form(here: Console) -> None:
-    with browser(here, "look") as client, browser(here, "look") as other:
-        for token in ("", "0" * 64, minted(other), minted(client)[:-1]):
-            answer = client.post("/leave", data={"token": token})
-            assert answer.status_code == 403 and "another session" in answer.text
-        form = client.get("/answers").text.partition('action="/leave"')[2].partition("</form>")[0]
-        token = form.partition('name="token" value="')[2].partition('"')[0]
-        assert client.post("/leave", data={"token": token}).status_code == 303
-        assert client.get("/answers").status_code == 401
-
-
 def test_a_session_lasts_twelve_hours_and_at_the_bound_of_ended_ones_the_oldest_is_forgotten() -> None:
     now_s = [1000.0]
     access = ConsoleAccess(MemoryStore(), LINK, lambda: now_s[0])
@@ -390,3 +350,128 @@ def test_a_cookie_of_another_start_or_that_was_altered_opens_nothing(here: Conso
             name = f"headrace_{url.rpartition(':')[2]}"
             page = httpx.get(f"{url}/versions", headers={"cookie": f"{name}={value}"}, verify=False)
             assert page.status_code == 401 and "refund" not in text_of(page)
+
+
+URL = "https://console.example.org"
+NAME = "console.example.org"
+FORWARDED = {
+    "x-forwarded-proto": "https", "x-forwarded-host": NAME, "x-forwarded-for": "10.0.0.9", "x-forwarded-ssl": "on",
+    "x-forwarded-port": "443", "forwarded": f"for=10.0.0.9;proto=https;host={NAME}", "front-end-https": "on",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[Console]:
+    """One whose settings allow the proxy's name, and nothing more."""
+    with console(f'{TOML}[console]\nhosts = ["{NAME}"]\n') as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[Console]:
+    """One whose settings say where browsers reach it."""
+    with console(f'{TOML}[console]\nurl = "{URL}"\n') as found:
+        yield found
+
+
+def proxied(here: Console, **headers: str) -> httpx.Client:
+    """A browser, as its requests come to a console through a proxy."""
+    return httpx.Client(base_url=here.url, headers=headers, verify=False)
+
+
+def signed_in_by(here: Console, headers: Mapping[str, str], key: str = "operate") -> httpx.Response:
+    with proxied(here, **headers) as client:
+        return client.post("/enter", data={"key": here.keys[key]})
+
+
+def cookie_of(answer: httpx.Response) -> str:
+    """What a browser sends back of a cookie, over TLS."""
+    return answer.headers["set-cookie"].partition(";")[0]
+
+
+def test_headers_of_a_proxy_are_believed_of_nobody(named: Console) -> None:
+    """Neither where the request came by, nor for which host it was: not from this machine either."""
+    for forwarded in ({}, FORWARDED):
+        answer = signed_in_by(named, {**forwarded, "origin": named.url})
+        assert answer.status_code == 303 and "secure" not in answer.headers["set-cookie"].lower()
+    assert signed_in_by(named, {**FORWARDED, "origin": URL}).status_code == 403
+    with proxied(named, **FORWARDED, host="elsewhere.example") as client:
+        assert client.get("/versions").status_code == 400
+
+
+def test_a_name_behind_a_proxy_that_keeps_it_is_a_page_of_the_console(named: Console) -> None:
+    assert signed_in_by(named, {"host": NAME, "origin": URL}).status_code == 303
+    assert signed_in_by(named, {"host": NAME, "origin": "https://elsewhere.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("host", [NAME, NAME.upper(), "127.0.0.1:8400"], ids=["kept", "upper", "the proxy's own"])
+@pytest.mark.parametrize("forwarded", [{}, FORWARDED], ids=["bare", "forwarded"])
+def test_behind_tls_every_cookie_is_sent_over_tls_alone_and_none_from_another_name(
+    behind: Console, host: str, forwarded: Mapping[str, str]
+) -> None:
+    """Whichever host the proxy names, and whether it says that it ended TLS. Of the name `__Host-…` a browser takes no cookie
+    that another host of the same domain has set."""
+    answers = [signed_in_by(behind, {**forwarded, "host": host, "origin": URL})]
+    with proxied(behind, **forwarded, host=host) as client:
+        answers.append(client.get("/enter", params={"link": LINK}))
+    for answer in answers:
+        cookie = answer.headers["set-cookie"].lower()
+        assert answer.status_code == 303 and cookie.startswith("__host-headrace_")
+        assert {"secure", "httponly", "samesite=strict", "path=/"} <= set(cookie.split("; ")) and "domain" not in cookie
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["", "null", "https://elsewhere.example", f"http://{NAME}", f"{URL}:444", f"{URL}.", f"https://a.{NAME}", "here", "http://["],
+)  # fmt: skip
+@pytest.mark.parametrize("forwarded", [{}, FORWARDED], ids=["bare", "forwarded"])
+def test_behind_tls_a_form_is_taken_from_the_pages_of_its_url_alone(
+    behind: Console, origin: str, forwarded: Mapping[str, str]
+) -> None:
+    """Also not from the same name without TLS, where somebody on the way may have written the page."""
+    cookie = cookie_of(signed_in_by(behind, {"host": NAME, "origin": URL}))
+    said = {"origin": behind.url if origin == "here" else origin} if origin else {}
+    for host in (NAME, behind.url.removeprefix("http://")):
+        headers = {**forwarded, **said, "cookie": cookie, "host": host}
+        with proxied(behind, **headers) as client:
+            token = token_of(client)
+            assert len(token) == 64
+            for path in ("/actions/pause", "/leave"):
+                assert client.post(path, data={"token": token, "why": "theirs"}).status_code == 403
+            assert client.post("/enter", data={"key": behind.keys["operate"]}).status_code == 403
+
+
+def test_behind_tls_who_signed_in_acts_and_signs_out(behind: Console) -> None:
+    cookie = cookie_of(signed_in_by(behind, {"host": NAME, "origin": URL}))
+    with proxied(behind, host=NAME, origin=URL, cookie=cookie) as client:
+        token = token_of(client)
+        assert client.post("/actions/pause", data={"token": token, "why": "a test"}).status_code == 303
+        answer = client.post("/leave", data={"token": token})
+        gone = answer.headers["set-cookie"].lower()
+        assert answer.status_code == 303 and gone.startswith("__host-headrace_") and "expires=thu, 01 jan 1970" in gone
+        assert "secure" in gone, "or a browser would not take it for a cookie of that name"
+        assert client.get("/versions").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("url", "origin"),
+    [
+        (URL, URL), (f"{URL}/", URL), (f"{URL}:443", URL), ("https://Console.Example.ORG:8443", f"{URL}:8443"),
+        ("https://[fd00::7]", "https://[fd00::7]"), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_address_is_as_browsers_say_it(url: str, origin: str) -> None:
+    config = ConsoleConfig(url=url)
+    assert config.origin == origin
+    assert config.opened_at("127.0.0.1:8400") == (origin or "http://127.0.0.1:8400")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["console.example.org", f"http://{NAME}", f"{URL}/headrace", f"{URL}?a=1", f"{URL}#a", "https://", "https://a:0", "https://[",
+     "https://ann:pass@console.example.org", "https://bücher.example", "https://a b", "https://*.example.org"],
+)  # fmt: skip
+def test_an_address_that_no_browser_names_so_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match="got url = ") as found:
+        ConsoleConfig(url=url)
+    assert "pass" not in str(found.value).replace("password", "")

@@ -62,26 +62,6 @@ def test_a_signal_ends_what_starts_though_its_cancellation_is_lost(number: signa
     assert asyncio.run(main()) == "ended"
 
 
-def test_a_signal_that_came_before_there_were_pages_ends_the_server_at_once_and_a_later_one_what_comes_then() -> None:
-    async def main() -> list[str]:
-        ended: list[str] = []
-        leaving = Leaving()
-        with leaving.ending(lambda: ended.append("served")):
-            assert not ended
-            leaving.ask()
-        assert ended == ["served"]
-        with leaving.ending(lambda: ended.append("at once")):
-            pass
-        leaving.ask()
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-        return ended
-
-    assert asyncio.run(main()) == ["served", "at once", "cancelled"]
-
-
 def archive_in(folder: Path) -> Path:
     file = folder / "run.archive"
     with writing(file) as archive:

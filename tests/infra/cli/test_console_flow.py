@@ -1,16 +1,18 @@
-"""The Flow page: which part waits for which, the figures of each, the rates of each process, and alarms in words."""
+"""The Flow and Learning pages: figures, rates, alarms and charts."""
 
 import asyncio
-import itertools
+import json
+import math
 import re
 from collections import deque
+from html import unescape
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.console.app import HERE, spark
 from infra.cli.console.flow import (
     IN_PULSE,
     IN_TABLE,
@@ -23,18 +25,22 @@ from infra.cli.console.flow import (
     pulse_rows,
     rates,
     sentence,
-    short,
     together,
     value_words,
 )
+from infra.cli.console.learning import CURVES, MAX_BINS, MAX_POINTS, Point, fates_chart, thin
 from infra.cli.look.status_screen import State
+from infra.cli.settings import ConsoleConfig
 from infra.cli.terminal import clock
+from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
 from infra.policies.channel import Stable
 from infra.store.memory import MemoryStore
-from schemas import Progress, topics
-from tests.infra.cli.console_rig import looking, text_of
+from schemas import Block, DropMarker, PolicyEvent, Progress, topics
+from schemas.errors import ConfigError
+from schemas.fields import KEPT_FIGURES
+from tests.infra.cli.console_rig import fill, filled, folded, live, look, looking, text_of
 from tests.infra.cli.test_status_command import START_MS, progress, state_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -153,45 +159,6 @@ def test_a_box_names_the_versions_of_all_its_processes_its_alarm_and_what_was_he
     assert trial == ["v3 published", "v2 stable", "v3 on trial"], "a box has three lines"
 
 
-def test_the_picture_has_a_box_for_each_figure_and_every_arrow_runs_from_edge_to_edge_through_none() -> None:
-    text = (HERE / "templates" / "flow_live.html").read_text()
-    boxes = {
-        name: (int(x), int(y), figure)
-        for name, x, y, figure in re.findall(r'box\("([^"]+)", (\d+), (\d+), "[^"]*", figures\.(\w+)\)', text)
-    }
-    assert {figure for _, _, figure in boxes.values()} == figures(ALL, Stable()).keys()
-    lines = [
-        [tuple(map(int, point.split(","))) for point in points.split()]
-        for points in re.findall(r'class="arrow"[^>]*points="([^"]+)"', text)
-    ]
-    labels = re.findall(
-        r'class="arrowname" x="(\d+)" y="(\d+)"[^>]*aria-label="(.+), from (.+) to (.+)">(.+)</text>', text
-    )
-    assert len(lines) == len(labels) > 10 and {end for label in labels for end in label[3:5]} == set(boxes)
-
-    def within(x: float, y: float, slack: int) -> set[str]:
-        return {
-            name
-            for name, (left, top, _) in boxes.items()
-            if left - slack < x < left + 220 + slack and top - slack < y < top + 98 + slack
-        }
-
-    for points, (x, y, label, source, target, shown) in zip(lines, labels, strict=True):
-        assert source in within(*points[0], slack=1) and target in within(*points[-1], slack=1)
-        assert label == shown and not within(int(x), int(y), slack=0)
-        for (ax, ay), (bx, by) in itertools.pairwise(points):
-            assert ax == bx or ay == by, "turns are square"
-            assert not within((ax + bx) / 2, (ay + by) / 2, slack=0)
-
-
-@given(st.lists(NUMBERS, max_size=200))
-def test_numbers_are_short_and_a_line_of_the_pulse_stays_in_its_place(values: list[float]) -> None:
-    assert all(len(short(value)) < 10 for value in values)
-    points = [point.split(",") for point in spark(values).split()]
-    assert len(points) == (len(values) if len(values) > 1 else 0)
-    assert all(0 <= float(x) <= 80 and 0 <= float(y) <= 18 for x, y in points)
-
-
 def test_labels_are_added_up_and_the_largest_is_named_in_words() -> None:
     found, more = rates("serve", RATES, IN_TABLE)
     meanings = {row["name"]: row["meaning"] for row in found}
@@ -222,30 +189,6 @@ def test_the_pulse_adds_up_what_runs_and_a_line_goes_with_its_role() -> None:
     assert {name: [*values] for name, values in pulse.items()} == {"serve/answers": [3.0, 0.0]}
     beat(pulse, [role("serve", silent=True, rates=whole)])
     assert not pulse
-
-
-def test_the_flow_page_shows_labelled_counters_of_each_process_and_of_each_kind(tmp_path: Path) -> None:
-    ago_ms = [40_000]
-
-    async def main() -> None:
-        log = Log(MemoryBus(lambda: wall_ms() - ago_ms[0]), "t", store=MemoryStore())
-        await log.create_topics(partitions=1, keep_ms=-1)
-        extra = [f"a_plugin_counts_{at}" for at in range(IN_PULSE)]
-        for told in (0.0, 60.0):
-            for name in ("serve/1", "serve/2"):
-                counters = {"answers{end=whole}": told, "answers{end=broken off}": told / 4} | dict.fromkeys(
-                    extra, told
-                )
-                report = Progress(role="serve", instance=name, state="serving", counters=counters)
-                await log.publish(topics.REPORTS, report)
-            ago_ms[0] -= 30_000
-        async with looking(tmp_path, log) as (client, _):
-            whole = text_of(await client.get("/"))
-            assert "answers 2.5 most end whole, 2" in whole, "of one process"
-            assert "serve: answers most end whole, 4" in whole, "of both"
-            assert "1 more counter is under Roles." in whole
-
-    asyncio.run(main())
 
 
 def test_a_value_of_a_step_is_said_by_name_and_lane_since_when_and_how_often() -> None:
@@ -311,3 +254,126 @@ def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(t
             assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text
 
     asyncio.run(main())
+
+
+LANES = ("live", "usual")
+
+
+async def measure(log: Log) -> None:
+    """Versions of which each figure was measured, in two lanes; and answers that were dropped for two reasons."""
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for version in range(4):
+        of_lanes = [f"{lane}{name}" for lane in LANES for name in KEPT_FIGURES if name.startswith("/")]
+        names = [*of_lanes, *(name for name in KEPT_FIGURES if not name.startswith("/"))]
+        stats = {name: 0.125 * (version + 1) for name in names}
+        event = PolicyEvent(
+            event="published", policy="main", version=version, parent=version - 1, step=version, stats=stats
+        )
+        await log.publish(topics.POLICIES, event)
+    for number, reason in enumerate(("too short", "too old", "too old")):
+        answer = live(2 * number + 1, "asked", "said", version=number)
+        await log.publish(topics.EXPERIENCES, Block((answer,)))
+        marker = DropMarker(
+            id=answer.id, group=answer.group, episode=0, group_size=1, reason=reason, stage="verify", processor="mine@1"
+        )
+        await log.publish(topics.VERIFIED, marker)
+
+
+def charts_in(page: httpx.Response) -> dict[str, dict[str, Any]]:
+    """What a page gives to its script, by title."""
+    found = [json.loads(unescape(text)) for text in re.findall("data-chart='([^']*)'", page.text)]
+    return {chart["title"]: chart for chart in found}
+
+
+def test_what_is_drawn_of_a_step_is_what_the_event_of_its_version_keeps() -> None:
+    assert {end for _, ends, _ in CURVES for end in ends} == set(KEPT_FIGURES)
+
+
+@pytest.mark.parametrize("over", ["version", "time"])
+def test_each_measure_of_learning_is_drawn_for_each_lane_and_every_value_has_its_version(
+    tmp_path: Path, over: str
+) -> None:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    (page,) = look(tmp_path, f"/learning?over={over}", log=log, more=measure)
+    charts = charts_in(page)
+    for title, ends, zero in CURVES:
+        chart = charts[title]
+        names = {f"{lane}{end}" if end.startswith("/") else end for end in ends for lane in LANES}
+        assert names == {line["name"] for line in chart["series"]} and chart["zero"] is zero, title
+        assert chart["labels"] == [f"v{version}" for version in range(4)] and len(chart["x"]) == 4
+        assert all(line["values"] == [0.125, 0.25, 0.375, 0.5] for line in chart["series"])
+    areas = {line["name"]: line["values"] for line in charts["What became of answers"]["series"]}
+    by_version = {"too old": [0, 1, 1], "too short": [1, 0, 0]}
+    assert areas == (by_version if over == "version" else {"too old": [2], "too short": [1]})
+
+
+@pytest.mark.parametrize("over", ["version", "time"])
+def test_every_chart_is_also_a_table_that_a_keyboard_opens(tmp_path: Path, over: str) -> None:
+    (page,) = look(tmp_path, f"/learning?over={over}")
+    figures = re.findall("<figure>.*?</figure>", page.text, re.DOTALL)
+    assert len(figures) > 4
+    for figure in figures:
+        table = figure.partition("<details")[2]
+        assert "<summary>" in table and table.count('<th scope="row">') >= 1 and 'tabindex="0"' in table
+    (suite,) = [figure for figure in figures if "<figcaption>Suite dev" in figure]
+    assert re.search("v5</th>(<td>[^<]*</td>)?<td>0.6667, 0.2 to 0.9</td>", suite)
+    assert charts_in(page)["Suite dev"]["series"][0]["low"] == [0.2] * 8
+    assert "what became of answers as a table" in text_of(page).lower()
+
+
+def test_runs_are_drawn_over_one_another_each_by_its_name(tmp_path: Path) -> None:
+    """Two other runs beside this one, each with suites and curves of its own; a run that was never looked at is refused."""
+    for name in ("last-week", "last-month"):
+        folded(tmp_path / name / "state", fill).close()
+    LogIndex(tmp_path / "untold" / "state" / "index.sqlite", run="t", policy="main").close()
+
+    async def main() -> None:
+        console = ConsoleConfig(beside=("../last-week", "../last-month"))
+        async with looking(tmp_path / "now", await filled(), console) as (client, _):
+            page = await client.get("/learning")
+            charts = charts_in(page)
+            lines = charts["Suite dev"]["series"]
+            assert [(line["name"], line["dashed"]) for line in lines] == [
+                ("t", False), ("last-week", True), ("last-month", True),
+            ]  # fmt: skip
+            assert len({line["colour"] for line in lines}) == 3
+            entropy = {line["name"]: line["values"] for line in charts["Entropy"]["series"]}
+            assert entropy["last-week live/entropy"][3] == 0.25 and len(entropy) == 3
+        for nowhere in ("../nowhere", "../untold"):
+            with pytest.raises(ConfigError, match="run `headrace console` on that run once"):
+                async with looking(tmp_path / "now", await filled(), ConsoleConfig(beside=(nowhere,))):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_spike_in_a_long_curve_is_drawn_and_what_is_not_finite_is_not() -> None:
+    points: list[Point] = [(at, at, 1.0, None, None) for at in range(10_000)]
+    points[4_321], points[8_765] = (4_321, 4_321, 50.0, None, None), (8_765, 8_765, -50.0, None, None)
+    points[5] = (5, 5, math.nan, None, None)
+    kept = [point[0] for point in thin(points)]
+    assert len(kept) <= MAX_POINTS and {4_321, 8_765, 0, 9_999} <= set(kept) and kept == sorted(kept)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (3, 8), (0, 119), (0, 120), (7, 2_600), (2_000_001, 2_000_301)])
+def test_areas_over_however_many_versions_name_whole_ones_each_once_and_lose_no_answer(
+    tmp_path: Path, low: int, high: int
+) -> None:
+    async def nothing(log: Log) -> None:
+        pass
+
+    index = folded(tmp_path, nothing)
+    fates = [(version, 0, fate, 2) for version in {low, (low + high) // 2, high} for fate in ("trained", "too old", "")]
+    fates += [(high, 0, f"reason {at}", 1) for at in range(9)]
+    index.database.executemany("INSERT INTO fates VALUES (?, ?, ?, ?)", fates)
+    chart = fates_chart(index.database, by_time=False)
+    index.close()
+    named: list[int] = []
+    for label in chart["labels"]:
+        first, _, last = label.partition(" to ")
+        named += range(int(first.removeprefix("v")), int((last or first).removeprefix("v")) + 1)
+    assert named[: high - low + 1] == [*range(low, high + 1)] and len(chart["x"]) <= MAX_BINS + 1
+    totals = {line["name"]: line["total"] for line in chart["series"]}
+    assert sum(totals.values()) == sum(fate[3] for fate in fates)
+    assert next(iter(totals)) == "trained" and totals["trained"] == 2 * len({low, (low + high) // 2, high})
+    assert "others" in totals and "pending" in totals

@@ -13,7 +13,7 @@ import pytest
 from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
 from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
-from infra.cli.console.reading import MANY, IndexState, NotReadYet, Reading
+from infra.cli.console.reading import IndexState, NotReadYet, Reading
 from infra.cli.console.serve import command_of, source_of
 from infra.cli.repeat.export import fill as fill_archive
 from infra.cli.repeat.source import ReplaySource
@@ -115,22 +115,6 @@ def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_no
             assert "cannot be read" not in text_of(await client.get(FIRST))
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("state", "building", "unread"),
-    [
-        (IndexState(), "nothing is read yet", "Not read yet: the index is being built."),
-        (IndexState(left={"a": 9_000, "b": 0}, held={"a": 21_000, "b": 9}), "12,009 of 21,009 records are read",
-         "Not read yet: the index is behind the log by 9,000 of a."),
-        (IndexState(left={"a": 3}, held={"a": 9}, is_whole=True), "", "Not read yet: the index is behind the log by 3 of a."),
-        (IndexState(left={"a": MANY}, held={"a": 9_000}, is_whole=True), "4,000 of 9,000 records are read",
-         "Not read yet: the index is behind the log by 5,000 of a."),
-        (IndexState(left={"a": 0}, held={"a": 9}, is_whole=True), "", ""),
-    ],
-)  # fmt: skip
-def test_a_page_says_how_far_the_index_is(state: IndexState, building: str, unread: str) -> None:
-    assert (state.building, state.unread) == (building, unread)
 
 
 def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Path) -> None:

@@ -1,19 +1,30 @@
-"""`headrace status`: what the log says about the roles, and what deserves an alarm."""
+"""`headrace status`: roles, alarms, what is kept, and which roles should run."""
 
 import asyncio
 import io
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from infra.cli.look.expected import Heard, missing, process_of, wanted_of
+from infra.cli.look.kept import FOREVER, Kept, bound_of, kept_of
 from infra.cli.look.status import alarms, read_status
 from infra.cli.look.status_screen import accuracy_text, show
+from infra.cli.settings import Expect, load_settings
+from infra.ledger.index import FILE, LogIndex
+from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from schemas import Directive, EvalResult, FeedbackWait, PolicyEvent, Progress, Tick, topics
+from infra.roles.role import instance_of
+from schemas import DeadLetter, Directive, EvalResult, FeedbackWait, Fence, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
 
@@ -389,3 +400,197 @@ def test_status_of_a_usual_run_fits_80_columns_and_24_lines() -> None:
     assert len(lines) <= 24 and max(map(len, lines)) <= 80, "\n".join(lines)
     for hidden in ("cache", "chain", "snapshots", "kept"):
         assert not any(line.startswith(hidden) for line in lines), hidden
+
+
+SETTINGS = 'app = "t"\n[keep]\nreplay = "9d"\n[trainer]\nkeep_checkpoints = 5\n[gateway]\nspool_mb = 64\n'
+GAUGES = {
+    "spool_bytes": 2e6, "uses_remembered": 42.0, "host_cache_bytes": 3e9, "host_cache_max_bytes": 20e9,
+    "snapshot_bytes{partition=0}": 5e6,
+}  # fmt: skip
+
+
+def look(folder: Path) -> tuple[dict[str, Kept], str]:
+    async def main() -> tuple[dict[str, Kept], str]:
+        (folder / "headrace.toml").write_text(SETTINGS)
+        settings, log = load_settings(folder / "headrace.toml", []), Log(MemoryBus(), "t")
+        await log.create_topics(partitions=2, keep_ms=-1)
+        for number in range(5):
+            letter = DeadLetter(stage="verify", reason="odd", topic="t", partition=0, offset=number)
+            await log.publish(topics.DEAD_LETTERS, letter, partition=number % 2)
+            await log.publish(topics.BATCHES, Fence(run="t", token=number))
+        await log.bus.delete_records(Partition(log.name(topics.DEAD_LETTERS), 0), 2)
+        await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=1))
+        await log.publish(topics.REPORTS, Progress(role="serve", instance="serve/vm/1", gauges=GAUGES))
+        state = await read_status(log, now_s=0.0, max_lag=10)
+        kept = await kept_of(log, settings, state["roles"])
+        return {one.what: one for one in kept}, shown({**state, "kept": msgspec.to_builtins(kept)})
+
+    return asyncio.run(main())
+
+
+def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
+    bounds = {topic.name: bound_of(topic, "9d") for topic in topics.ALL}
+    endless = {name for name, bound in bounds.items() if bound.startswith("for ever: ")}
+    assert endless == set(FOREVER) == {
+        topic.name for topic in topics.ALL if topic.retention == "forever"
+    }  # fmt: skip
+    assert bounds["buffer"] == "the oldest checkpoint that is kept"
+    assert (
+        bounds["batches"] == "9d (keep.replay), and back to the checkpoint before it" and bounds["reports"] == "a day"
+    )
+
+
+def test_what_is_kept_is_shown_with_its_size_and_its_bound(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "index.sqlite").write_bytes(bytes(1_500_000))
+    kept, screen = look(tmp_path)
+    assert kept["topic dead-letters"] == Kept("topic dead-letters", "9d (keep.replay)", 3), "two were removed"
+    assert kept["topic batches"].num == 5 and kept["topic batches"].bound.startswith("9d (keep.replay)")
+    assert kept["spool of serve/vm/1"] == Kept("spool of serve/vm/1", "64 MB (gateway.spool_mb)", 2_000_000, "bytes")
+    assert kept["uses at serve/vm/1"].num == 42
+    assert kept["cache at serve/vm/1"].bound == "20 GB (store.cache_gb)"
+    assert kept["store snapshots/, each"].num == 5_000_000
+    assert "the newest 5 (trainer.keep_checkpoints)" in kept["store checkpoints/"].bound
+    assert kept["file state/index.sqlite"].num == 1_500_000
+    lines = " ".join(screen.split())
+    assert "kept 9d (keep.replay), and back to the checkpoint before it: topic batches 5 records" in lines
+    assert "kept 64 MB (gateway.spool_mb): spool of serve/vm/1 2.0 MB" in lines
+
+
+def test_tables_of_the_index_are_shown_with_their_rows_and_bounds_and_without_rows_where_the_file_is_broken(
+    tmp_path: Path,
+) -> None:
+    index = LogIndex(tmp_path / "state" / FILE, run="t", policy="main")
+    with index.database as database:
+        database.executemany("INSERT INTO curves VALUES ('loss', ?, 0, 0, 1)", [(n,) for n in range(7)])
+    index.close()
+    kept, screen = look(tmp_path)
+    assert kept["index curves"] == Kept("index curves", "the newest 50,000 versions", 7, "rows")
+    assert kept["index answers"] == Kept("index answers", "9d (keep.replay)", 0, "rows")
+    assert "kept the newest 50,000 versions: index policies 0 rows, index curves 7 rows" in " ".join(screen.split())
+    (tmp_path / "state" / FILE).write_bytes(b"no index at all" * 1000)
+    kept, _ = look(tmp_path)
+    assert kept["index curves"] == Kept("index curves", "the newest 50,000 versions", None, "rows")
+
+
+def test_looking_at_what_is_kept_loads_no_torch() -> None:
+    said = "import sys, infra.cli.look.status; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True).stdout == "False\n"
+
+
+NOW_S = 1_763_715_600.0
+GONE_S = 15.0
+ALL = wanted_of(Expect(), serves=False)
+SERVED = wanted_of(Expect(), serves=True)
+VM = socket.gethostname()
+
+
+def named(role: str, pid: int, host: str = VM, epoch: str = "") -> str:
+    """As `instance_of` names a process, and a gateway itself."""
+    assert instance_of(role) == f"{role}/{VM}/{os.getpid()}"
+    return f"{role}/{host}/{pid}" + (f"/{epoch}" if epoch else "")
+
+
+def heard(
+    instance: str, *, ago_s: float = 1.0, began_s: float = 7200.0, state: str = "running", reason: str = ""
+) -> Heard:
+    role = instance.split("/")[0]
+    return Heard(role, instance, state, NOW_S - max(began_s, ago_s), NOW_S - ago_s, reason)
+
+
+def said(*roles: Heard, wanted: dict[str, int] = ALL) -> list[str]:
+    return missing(wanted, roles, NOW_S, GONE_S)
+
+
+OTHERS = (heard(named("master", 1)), heard(named("process", 3)), heard(named("train", 4)))
+ALIVE = (heard(named("master", 1)), heard(named("process", 3)), heard(named("explore", 11)))
+
+
+def test_a_trainer_that_stopped_and_was_not_started_again_is_an_alarm() -> None:
+    stopped = heard(named("train", 4608), ago_s=753.0, state="stopped")
+    assert said(*ALIVE, stopped) == [f"no train runs: train/{VM}/4608 stopped 753 s ago"]
+
+
+def test_a_role_that_failed_says_why() -> None:
+    failed = heard(named("train", 9), ago_s=20.0, state="failed", reason="checkpoint of step 4 does not fit")
+    assert said(*ALIVE, failed) == [f"no train runs: train/{VM}/9 ended 20 s ago: checkpoint of step 4 does not fit"]
+
+
+def test_a_role_that_never_came_up_is_an_alarm() -> None:
+    (line,) = said(*ALIVE, heard(named("train", 9)), wanted=SERVED)
+    assert line == "no serve runs: none has ever spoken; see its log"
+
+
+def test_one_of_two_explorers_of_a_machine_is_missing_until_one_is_started_in_its_place() -> None:
+    roles = (*OTHERS, heard(named("explore", 11)), heard(named("explore", 12), ago_s=60.0))
+    assert said(*roles) == [f"1 of 2 explore run: explore/{VM}/12 was last heard of 60 s ago"]
+    assert said(*roles, heard(named("explore", 13), began_s=30.0)) == []
+    elsewhere = heard(named("explore", 11, "pod-2"), began_s=30.0)
+    assert said(*roles, elsewhere) == [], "on whatever machine"
+
+
+def test_who_was_there_before_takes_no_place() -> None:
+    here = heard(named("explore", 11, "pod-2"), began_s=600.0)
+    (line,) = said(*OTHERS, here, heard(named("explore", 12), ago_s=60.0))
+    assert line.startswith("1 of 2 explore run")
+
+
+def test_one_process_takes_the_place_of_one() -> None:
+    lost = [heard(named("explore", 20 + at), ago_s=60.0 + at) for at in range(3)]
+    (line,) = said(*OTHERS, heard(named("explore", 11), began_s=10.0), *lost)
+    assert line.startswith("1 of 3 explore run: ")
+
+
+def test_what_crashes_again_and_again_is_missing_once() -> None:
+    crashes = [
+        heard(named("explore", 20 + at), ago_s=100.0 - at, began_s=100.5 - at, state="failed", reason="no such model")
+        for at in range(0, 60, 2)
+    ]
+    (line,) = said(*OTHERS, heard(named("explore", 11)), *crashes)
+    assert line == f"1 of 2 explore run: explore/{VM}/78 ended 42 s ago: no such model"
+
+
+def test_a_gateway_that_was_killed_and_started_again_misses_nobody() -> None:
+    killed = heard(named("serve", 5, epoch="0badcafe"), ago_s=60.0)
+    again = heard(named("serve", 6, epoch="9f00a1b2"), began_s=40.0)
+    roles = (*OTHERS, heard(named("explore", 11)))
+    assert said(*roles, killed, again, wanted=SERVED) == []
+    in_a_container = heard(named("serve", 5, epoch="9f00a1b2"), began_s=40.0)
+    assert process_of(killed.instance) == process_of(in_a_container.instance)
+    assert said(*roles, killed, in_a_container, wanted=SERVED) == []
+
+
+def test_why_a_gateway_ended_is_told_though_its_last_word_lacks_its_start() -> None:
+    failed = heard(named("serve", 5), ago_s=3.0, state="failed", reason="the engine is gone")
+    roles = (*OTHERS, heard(named("explore", 11)), heard(named("serve", 5, epoch="0badcafe"), ago_s=4.0))
+    assert said(*roles, failed, wanted=SERVED) == [f"no serve runs: serve/{VM}/5 ended 3 s ago: the engine is gone"]
+
+
+def test_what_was_stopped_in_order_is_not_missing_where_another_took_over() -> None:
+    old = heard(named("explore", 11, "pod-1"), ago_s=30.0, state="stopped")
+    new = heard(named("explore", 11, "pod-2"), began_s=120.0)
+    assert said(*OTHERS, old, new) == [], "they ran side by side, then the old one was stopped"
+    (line,) = said(*OTHERS, old)
+    assert line == "no explore runs: explore/pod-1/11 stopped 30 s ago"
+
+
+def test_who_died_over_an_hour_ago_is_not_missed() -> None:
+    roles = (*OTHERS, heard(named("explore", 11)))
+    assert said(*roles, heard(named("explore", 12), ago_s=3590.0))
+    assert said(*roles, heard(named("explore", 12), ago_s=3610.0)) == []
+
+
+def test_the_file_may_say_how_many_there_should_be() -> None:
+    wanted = wanted_of(Expect(explore=3), serves=False)
+    (line,) = said(*OTHERS, heard(named("explore", 11)), wanted=wanted)
+    assert line.startswith("1 of 3 explore run")
+    lost = heard(named("explore", 12), ago_s=60.0)
+    wanted = wanted_of(Expect(explore=1), serves=False)
+    assert said(*OTHERS, heard(named("explore", 11)), lost, wanted=wanted) == [], "the file comes first"
+
+
+def test_a_run_that_came_to_its_end_misses_nobody() -> None:
+    over = [heard(one.instance, ago_s=900.0, state="stopped") for one in ALIVE[1:]]
+    done = heard(named("master", 1), ago_s=900.0, state="done")
+    assert said(done, *over) == []
+    assert len(said(*over)) == 4, "what was stopped by hand is not running"

@@ -1,4 +1,4 @@
-"""`headrace up`: what it starts, and how it gives up."""
+"""`headrace up`: what it starts, how it gives up, and roles that wait for a fixed setting."""
 
 import asyncio
 import io
@@ -16,15 +16,15 @@ import msgspec
 import pytest
 
 from infra.cli.demo.char_model import build_char_model
-from infra.cli.exit_codes import exit_code, is_final, last_error
+from infra.cli.exit_codes import CONFIG_ERROR, is_final, last_error
 from infra.cli.run.roles import gateway_of
-from infra.cli.run.up import ROLES, broker_child, failed_of, index_child, role_child, roles_of, teller
+from infra.cli.run.stay_down import VARIABLE
+from infra.cli.run.up import ROLES, broker_child, failed_of, role_child, roles_of, teller
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.local.folder_lock import lock_folder
 from infra.local.supervisor import Child, ChildEvent, Supervisor
 from infra.observe.metrics import LISTEN_VARIABLE
-from schemas.errors import BrokerDenies, BrokerUnavailable, ConfigError, FencedOut, StoreError, UnknownMajor
 
 
 def settings_file(tmp_path: Path, kafka: str = "") -> Path:
@@ -66,12 +66,6 @@ def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_fai
     states = asyncio.run(run()).states
     assert (states["train"].restarts, states["train"].given_up) == (0, False)
     assert failed_of(states.values()) == ["train"]
-
-
-def test_the_index_of_trace_is_kept_up_beside_the_roles(tmp_path: Path) -> None:
-    file = settings_file(tmp_path)
-    child = index_child(load_settings(file), file, ["a.b=1"])
-    assert child.argv[3:] == ("trace", "--config", str(file), "--set", "a.b=1", "--keep-up")
 
 
 def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: Path) -> None:
@@ -140,20 +134,6 @@ def test_the_cause_of_a_role_s_end_is_read_from_its_log(
     if log is not None:
         (tmp_path / "serve.log").write_text(log)
     assert last_error(tmp_path / "serve.log") == cause and is_final(cause) == final
-
-
-@pytest.mark.parametrize(
-    ("errors", "code"),
-    [
-        ([ConfigError("a"), BrokerDenies("b")], 2),
-        ([UnknownMajor("a")], 2),
-        ([ConfigError("a"), BrokerUnavailable("b")], 1),
-        ([StoreError("a")], 1),
-        ([ConfigError("a"), FencedOut("b")], 3),
-    ],
-)
-def test_the_exit_code_tells_whether_a_restart_can_help(errors: list[BaseException], code: int) -> None:
-    assert exit_code(errors) == code
 
 
 def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where_it_goes_on(tmp_path: Path) -> None:
@@ -305,3 +285,53 @@ def ready(log: Path) -> None:
     """Until a role listens to signals: it has said that it started."""
     while not (log.exists() and "started role=" in log.read_text()):
         time.sleep(0.05)
+
+
+LIMIT_S = 60.0
+
+
+def started(folder: Path, *arguments: str, stays: str) -> "subprocess.Popen[str]":
+    (folder / "headrace.toml").write_text('app = "a"\nno_such_section = 1\n')
+    command = [sys.executable, "-m", "infra.cli.main", *arguments, "-c", str(folder / "headrace.toml")]
+    return subprocess.Popen(command, env={**os.environ, VARIABLE: stays}, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.full
+def test_a_role_with_a_mistake_in_its_settings_says_so_once_waits_and_ends_as_soon_as_it_is_stopped(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, "master", stays="1") as process:
+        assert process.stderr is not None
+        assert "no_such_section" in process.stderr.readline()
+        assert process.stderr.readline() == "headrace: a restart mends none of this: master waits to be stopped\n"
+        process.terminate()
+        assert process.wait(LIMIT_S) == CONFIG_ERROR
+        assert process.stderr.read() == ""
+
+
+STOPPED_WHILE_IT_SPEAKS = """
+import os, signal, sys
+from infra.cli.run.stay_down import stay_down
+
+class Stops:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGTERM)
+    def flush(self):
+        pass
+
+sys.stderr = Stops()
+stay_down("master", int(sys.argv[1]))
+"""
+
+
+def test_a_stop_that_comes_while_it_says_that_it_waits_is_not_lost_and_the_code_is_the_roles() -> None:
+    command = [sys.executable, "-c", STOPPED_WHILE_IT_SPEAKS, str(CONFIG_ERROR)]
+    assert subprocess.run(command, timeout=LIMIT_S, check=False).returncode == CONFIG_ERROR
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "stays"), [("master", ""), ("check", "1")], ids=["not asked for", "no role"])
+def test_a_role_that_is_not_asked_to_wait_and_any_other_command_end(command: str, stays: str, tmp_path: Path) -> None:
+    with started(tmp_path, command, stays=stays) as process:
+        _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == CONFIG_ERROR and "waits to be stopped" not in said
