@@ -25,7 +25,7 @@ RUNNING_S, STOPPED_S = 30.0, 2.0  # see `patience_s`
 
 
 def kafka_folder(settings: Settings) -> Path:
-    """Where the embedded broker of these settings keeps its data."""
+    """Data folder of the embedded broker."""
     return settings.folder / EMBEDDED_FOLDER
 
 
@@ -53,7 +53,7 @@ def store_of(settings: Settings) -> Store:
 
 
 def main_store_of(settings: Settings) -> Store:
-    """Where weights and checkpoints lie: `[store] use`, else what its url names. Raises ConfigError."""
+    """Store of weights and checkpoints: `[store] use`, else its url. Raises ConfigError."""
     config = settings.store
     if not config.use:
         return open_store(config.url, base=settings.folder)
@@ -74,7 +74,7 @@ def measured_store_of(settings: Settings, metrics: Metrics) -> Store:
 
 
 def cached_store_of(settings: Settings, metrics: Metrics) -> Store:
-    """As `measured_store_of`, for a role with an engine: weights are fetched once for all of this machine."""
+    """`measured_store` of a role with an engine: this machine fetches weights once."""
     store = measured_store_of(settings, metrics)
     folder = cache_folder(settings)
     if folder is None:
@@ -83,7 +83,7 @@ def cached_store_of(settings: Settings, metrics: Metrics) -> Store:
 
 
 def cache_folder(settings: Settings) -> Path | None:
-    """Where this machine keeps weights of the store; None for nowhere."""
+    """This machine's cache folder of the store; None for no cache."""
     config = settings.store
     if not config.cache_gb:
         return None
@@ -161,7 +161,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
 
 
 def patience_s(settings: Settings) -> float:
-    """How long the embedded broker is asked for an answer before it counts as one that does not run.
+    """Seconds after which a silent embedded broker counts as stopped.
 
     One that a process runs may be slow on a busy machine, and no other can be started next to it.
     """

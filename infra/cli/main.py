@@ -46,7 +46,7 @@ def every(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print release and commit, and end.")
     ] = False,
 ) -> None:
-    """What every command takes."""
+    """Options of every command."""
 
 
 load_app = typer.Typer(

@@ -1,4 +1,4 @@
-"""What commands share: the options that name the settings, and how a body's mistakes become one line and an exit code."""
+"""Shared parts of commands: the options that name the settings, and how a body's mistakes become one line and an exit code."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ OWNERS_ALONE = 0o077
 
 
 def umask_of(environment: Mapping[str, str]) -> int:
-    """What others may not do with what headrace makes: nothing at all, unless HEADRACE_UMASK says less (027 lets a group read).
+    """Umask of files that headrace makes: others may do nothing, unless HEADRACE_UMASK allows more (027 lets a group read).
     Secrets are their owner's alone whatever it says.
     """
     mask = environment.get(UMASK, "")

@@ -85,7 +85,7 @@ class ConsoleConfig(Section, frozen=True):
         return self.hosts if parts is None else (parts[1].lower(), *self.hosts)
 
     def opened_at(self, address: str) -> str:
-        """Where browsers reach it. address: host:port at which it listens."""
+        """URL for browsers. address: host:port at which it listens."""
         return self.origin or f"http://{address}"
 
 

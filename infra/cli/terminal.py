@@ -90,7 +90,7 @@ def clock(time_ms: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """How long something still takes.
+    """A duration in its largest fitting unit.
 
     >>> span(84_000), span(90), span(0.4)
     ('23 h', '2 min', '0 s')

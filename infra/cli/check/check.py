@@ -98,7 +98,7 @@ def model_fits(settings: Settings) -> str:
 
 
 def trial_table(settings: Settings, config: CanaryConfig) -> Table:
-    """How often a trial ends in its time, by traffic: simulated with the share and the margins of the settings."""
+    """Share of trials that end in time, by traffic: simulated with the share and the margins of the settings."""
     share = 0.1 if settings.gateway is None or settings.gateway.canary is None else settings.gateway.canary.share
     columns = (20.0, 100.0, 1000.0)
     title = f"a trial of {config.max_duration}, share {share:g}: equal versions that pass, twice the odds that is found"
@@ -152,7 +152,7 @@ def check_reward(settings: Settings) -> list[str]:
 
 
 def check_routing(settings: Settings) -> list[str]:
-    """Whether what one side records of experts is what the other wants; the other's machines may have another file."""
+    """Notes where engine and trainer disagree about recorded experts; their machines may have other files."""
     recorded, wanted = bool(settings.engine.options.get("routing")), settings.trainer.routing == "replay"
     if wanted and not recorded:
         return [
@@ -164,7 +164,7 @@ def check_routing(settings: Settings) -> list[str]:
 
 
 def check_gateway(settings: Settings) -> list[str]:
-    """What the gateway would refuse at its start. Raises ConfigError; returns what a person should know."""
+    """Check the gateway's settings; returns notes. Raises ConfigError."""
     webhooks = [source.from_.webhook for source in settings.feedback if source.from_.webhook]
     if settings.gateway is None:
         return [f"feedback: {path} is not served: there is no [gateway]" for path in webhooks]
@@ -202,7 +202,7 @@ def summary(settings: Settings, parsers: str = "") -> Table:
 
 
 def adapter_words(settings: Settings) -> str:
-    """What is trained in place of the whole model, "" for all of it."""
+    """Description of the adapter, "" for full weights."""
     lora = settings.trainer.lora
     if lora is None:
         return ""
@@ -228,7 +228,6 @@ def chain_table(stage: str, steps: Sequence[Step]) -> Table:
 
 
 def feedback_table(configs: Sequence[FeedbackConfig], versions: dict[str, int]) -> Table:
-    """Where feedback comes from and how long it is waited for."""
     columns = ("source", "version", "function", "listens to", "window", "default", "late")
     table = Table(title="feedback", title_justify="left")
     for column in columns:
@@ -252,7 +251,7 @@ def shown(options: dict[str, object] | dict[str, float]) -> str:
 
 
 def check_model(settings: Settings) -> tuple[str, list[str]]:
-    """How the policy's model writes calls and thoughts, "" where it was not opened; and what a person should know of it. Raises
+    """Parsers of calls and thoughts, "" if the model was not opened, and notes. Raises
     ConfigError for a model that is not there, and for parsers that are not.
     """
     path = settings.model_path
@@ -276,7 +275,7 @@ def check_model(settings: Settings) -> tuple[str, list[str]]:
 
 
 def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
-    """What the gateway and the stream workers read as secrets for feedback. Raises ConfigError."""
+    """Read every secret of feedback sources. Raises ConfigError."""
     if settings.gateway is not None:
         webhooks_of(settings)
     for source in sources:

@@ -118,7 +118,7 @@ def store_tried(settings: Settings) -> Iterator[Tried]:
 
 
 def object_fault(store: Store, key: str) -> str:
-    """What cannot be done with an object of this name, in a line; "" where all can."""
+    """Failed operations on an object of this name, in a line; "" for none."""
     faults = []
 
     def seen() -> None:

@@ -1,4 +1,4 @@
-"""What `headrace check` says of an app that has started: do log and store belong together, does its newest checkpoint fit."""
+"""Checks of an app that has started: log and store belong together, the newest checkpoint fits."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ BEGINS = {"reference": "the version that training began from", "critic": "policy
 
 
 def check_state(settings: Settings) -> list[str]:
-    """What the trainer would do to its newest checkpoint at the next start.
+    """Changes that the next start would make to the newest checkpoint.
 
     Raises ConfigError for a checkpoint that cannot fit, for lanes that do not go with the critic, for [trainer.lora] on a model
     that cannot be adapted, and for a warm-up of a run that began without one.
@@ -57,7 +57,7 @@ def check_state(settings: Settings) -> list[str]:
 
 
 def other_ranks(settings: Settings, made_with: dict[str, str], what: str) -> list[str]:
-    """What another number of ranks or another stage of ZeRO does to a checkpoint, where the settings ask for one."""
+    """Note about a checkpoint of another number of ranks or another ZeRO stage."""
     config = settings.trainer
     sharded = config.learner.use.endswith(":DeepSpeedLearner")
     asked = (str(config.ranks), str(config.learner.options.get("stage", 2))) if sharded else ("", "")
@@ -137,7 +137,7 @@ async def check_fit(settings: Settings) -> list[str]:
 
 
 async def found(settings: Settings, store: Store) -> Fit:
-    """What the broker's log and the store say. Raises BrokerUnavailable, ConfigError, StoreError."""
+    """Compare the broker's log and the store. Raises BrokerUnavailable, ConfigError, StoreError."""
     from infra.log.kafka import KafkaBus, answers
 
     quieten_client()
@@ -153,11 +153,11 @@ async def found(settings: Settings, store: Store) -> Fit:
 
 
 def embedded_is_there(settings: Settings) -> bool:
-    """Whether an embedded broker was ever started for this app."""
+    """True if an embedded broker was ever started for this app."""
     return read_address(kafka_folder(settings)) is not None
 
 
 def is_there(settings: Settings) -> bool:
-    """Whether the store may hold something: a folder that is not there holds nothing, and opening it would make it."""
+    """True if the store may hold data. It opens nothing: that would make the folder."""
     url = settings.store.url
     return bool(settings.store.use) or "://" in url or (settings.folder / Path(url).expanduser()).is_dir()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RateFlags(msgspec.Struct, frozen=True):
-    """What comes in, and what one engine and the trainer do."""
+    """Incoming rates, and speeds of one engine and of the trainer."""
 
     groups_per_s: Annotated[float, typer.Option(min=0, help="Groups that explorers sample a second.")] = 0.0
     requests_per_s: Annotated[float, typer.Option(min=0, help="Requests that gateways answer a second.")] = 0.0

@@ -152,7 +152,7 @@ def console(
         str, typer.Option(help="host:port, instead of that of [bold]\\[console][/].", metavar="ADDRESS")
     ] = "",
 ) -> None:
-    """See a run in the browser: the flow, the curves, every answer, the versions and why, the data.
+    """Show a run in the browser: the flow, the curves, every answer, the versions and why, the data.
 
     Reads the log as [bold]status[/] and [bold]trace[/] do, of a run that is at work, over, or in an archive of
     [bold]export[/]. [bold]headrace up[/] starts it too. The link it prints looks; promote, pin, rollback, pause and redeliver

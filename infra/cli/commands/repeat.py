@@ -77,7 +77,7 @@ def export(
 
 
 class ReprocessFlags(msgspec.Struct, frozen=True):
-    """What is processed again, by what, and what becomes of the result."""
+    """Input, settings and result of a reprocess."""
 
     start: Annotated[
         str,

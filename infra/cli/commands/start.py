@@ -14,7 +14,7 @@ from infra.cli.options import DEFAULT, ConfigOption, SetOption, exit_with, with_
 
 
 class DemoFlags(msgspec.Struct, frozen=True):
-    """Which run the demo makes, and how."""
+    """Run of the demo."""
 
     directory: Annotated[Path, typer.Option("--dir", help="Where the run lives; the same folder resumes.")] = Path(
         "runs/demo"

@@ -43,7 +43,7 @@ class Viewer(msgspec.Struct, frozen=True):
     token: str
 
     def may(self, scope: Scope) -> bool:
-        """Whether the key has this scope. Each scope of the console includes look."""
+        """True if the key has this scope. Each scope of the console includes look."""
         return scope in self.scopes or (scope == "look" and not LOOKS.isdisjoint(self.scopes))
 
 

@@ -1,4 +1,4 @@
-"""What can be done from the pages. Each action writes the record of its command, with the viewer's key as its owner.
+"""Actions of the pages. Each action writes the record of its command, with the viewer's key as its owner.
 
 An action is refused before anything is written unless the viewer's key has its scope. The log has who did it and why.
 """
@@ -96,7 +96,7 @@ async def redeliver(console: Console, viewer: Viewer, action: str, form: Form) -
 
 
 async def reprocess(console: Console, viewer: Viewer, action: str, form: Form) -> Done:
-    """What the rules of the settings file would change; one comparison at a time."""
+    """Compare the recorded decisions with the rules of the settings file; one comparison at a time."""
     if not console.command:
         raise Refusal("an archive has no settings of stages to run")
     if console.is_comparing:

@@ -23,8 +23,8 @@ Spell = Callable[[Sequence[int]], list[str]]
 
 
 def shown(trace: AnswerTrace, spell: Spell | None, *, opened: bool, whole: bool = False) -> dict[str, Any]:
-    """What may be shown of an answer: `answer` (the experience), `versions` that sampled it, `shut` (why its texts are not
-    shown, "" if they are), `messages`, `tokens` and the number of tokens `left_out`.
+    """The part of an answer that may be shown: `answer` (the experience), `versions` that sampled it, `shut` (why its texts
+    are not shown, "" if they are), `messages`, `tokens` and the number of tokens `left_out`.
 
     opened: it was unsealed for this viewer. whole: show long messages. spell: tokens → texts.
     """
@@ -81,7 +81,8 @@ def _tokens(answer: Experience, spell: Spell | None) -> tuple[list[dict[str, Any
 
 
 def level_of(logprob: float) -> int:
-    """How unlikely a token was, 0 to 5. Each level has half the chance of the one before; 5 is for all that are less likely.
+    """Level of a token's improbability, 0 to 5. Each level has half the chance of the one before; 5 is for all that are less
+    likely.
 
     >>> [level_of(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
     [0, 1, 2, 5]

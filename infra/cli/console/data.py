@@ -25,14 +25,14 @@ def letters(database: sqlite3.Connection, reason: str, before: int | None) -> tu
 
 
 def mark(database: sqlite3.Connection, partition: int, offset: int) -> sqlite3.Row | None:
-    """When and by whom the letter at this place was delivered again; None where it was not."""
+    """Redelivery of the letter at this place; None for none."""
     asked = "SELECT time_ms, done_by FROM marks WHERE part = ? AND offset = ?"
     row: sqlite3.Row | None = database.execute(asked, (partition, offset)).fetchone()
     return row
 
 
 def letter_counts(database: sqlite3.Connection) -> Rows:
-    """How many letters there are of each reason and stage, and how many were delivered again."""
+    """Counts of letters and of redelivered letters by reason and stage."""
     return database.execute(
         "SELECT reason, stage, count(*) AS count, count(marks.n) AS done FROM letters LEFT JOIN marks USING (part, offset)"
         " GROUP BY reason, stage ORDER BY count DESC LIMIT 50"
@@ -54,7 +54,7 @@ def tasks(database: sqlite3.Connection, order: str, named: str) -> Rows:
 
 
 def task_shares(database: sqlite3.Connection) -> list[int]:
-    """How many tasks have a mean score in each tenth of 0 to 1."""
+    """Number of tasks by tenth of their mean score."""
     rows = database.execute(
         "SELECT min(9, max(0, cast(10 * total / judged AS INTEGER))) AS tenth, count(*) AS count FROM tasks GROUP BY tenth"
     )
@@ -71,7 +71,7 @@ def made(database: sqlite3.Connection) -> Rows:
 
 
 def privacy(database: sqlite3.Connection) -> dict[str, Any]:
-    """How much is sealed, who was forgotten, and what was opened by whom. num_counted: how many of the newest orders were
+    """Sealed answers, forgotten users and openings. num_counted: number of the newest orders that were
     counted; None for all.
     """
     counts = dict(database.execute("SELECT word, count(*) FROM orders WHERE word IN ('open', 'forget') GROUP BY word"))
@@ -89,13 +89,13 @@ def privacy(database: sqlite3.Connection) -> dict[str, Any]:
 
 
 def fate(database: sqlite3.Connection, answer: str) -> str:
-    """What became of an answer, "" while it is pending."""
+    """Fate of an answer, "" while it is pending."""
     row = database.execute("SELECT fate FROM answers WHERE key = ?", (number(answer),)).fetchone()
     return str(row["fate"]) if row else ""
 
 
 def openings(database: sqlite3.Connection, about: str) -> Rows:
-    """Who opened an answer or a letter, when and why."""
+    """Openings of an answer or a letter."""
     return database.execute(
         "SELECT * FROM orders WHERE word = 'open' AND about = ? ORDER BY offset", (about,)
     ).fetchall()

@@ -130,7 +130,7 @@ def _versions(alive: Sequence[State]) -> str:
 
 
 def sentence(state: State, now_s: float) -> str:
-    """Which part waits for which, as one sentence."""
+    """The bottleneck, as one sentence."""
     alive = [report for report in state["roles"] if not report["silent"] and report["state"] not in OVER]
     if not state["roles"]:
         return "No role has spoken yet."
@@ -223,7 +223,7 @@ def kind_of(line: str) -> str:
 
 
 def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict[str, float]:
-    """When each present alarm was first seen. Alarms that ended are forgotten."""
+    """First sighting of each present alarm."""
     return {kind: seen.get(kind, now_s) for kind in map(kind_of, lines)}
 
 

@@ -99,7 +99,7 @@ def thin(points: Sequence[Point], at_most: int = MAX_POINTS) -> list[Point]:
 
 
 def fates_chart(database: sqlite3.Connection, *, by_time: bool) -> Chart:
-    """What became of answers, as areas upon one another over equal ranges of versions or minutes."""
+    """Fates of answers as stacked areas over equal ranges of versions or minutes."""
     column = "minute" if by_time else "version"
     rows = database.execute(
         f"SELECT {column} AS x, fate, sum(count) AS count FROM fates WHERE version >= 0 GROUP BY x, fate ORDER BY x"

@@ -1,4 +1,4 @@
-"""What a dead letter holds, as its page may show it.
+"""Content of a dead letter, as its page may show it.
 
 Guarantee: what is sealed is opened only for a viewer whose key may open it, after the log has a record of that
 (`actions.open_sealed`). It is a whole event, or texts in one, each under the key of the answer that it is about. A text that

@@ -49,7 +49,7 @@ Values = dict[str, Any]
 
 
 class Console:
-    """What the pages have of one run. command: the arguments that name it for a command, none for an archive. beside: indexes
+    """A run as the pages see it. command: the arguments that name it for a command, none for an archive. beside: indexes
     of other runs. load_spell: loads a function from token ids to texts, None where there is no tokenizer; blocks.
     is_comparing: a reprocess runs.
     """
@@ -249,7 +249,7 @@ def letter_name(place: tuple[int, int]) -> str:
 
 
 async def privacy(console: Console, request: Request) -> Values:
-    """What is sealed, who was forgotten, and what was opened by whom."""
+    """Sealed answers, forgotten users and openings."""
     return await console.reading.rows(data.privacy)
 
 

@@ -1,4 +1,4 @@
-"""What the pages read: the index of the log, and what is read from the log for a page.
+"""Reads of the pages: from the index, and from the log itself.
 
     log ─> keeper of the index ─> state/index.sqlite ─> search, curves, lists      see `infra.ledger.index`
     log ─> status, decisions, one answer                                           when asked, then held for HELD_S
@@ -48,11 +48,11 @@ Found = TypeVar("Found")
 
 
 class NotReadYet(HeadraceError):
-    """What was asked for may be in what is not read yet."""
+    """The request may concern records that are not read yet."""
 
 
 class IndexState(msgspec.Struct, frozen=True):
-    """How far the index is. fault: why the log cannot be read now. left: records still to be read, by topic. held: records
+    """Progress of the index. fault: why the log cannot be read now. left: records still to be read, by topic. held: records
     that the log has, by topic. is_whole: the log was read to its end once.
     """
 
@@ -63,7 +63,7 @@ class IndexState(msgspec.Struct, frozen=True):
 
     @property
     def building(self) -> str:
-        """How much of the log is read, in words; "" where next to nothing is left of a log that was read once."""
+        """Progress of the first reading, in words; "" once it is done."""
         if self.is_whole and max(self.left.values(), default=0) < MANY:
             return ""
         held = sum(self.held.values())
@@ -71,7 +71,7 @@ class IndexState(msgspec.Struct, frozen=True):
 
     @property
     def unread(self) -> str:
-        """What the index does not have yet, in words; "" where it has all."""
+        """Records that the index lacks, in words; "" for none."""
         left = ", ".join(f"{count:,} of {name}" for name, count in self.left.items() if count)
         if left:
             return f"Not read yet: the index is behind the log by {left}."
@@ -133,7 +133,7 @@ class Reading:
         return await asyncio.to_thread(lambda: question(self._reader(), *values))
 
     async def look(self, wait_s: float) -> IndexState:
-        """How far the index is, at most HELD_S old; what was known where the log does not say within `wait_s`."""
+        """Progress of the index, at most HELD_S old; the last known where the log does not say within `wait_s`."""
 
         async def read() -> IndexState:
             bounds = await bounds_now(self.log, PAGED)
@@ -151,7 +151,7 @@ class Reading:
         return self.index_state
 
     async def status(self, wait_s: float | None = None) -> State:
-        """What `headrace status` shows, at most HELD_S old, and when each alarm was first seen here. wait_s: see `held`."""
+        """State of `headrace status`, at most HELD_S old, with the first sighting of each alarm. wait_s: see `held`."""
         wanted = wanted_of(self.settings.expect, serves=self.settings.gateway is not None)
 
         async def read() -> State:
@@ -209,14 +209,14 @@ class Reading:
         return message.timestamp_ms, message.value
 
     async def learned(self, version: int) -> PolicyTrace:
-        """What a version learned from. Raises NotInLog."""
+        """Answers that a version learned from. Raises NotInLog."""
         async with self._turn("trace"):
             return await trace_policy(self.log, self.index, version)
 
     async def held(
         self, name: str, read: Callable[[], Awaitable[Found]], held_s: float = HELD_S, wait_s: float | None = None
     ) -> Found:
-        """What `read` returns, called once for all requests within `held_s`; where the log is away, what it returned last.
+        """Result of `read`, called once for all requests within `held_s`; its last result while the log is away.
         wait_s: longest wait for a reading that has begun, None for no limit: then what it returned last. Raises NotReadYet
         where that is nothing.
         """
@@ -278,7 +278,7 @@ class Reading:
 
 
 def has_answer(database: sqlite3.Connection, experience: str) -> bool:
-    """Whether the index has this experience."""
+    """True if the index has this experience."""
     return bool(database.execute("SELECT 1 FROM answers WHERE key = ?", (number(experience),)).fetchone())
 
 

@@ -31,7 +31,7 @@ _UNSPACED = re.compile(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What is looked for. Fields that are "" or None ask nothing.
+    """Conditions of a search. Fields that are "" or None ask nothing.
 
     text: words that all occur in what the index holds of the texts. version: sampled any of it. learned: the version
     whose steps trained it. lane, tenant, session, suite, task: exactly. score: by its name. low, high: of that score,

@@ -39,7 +39,7 @@ DRAIN_S = 2.0  # at a stop, for the pages that are being made
 
 
 class Leaving:
-    """Whether SIGINT or SIGTERM came, and what ends by it, from the command's first line on. Made in the task that is to end.
+    """SIGINT and SIGTERM from the command's first line on. Construct it in the task that they end.
 
     While the console starts, a signal cancels what it waits for. A cancellation can get lost: before Python 3.12
     `asyncio.wait_for` drops one that comes with what it waits for. So the signal is remembered, and `check` asks for it between
@@ -191,7 +191,7 @@ def shown_host(sock: socket.socket) -> str:
 
 
 def writable(folder: Path) -> bool:
-    """Whether the indexes can lie there."""
+    """True if the folder takes the indexes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -91,7 +91,7 @@ def evals(database: sqlite3.Connection) -> dict[int, list[sqlite3.Row]]:
 
 
 def timeline(history: History) -> Row:
-    """Where published versions, decisions and the stable version lie between the first moment (0.0) and the last (1.0):
+    """Positions of published versions, decisions and the stable version from the first moment (0.0) to the last (1.0):
     `published` (place, version), `decided` (place, decision) and `stable` (from, to, version).
     """
     moments = [time_ms for time_ms, _ in history.events] + [each.time_ms for each in history.decisions]
@@ -113,7 +113,7 @@ def timeline(history: History) -> Row:
 def pairs(
     database: sqlite3.Connection, suite: str, left: int, right: int, everything: bool
 ) -> tuple[list[Row], dict[str, int]]:
-    """What two versions answered to the tasks of a suite, different scores first, and counts of these pairs. everything: list
+    """Pairs of answers of two versions to a suite, different scores first, and their counts. everything: list
     pairs that do not differ, too.
 
     Counts: same, differ, better, worse, of whole answers. unshown: pairs beyond MAX_TASKS. further: answers that are not
@@ -179,7 +179,7 @@ def _pair(database: sqlite3.Connection, a: Row, b: Row, budget: "Budget") -> Row
 
 
 class Budget:
-    """How many pairs of pieces may still be compared for one page."""
+    """Comparisons of pieces that are left for one page."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -215,7 +215,6 @@ def marked(left: str, right: str, budget: Budget) -> tuple[Markup, Markup]:
 
 
 def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many pieces at the beginning of two texts are equal."""
     differ = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differ, min(len(first), len(second)))
 

@@ -89,7 +89,7 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
 
 
 async def trains(log: Log) -> bool:
-    """Whether a trainer has reported lately, by the broker's clock."""
+    """True if a trainer has reported lately, by the broker's clock."""
     (order,) = await newest(log, POLICIES, 1)  # our own word
     last = [spoken.reports[-1] for spoken in (await LastHour(log).spoken()).values()]
     return any(

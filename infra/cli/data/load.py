@@ -90,7 +90,7 @@ async def run_load_tasks(
 
 
 async def rates_of(log: "Log", app: str) -> dict[str, float]:
-    """What another app of the same broker has recorded. Raises ConfigError where it has no topics."""
+    """Success rates that another app of the broker recorded. Raises ConfigError where it has no topics."""
     from actors.tasksets.loader import recorded_rates
     from infra.log.log import Log
 

@@ -67,7 +67,6 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
 
 
 async def lost_of(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
-    """What of a topic was deleted before the group had read it."""
     name = log.name(topic)
     committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
     return [

@@ -217,7 +217,7 @@ def section_of(kind: Any) -> tuple[type[Section], str] | None:
 
 
 def described(struct: type) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the whole, and of each field.
+    """Descriptions of a record and of each field in its docstring.
 
     >>> from infra.settings.config import Keep
     >>> described(Keep)[1]["replay"]
@@ -303,7 +303,7 @@ def plain(text: str | None) -> str:
 
 
 def names() -> Iterator[str]:
-    """What `headrace` exports, by kind: how it is called, and its docstring."""
+    """Exports of `headrace` by kind, with signature and docstring."""
     import headrace
 
     for kind, found in headrace.HOMES.items():
@@ -330,7 +330,7 @@ def methods(thing: Any) -> list[str]:
 
 
 def called(thing: Any) -> str:
-    """What a function or a class is called with; nothing for a class that is a protocol or an error."""
+    """Signature of a function or a class; empty for a protocol or an error."""
     if not inspect.isclass(thing):
         return short(inspect.signature(thing)).replace("(self, ", "(").replace("(self)", "()")
     if issubclass(thing, Exception) or getattr(thing, "_is_protocol", False):

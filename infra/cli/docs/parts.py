@@ -31,7 +31,7 @@ TAKEN_FROM = {
 
 
 class Sign(NamedTuple):
-    """By what a part is known in its source. mark: its decorator. methods: of its class. takes: its first parameters.
+    """Marks of a part in its source. mark: its decorator. methods: of its class. takes: its first parameters.
     returns: its annotation.
     """
 
@@ -71,7 +71,7 @@ def parts() -> Iterator[str]:
 
 
 def shipped() -> dict[str, list[str]]:
-    """What settings may name, by kind, as `module:name`; without the processors that the built-in chain has anyway."""
+    """Parts that settings may name, by kind, as `module:name`; without the processors that the built-in chain has anyway."""
     chain = _built_in()
     return {
         kind: [use for folder, sign in places for use in found(folder, sign) if use not in chain]

@@ -8,7 +8,7 @@ import msgspec
 
 
 def labelled(docstring: str, fields: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the whole, and behind the label `name:` or `one, other:` of each of `fields`, as
+    """Split a docstring into its text and the text behind each label `name:` or `first, second:` of `fields`, as
     {name: name to show}.
 
     >>> labelled("Count. low, high: the range.", {"low": "low", "high": "high"})

@@ -96,5 +96,4 @@ async def result_of(log: Log, policy: str, suite: str, version: int) -> EvalResu
 
 
 def is_answer(one: EvalResult, policy: str, suite: str, version: int) -> bool:
-    """Whether a result is of exactly this."""
     return (one.policy, one.suite, one.version) == (policy, suite, version)

@@ -44,7 +44,7 @@ METADATA = {"format": "pt"}  # without it transformers takes no safetensors file
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True):
-    """What an exported folder is: written into it as headrace.json.
+    """Description of an exported folder, its headrace.json.
 
     app, policy: that it was trained as. version: of the policy. parent: trained from. step: the last one it contains.
     manifest_sha256: of the published manifest. decisions: of the gate and of people, about this version. adapter: of
@@ -112,7 +112,6 @@ def _number(version: str, feed: PolicyFeed) -> int:
 
 
 async def _feed(log: Log, policy: str, since: Summary | None) -> PolicyFeed:
-    """All that is said behind a summary, or at all."""
     feed = PolicyFeed(policy, since=None if since is None else since.of(policy))
     begins, ends = await log.bounds(topics.POLICIES)
     async with aclosing(log.scan(topics.POLICIES, {0: begins[0] if since is None else since.below}, ends)) as messages:

@@ -1,4 +1,4 @@
-"""What `policies` says in full, event by event: from a summary on that lies far enough back, or from the first record."""
+"""Records of `policies`, event by event: from a summary on that lies far enough back, or from the first record."""
 
 from contextlib import aclosing
 
@@ -13,7 +13,7 @@ RECENT = 8 * LOOK  # records that a look back shows at least
 
 
 class PolicyWords:
-    """What `policies` says of one policy and of learning, folded record by record. events: with their times, without what an
+    """Records of one policy and of learning in `policies`, folded record by record. events: with their times, without what an
     overtaken trainer wrote. stable: where its channel is then. orders: an operator's orders about learning.
     is_whole: nothing lies before them. since: of what is not read. at_most: events that are kept, by default all.
     """

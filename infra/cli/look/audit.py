@@ -65,14 +65,12 @@ def operator() -> str:
 
 
 def words(now: Draining) -> str:
-    """How far a drain is, in a line."""
     if now.on_the_way >= 0:
         return f"nothing is outstanding; {now.on_the_way:,} experiences are still on their way"
     return f"{now.state}: {now.outstanding:,} groups outstanding" if now.state else "waiting for the master"
 
 
 def reading_words(topic: str, left: int) -> str:
-    """How far an audit is, in a line."""
     return f"reading {topic}: {left:,} records left" if topic else "adding up"
 
 
@@ -83,7 +81,6 @@ def shown(account: Account) -> str:
 
 
 def table(account: Account) -> Table:
-    """What became of what was published."""
     rows = Table(title="clean" if account.is_clean else "NOT CLEAN", show_header=False)
     rows.add_column()
     rows.add_column(justify="right")

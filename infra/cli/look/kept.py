@@ -1,4 +1,4 @@
-"""What an app keeps, how much of it there is now, and what bounds it: `kept` of `headrace status`.
+"""Data that an app keeps, with sizes and bounds, for `headrace status --kept`.
 
 Nothing is listed or read for it: topics are asked for their first and last offset, roles report their sizes, and files, of
 which the rows of the console's index are counted, are of the machine where it is asked. How large folders of the store are, the
@@ -54,7 +54,7 @@ async def kept_of(log: Log, settings: Settings, roles: Sequence[Mapping[str, Any
 
 
 def bound_of(topic: topics.Topic, replay: str) -> str:
-    """What bounds a topic. Records of a compacted one are at most as many as there were."""
+    """Bound of a topic. Records of a compacted one are at most as many as there were."""
     if topic.retention == "forever":
         return FOREVER[topic.name]
     if topic is topics.BATCHES:

@@ -170,7 +170,7 @@ def plain(message: LogMessage) -> Any:
 
 
 def response_of(member: Experience) -> str | None:
-    """What was answered; None where the frame's text cannot be decoded."""
+    """Text of the answer; None if it cannot be decoded."""
     try:
         return member.response
     except BadFrame:

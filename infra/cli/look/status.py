@@ -119,7 +119,7 @@ def heard(spoken: Spoken) -> Heard:
 
 
 def clock_line(behind_s: float, roles: Sequence[State], age_s: float) -> str:
-    """What makes ages uncertain, "" for nothing."""
+    """Warning about uncertain ages, "" for none."""
     if behind_s > SLACK_S:
         return f"this machine's clock is {span(behind_s)} behind the log's: ages are since the newest report"
     if roles and all(role["silent"] for role in roles):
@@ -148,7 +148,7 @@ def all_dropped(ended: Mapping[tuple[str, str], float]) -> str:
 
 
 def trainer_words(role: State, groups: int, why: str) -> str:
-    """What a trainer between two steps waits for. groups: that a step takes. why: none came."""
+    """State of a trainer between two steps. groups: number that a step takes. why: reason for no groups."""
     if role["rates"].get("steps", 0.0) > 0 or "groups_waiting" not in role["gauges"]:
         return "learning"
     there = f"{role['gauges']['groups_waiting']:.0f}" + (f" of {groups}" if groups else "")
@@ -188,7 +188,7 @@ def role_state(reports: Reports, now_s: float) -> State:
 
 
 def first_grown(reports: Reports, name: str) -> tuple[float, float]:
-    """When a counter first grew in these reports, and by how much it did in all; 0 for one that did not."""
+    """Time of a counter's first growth and its total growth in these reports; zeros for none."""
     values = [(report.counters.get(name, 0.0), at_s) for report, at_s in reports]
     grown = [(at_s, after - before) for (before, _), (after, at_s) in pairwise(values) if after > before]
     return (grown[0][0], sum(more for _, more in grown)) if grown else (0.0, 0.0)
@@ -249,7 +249,7 @@ def speaking(roles: Sequence[State]) -> set[str]:
 
 
 def waiting(reports: Sequence[Progress], now_s: float) -> State:
-    """What waits for feedback, as the stream workers say: how many answers, and in how many seconds the first window passes."""
+    """Answers that wait for feedback, and seconds until the first window ends, as stream workers report."""
     waits = together(report.waits for report in reports if report.waits is not None)
     if not waits.answers:
         return {}
@@ -257,7 +257,7 @@ def waiting(reports: Sequence[Progress], now_s: float) -> State:
 
 
 def caches(roles: Sequence[State]) -> dict[str, dict[str, float]]:
-    """What each machine keeps of the store's weights: its name → bytes, max_bytes, as who spoke last there says."""
+    """Cached weights of each machine: its name → bytes and max_bytes of its newest report."""
     return {
         role["instance"].split("/")[1]: {
             "bytes": role["gauges"]["host_cache_bytes"],
@@ -300,7 +300,7 @@ def policy_state(policies: Sequence[LogMessage], now_s: float) -> State:
 
 
 def learning_state(policies: Sequence[LogMessage]) -> State:
-    """Whether an operator drains or pauses learning: the newest word holds, and nothing is published after it."""
+    """State of learning by the newest order of an operator."""
     state: State = {"state": "on"}
     for message in policies:
         directive = message.value
@@ -360,7 +360,7 @@ async def lag(log: Log, topic: topics.Topic, group: str) -> int | None:
 
 
 def alarms(state: State, max_lag: int) -> list[str]:
-    """What an operator should look at, one line each; empty when all is well."""
+    """A line for each problem that an operator should look at."""
     found = list(state["missing"]) if state["roles"] else ["no role has reported"]
     for role in state["roles"]:
         if role["silent"] and not any(role["instance"] in line for line in state["missing"]):

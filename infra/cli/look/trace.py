@@ -175,7 +175,6 @@ def texts(answer: Experience) -> tuple[str, str]:
 
 
 def spans(answer: Experience) -> str:
-    """How many tokens each version sampled."""
     parts = [
         f"{span.stop - span.start} tokens of v{span.version}{age_of_keys(span)}" if span.version >= 0 else "shown"
         for span in answer.spans

@@ -1,4 +1,4 @@
-"""What an answer waits for, and until when: by its records and the settings, with the rules of collect and the trainer."""
+"""Next event of an answer and its deadline: by its records and the settings, with the rules of collect and the trainer."""
 
 from infra.cli.settings import Settings
 from infra.cli.terminal import clock
@@ -36,7 +36,6 @@ def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
 
 
 def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
-    """What the trainer still wants before it draws a copy in its buffer."""
     lane, lanes = answer.buffered[-1][1].lane, settings.trainer.lanes
     if lane not in lanes or lanes[lane].weight == 0.0:
         return f"no lane takes it: [trainer.lanes] has {', '.join(lanes)}, and it is of lane {lane}"
@@ -49,7 +48,6 @@ def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
 
 
 def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms: int) -> str:
-    """What collect waits for before it closes the group of an answer."""
     group = group_as_it_is(judged, arrived)
     until_ms = due_ms(group, rules)
     until = f"until {clock(until_ms)}"
@@ -69,7 +67,7 @@ def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms:
 
 
 def group_as_it_is(judged: Experience, arrived: Arrivals) -> Group:
-    """What collect knows of the group, from its records in `verified`, in their order; the attempt is that of the answer."""
+    """Collect's state of the group, from its records in `verified`, in their order; the attempt is that of the answer."""
     group, number = Group(group_of(judged.id)), judged.attempt
     for place, (time_ms, record) in enumerate(arrived):
         if isinstance(record, Feedback):

@@ -1,4 +1,4 @@
-"""What the settings need for their model, from config.json alone, and what will not fit where they are to run.
+"""Memory, time and disk that the settings need for their model, from config.json alone, and what does not fit.
 
 Bytes of weights, gradients and optimizer are exact; seconds are computed from measured unit costs; activations are rough.
 """

@@ -1,4 +1,4 @@
-"""What rates need: bytes of each topic on the brokers' disks, and processes, from unit costs that benchmarks measured.
+"""Needs of given rates: bytes of each topic on the brokers' disks, and processes, from unit costs that benchmarks measured.
 
 Processor time is of one core: a process of headrace uses little more. Tokens a second of an engine and of the trainer depend on
 model and card, so the user states them. Unit costs lie in `unit_costs.json`, which `make bench NAME=… ARGS=--save` writes.
@@ -38,7 +38,7 @@ class UnitCost(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What comes in, and what there is.
+    """Incoming rates and the installation.
 
     groups: Usual groups a second. requests: Requests of people a second, each one answer. size: Answers of a group. prompt,
     answer: Tokens. rated: Share of requests that get feedback. engine, learner: Tokens a second of one engine and of the
@@ -65,7 +65,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class PartNeed(msgspec.Struct, frozen=True):
-    """What one kind of process needs.
+    """Need of one kind of process.
 
     part: Its name. setting: Setting that says how many there are. has: How many it names, 0 for open. needs: How many are
     needed, None where a cost is unknown. share: Work over what those do that are planned, 1 is all. unknown: Missing cost.
@@ -89,7 +89,7 @@ class PartNeed(msgspec.Struct, frozen=True):
 
 
 class RatesPlan(msgspec.Struct, frozen=True):
-    """What the rates need.
+    """Needs of the rates.
 
     rates: Input. topics: Bytes a second by topic, without copies. parts: What each needs. costs: Unit costs by name.
     """
@@ -231,7 +231,6 @@ def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, fl
 
 
 def rate_tables(plan: RatesPlan) -> Iterator[Table | str]:
-    """What a person reads."""
     rates = plan.rates
     asked = f"{rates.groups:g} groups of {rates.size}, {rates.requests:g} requests a second (computed)"
     topics = Table("topic", title=asked)
@@ -264,7 +263,7 @@ def rate_tables(plan: RatesPlan) -> Iterator[Table | str]:
 
 
 def gb(num_bytes: float) -> str:
-    """As a person reads it.
+    """Bytes in MB or GB.
 
     >>> gb(16_381_470_720), gb(5_000_000)
     ('16.4 GB', '5.0 MB')

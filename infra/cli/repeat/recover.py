@@ -65,7 +65,7 @@ async def recover(log: Log, store: Store, floor: Floor, console: Console, *, agr
 
 
 async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
-    """What to go on from. Raises ConfigError where the log has steps of its own, or the store no checkpoint."""
+    """State to continue from. Raises ConfigError where the log has steps of its own, or the store no checkpoint."""
     run = floor.run or floor.app
     async for message in log.read_all(topics.BATCHES):
         if isinstance(message.value, Batch) and message.value.run == run:
@@ -84,7 +84,6 @@ async def newest(log: Log, store: Store, floor: Floor) -> Checkpoint:
 
 
 def plan(found: Checkpoint, fit: Fit, floor: Floor) -> str:
-    """What stays and what is lost."""
     position = found.position
     waits = len(found.references)
     rest = "" if fit.here is None else "What this log holds already stays in it and will be learned from.\n"
@@ -100,7 +99,6 @@ def plan(found: Checkpoint, fit: Fit, floor: Floor) -> str:
 
 
 def ask() -> bool:
-    """Whether a person at a terminal says yes."""
     if not sys.stdin.isatty():
         print("headrace: recover: no terminal to ask on; give --yes to go on", file=sys.stderr)
         return False

@@ -32,7 +32,7 @@ SHOWN_HASH = 16
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay found.
+    """Result of a replay.
 
     run: its name. from_step, to_step: the first and the last one replayed. steps: how many. equal: every checkpoint
     that was compared is. bits_promised: nothing the bits depend on differs from the run. checkpoints: that were
@@ -71,7 +71,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trust(msgspec.Struct, frozen=True):
-    """How far what came with a run is trusted. plugins: what its settings name is imported and called. max_bytes: what an
+    """Trust in what came with a run. plugins: what its settings name is imported and called. max_bytes: what an
     archive may unpack to.
     """
 
@@ -180,7 +180,6 @@ def judged(
     here: dict[str, str],
     replay_s: float,
 ) -> ReplayResult:
-    """What all of it says."""
     return ReplayResult(
         run=source.run,
         from_step=start.manifest.place.step,
@@ -236,7 +235,6 @@ def summarize(console: Console, verdict: ReplayResult, *, verify: bool) -> None:
 
 
 def summarize_checkpoints(console: Console, verdict: ReplayResult) -> None:
-    """What was compared, and what was not."""
     num = len(verdict.checkpoints)
     if verdict.not_compared:
         console.print(f"{verdict.not_compared} checkpoints of steps that were rolled back later are not compared")

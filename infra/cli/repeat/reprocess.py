@@ -180,7 +180,6 @@ def totals_of(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[
 
 
 def show_letters(console: Console, report: "LettersReport") -> None:
-    """What went back, and what did not and why."""
     table = Table(title=f"{report.letters:,} dead letters", show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")

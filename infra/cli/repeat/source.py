@@ -1,4 +1,4 @@
-"""What a replay reads: the folder of a run with its log and store, or an archive of one. Nothing of either is changed.
+"""Sources of a replay: the folder of a run with its log and store, or an archive of one. Nothing of either is changed.
 
 Guarantee: opening one imports nothing that its settings name, unless it is trusted; from an archive's settings
 only SHAPING counts.

@@ -139,13 +139,12 @@ def _load_libraries(role: str, settings: Settings) -> None:
 
 
 def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
-    """What a role of these settings is given."""
     store = (cached_store_of if name in WITH_ENGINE else measured_store_of)(settings, metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 
 def metrics_address(settings: Settings) -> tuple[str, int]:
-    """Where this process serves its metrics: the environment's word, else the file's. Raises ConfigError."""
+    """Address of this process's metrics: from the environment, else from the file. Raises ConfigError."""
     try:
         host, port = split_address(os.environ.get(LISTEN_VARIABLE) or settings.metrics.listen, LISTEN_VARIABLE)
         return host, port if not rank_of(os.environ) else 0  # the first rank speaks for all
@@ -154,7 +153,7 @@ def metrics_address(settings: Settings) -> tuple[str, int]:
 
 
 def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop a role runs in; None for Python's own."""
+    """Factory of a role's event loop; None for Python's own."""
     if role != "serve":
         return None
     from infra.local.http_server import new_loop
@@ -290,7 +289,7 @@ def gateway_of(settings: Settings) -> GatewayConfig:
 
 
 def implied_options(settings: Settings, use: Use) -> dict[str, object]:
-    """What other tables say that an engine must know when it starts, where it takes it: what the trainer adapts of the model
+    """Options of an engine that other tables imply, as far as it takes them: the trainer's adapter of the model
     as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
     """
     from infra.settings.plugin import find
@@ -423,7 +422,6 @@ def open_on_rank(settings: Settings, model: str, environment: Mapping[str, str])
 
 
 def several_ranks(settings: Settings) -> str:
-    """What is wrong with ranks for a learner of one process."""
     return (
         f"trainer.ranks: got several with {settings.trainer.learner.use}, expected 1, or "
         'learner = { use = "trainer.learners.deepspeed:DeepSpeedLearner" }'

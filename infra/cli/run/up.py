@@ -78,7 +78,7 @@ def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str)
 
 
 def index_child(settings: Settings, config: Path, sets: Sequence[str]) -> Child:
-    """What keeps the index of `headrace trace` up while the roles run."""
+    """The process that keeps the index up while the roles run."""
     child = role_child(settings, config, sets, "trace")
     return msgspec.structs.replace(child, argv=(*child.argv, "--keep-up"))
 
@@ -190,7 +190,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
 
 
 def failed_of(states: Iterable[ChildState]) -> list[str]:
-    """Those that were given up, or ended since another process has their role. The console may fail alone."""
+    """Names of roles that gave up or lost their role to another process. The console may fail alone."""
     return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
 
 
@@ -269,5 +269,4 @@ def say_door(settings: Settings, console: Console) -> None:
 
 
 def _patience_s(settings: Settings) -> float:
-    """How long the broker may take: a configured one is there or not, an embedded one may have to fetch its jars first."""
     return settings.kafka.deadline_s if settings.kafka.bootstrap_servers else max(120.0, settings.kafka.deadline_s)

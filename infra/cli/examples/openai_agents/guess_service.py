@@ -30,7 +30,7 @@ class Game:
         self.number, self.least, self.most = number, 1, HIGH
 
     def guess(self, said: str) -> tuple[float, str]:
-        """What a guess is worth, and what the player hears; "" where it was right."""
+        """Reward of a guess and the answer to the player; "" for a hit."""
         guess = int(said) if said.isdecimal() else 0
         if guess == self.number:
             return 1.0 + self.rule_out(guess, guess), ""
