@@ -29,7 +29,7 @@ def kafka_folder(settings: Settings) -> Path:
     return settings.folder / EMBEDDED_FOLDER
 
 
-def bootstrap_of(settings: Settings) -> str:
+def broker_address(settings: Settings) -> str:
     """The broker's address: configured, or that of the embedded broker that `up` started in this folder."""
     if settings.kafka.bootstrap_servers:
         return settings.kafka.bootstrap_servers
@@ -44,15 +44,15 @@ def bootstrap_of(settings: Settings) -> str:
     return address.bootstrap
 
 
-def store_of(settings: Settings) -> Store:
+def app_store(settings: Settings) -> Store:
     """The configured object store, secrets where they are meant to lie."""
-    store = main_store_of(settings)
+    store = main_store(settings)
     if not settings.store.keys:
         return store
     return DividedStore(store, open_store(settings.store.keys, base=settings.folder))
 
 
-def main_store_of(settings: Settings) -> Store:
+def main_store(settings: Settings) -> Store:
     """Store of weights and checkpoints: `[store] use`, else its url. Raises ConfigError."""
     config = settings.store
     if not config.use:
@@ -68,14 +68,14 @@ def main_store_of(settings: Settings) -> Store:
     return store
 
 
-def measured_store_of(settings: Settings, metrics: Metrics) -> Store:
+def measured_store(settings: Settings, metrics: Metrics) -> Store:
     """The configured object store, its traffic counted."""
-    return MeasuredStore(store_of(settings), metrics)
+    return MeasuredStore(app_store(settings), metrics)
 
 
-def cached_store_of(settings: Settings, metrics: Metrics) -> Store:
+def cached_store(settings: Settings, metrics: Metrics) -> Store:
     """`measured_store` of a role with an engine: this machine fetches weights once."""
-    store = measured_store_of(settings, metrics)
+    store = measured_store(settings, metrics)
     folder = cache_folder(settings)
     if folder is None:
         return store
@@ -114,14 +114,14 @@ async def connected(
     quieten_client()
     limit_s = settings.kafka.deadline_s
     bus = KafkaBus(
-        bootstrap_of(settings),
+        broker_address(settings),
         deadline_s=min(deadline_s or limit_s, limit_s),
         linger_ms=LINGER_MS if linger_ms is None else linger_ms,
         access=access_of(settings),
     )
     try:
         await bus.start()
-        log = Log(bus, settings.app, store=store_of(settings))
+        log = Log(bus, settings.app, store=app_store(settings))
         if not create:
             await log.require_topics()
         yield log
@@ -143,7 +143,7 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)
     if not runs and not (create and read_address(kafka_folder(settings)) is None):
-        runs = await answers(bootstrap_of(settings), timeout_s=patience_s(settings), access=access_of(settings))
+        runs = await answers(broker_address(settings), timeout_s=patience_s(settings), access=access_of(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from infra.cli.commands import capacity, data, govern, look, repeat, roles, start
-from infra.cli.options import umask_of
+from infra.cli.options import file_umask
 from infra.local.process import SAFE_PATH
 from infra.observe.release import full_release
 
@@ -106,7 +106,7 @@ def main() -> None:
     """Entry point of the `headrace` command."""
     # A shell without job control makes its background processes ignore Ctrl-C, and Python leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.umask(umask_of(os.environ))
+    os.umask(file_umask(os.environ))
     os.environ[SAFE_PATH] = (
         "1"  # of every process that this one or its libraries start; programs and tools do not inherit it
     )

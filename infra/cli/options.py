@@ -33,7 +33,7 @@ UMASK = "HEADRACE_UMASK"
 OWNERS_ALONE = 0o077
 
 
-def umask_of(environment: Mapping[str, str]) -> int:
+def file_umask(environment: Mapping[str, str]) -> int:
     """Umask of files that headrace makes: others may do nothing, unless HEADRACE_UMASK allows more (027 lets a group read).
     Secrets are their owner's alone whatever it says.
     """

@@ -116,7 +116,7 @@ class Settings(Floor, frozen=True):
     def gate(self) -> MasterConfig:
         """The master's part, where a rating counts as long as feedback and the rest of a session are waited for."""
         people = self.master.gate.people
-        longest_s = max((duration_s(one.window) for one in self.feedback), default=0.0)
+        longest_s = max((duration_s(source.window) for source in self.feedback), default=0.0)
         waited = f"{round(1000 * (longest_s + self.collect.session_s))}ms" if longest_s else "0s"
         people = msgspec.structs.replace(people, rating_window=people.rating_window or waited)
         return msgspec.structs.replace(self.master, gate=msgspec.structs.replace(self.master.gate, people=people))

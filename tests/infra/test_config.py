@@ -17,7 +17,7 @@ from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
 from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed
-from infra.cli.run.roles import webhooks_of
+from infra.cli.run.roles import read_webhooks
 from infra.cli.settings import load_settings
 from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s
 from infra.settings.outside import checked_url, shared_tls
@@ -242,11 +242,11 @@ def test_the_secret_of_a_webhook_lies_beside_the_settings(tmp_path: Path) -> Non
     (tmp_path / "hook").write_text("s3cret\n")
     source = 'name = "csat"\nuse = "streams.sources.received:rating"\nfrom = { webhook = "/z", secret_file = "hook" }\n'
     (tmp_path / "headrace.toml").write_text(f'app = "t"\n[[feedback]]\n{source}')
-    (found,) = webhooks_of(load_settings(tmp_path / "headrace.toml"))
+    (found,) = read_webhooks(load_settings(tmp_path / "headrace.toml"))
     assert found.secret == b"s3cret"
     (tmp_path / "hook").unlink()
     with pytest.raises(ConfigError, match=r"^feedback\[0\].from.secret_file: "):
-        webhooks_of(load_settings(tmp_path / "headrace.toml"))
+        read_webhooks(load_settings(tmp_path / "headrace.toml"))
 
 
 @pytest.mark.parametrize("made", [HttpEnvironment, McpServer, OpenEnv])

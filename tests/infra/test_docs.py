@@ -64,7 +64,7 @@ class FencedBlock(msgspec.Struct, frozen=True):
         return f"{self.page}:{self.line}"
 
 
-def fences_of(page: Path) -> Iterator[FencedBlock]:
+def find_fences(page: Path) -> Iterator[FencedBlock]:
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```([^\n]+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         language, _, rest = found[1].partition(" ")
@@ -74,11 +74,11 @@ def fences_of(page: Path) -> Iterator[FencedBlock]:
 
 
 WHOLE: Any = typer.main.get_command(app)  # of all commands; to make it takes a while
-FENCES = [fence for page in PAGES for fence in fences_of(page)]
+FENCES = [fence for page in PAGES for fence in find_fences(page)]
 
 
-def of_kind(kind: str) -> list[Any]:
-    return [pytest.param(one, id=str(one)) for one in FENCES if one.kind == kind]
+def fences(kind: str) -> list[Any]:
+    return [pytest.param(fence, id=str(fence)) for fence in FENCES if fence.kind == kind]
 
 
 def commands(group: Any, path: str) -> Iterator[str]:
@@ -108,7 +108,7 @@ def test_every_setting_says_what_it_means() -> None:
     def silent(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
         meanings = docs.described(struct)[1]
         for field in msgspec.structs.fields(struct):
-            section = docs.section_of(field.type)
+            section = docs.nested_section(field.type)
             if section is not None:
                 yield from silent(section[0], f"{path}.{field.encode_name}")
             elif not meanings.get(field.encode_name) and field.type is not Path:
@@ -125,12 +125,12 @@ class RecordClass(NamedTuple):
 
     def silent(self, tables: set[str]) -> list[str]:
         """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
-        fields = {ast.unparse(one.target): one for one in self.node.body if isinstance(one, ast.AnnAssign)}
+        fields = {ast.unparse(node.target): node for node in self.node.body if isinstance(node, ast.AnnAssign)}
         meanings = labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
         meanings |= docs.strings_below(self.node)
         if self.node.name in tables:
             meanings = docs.COMMON | meanings
-        types = {name: ast.unparse(one.annotation) for name, one in fields.items()}
+        types = {name: ast.unparse(item.annotation) for name, item in fields.items()}
         return [
             name
             for name, kind in types.items()
@@ -144,7 +144,10 @@ def classes_named_after(classes: list[RecordClass], *roots: str) -> set[str]:
     found, grown = set[str](), set(roots)
     while grown - found:
         found |= grown
-        bases = [(one.node.name, {ast.unparse(base).rpartition(".")[2] for base in one.node.bases}) for one in classes]
+        bases = [
+            (each_class.node.name, {ast.unparse(base).rpartition(".")[2] for base in each_class.node.bases})
+            for each_class in classes
+        ]
         grown = {name for name, of in bases if of & found}
     return found - set(roots)
 
@@ -158,13 +161,14 @@ def test_every_field_of_a_record_of_the_log_of_its_packages_and_of_the_public_fa
     ]
     records, tables = classes_named_after(classes, "Struct"), classes_named_after(classes, "Section")
     held = [
-        one
-        for one in classes
-        if one.node.name in records | tables and not one.node.name.startswith("_")
-        if one.node.name in headrace.__all__ or one.where.startswith(tuple(f"{name}." for name in DOCUMENTED))
+        each_class
+        for each_class in classes
+        if each_class.node.name in records | tables and not each_class.node.name.startswith("_")
+        if each_class.node.name in headrace.__all__
+        or each_class.where.startswith(tuple(f"{name}." for name in DOCUMENTED))
     ]
-    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {one.node.name for one in held}
-    assert {f"{one.where}:{one.node.name}": silent for one in held if (silent := one.silent(tables))} == {}
+    assert {"Experience", "Batch", "Progress", "Completion", "LossInputs"} <= {item.node.name for item in held}
+    assert {f"{item.where}:{item.node.name}": silent for item in held if (silent := item.silent(tables))} == {}
 
 
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
@@ -200,7 +204,7 @@ def test_the_readme_fits_three_screens() -> None:
 def test_every_page_has_a_title_and_then_a_sentence_about_it(page: Path) -> None:
     lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line]
     assert lines[0].startswith("# ") and lines[1][0] not in "#|-`"
-    assert {one.kind for one in fences_of(page)} <= LANGUAGES
+    assert {item.kind for item in find_fences(page)} <= LANGUAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -213,7 +217,7 @@ def test_every_link_and_picture_of_a_page_is_there(page: Path) -> None:
         assert other.is_file(), f"{page.name}: [{label}] leads to {target}"
         if fragment:
             headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
-            assert fragment in {docs.anchor(one) for one in headings}, f"{page.name}: no heading {target}"
+            assert fragment in {docs.anchor(heading) for heading in headings}, f"{page.name}: no heading {target}"
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -228,7 +232,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_every_picture_is_shown_on_some_page() -> None:
     shown = {
-        (page.parent / one).resolve() for page in PAGES for one in re.findall(r"\]\(([^)]+\.png)\)", page.read_text())
+        (page.parent / item).resolve() for page in PAGES for item in re.findall(r"\]\(([^)]+\.png)\)", page.read_text())
     }
     assert shown == set(ROOT.glob("infra/**/*.png"))
 
@@ -244,7 +248,7 @@ def without_fences(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("fence", of_kind("toml"))
+@pytest.mark.parametrize("fence", fences("toml"))
 def test_every_table_loads_as_settings(fence: FencedBlock, tmp_path: Path) -> None:
     text = fence.text if re.search(r"^app\b", fence.text, re.MULTILINE) else f'app = "docs"\n{fence.text}'
     text += BESIDE["gate"] if "[master.gate" in text and "[[master.evals]]" not in text else ""
@@ -261,7 +265,7 @@ def test_every_table_loads_as_settings(fence: FencedBlock, tmp_path: Path) -> No
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_python_snippet_runs_behind_those_before_it_with_headrace_alone(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "snippets"}
-    for fence in fences_of(page):
+    for fence in find_fences(page):
         if fence.kind == "python":
             exec(compile(fence.text, str(fence), "exec"), names)
             imported = re.findall(r"^(?:from|import) (\w+)", fence.text, re.MULTILINE)
@@ -274,7 +278,7 @@ def test_the_tutorial_shows_the_files_of_its_example() -> None:
     assert shown == {name: path.read_text() for name, path in files_of("sorting").items() if name != "README.md"}
 
 
-@pytest.mark.parametrize("fence", of_kind("sh"))
+@pytest.mark.parametrize("fence", fences("sh"))
 def test_every_command_is_there_and_takes_its_options(fence: FencedBlock) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     lines = fence.text.replace("\\\n", " ").splitlines()
@@ -299,7 +303,7 @@ def test_every_command_in_a_sentence_is_there_too(page: Path) -> None:
                 assert word in command.commands or word.startswith("-"), f"{page.name}: headrace {quoted}"
                 command = command.commands.get(word, command)
             elif word.startswith("--") and word != "--help":
-                assert any(word in one.opts for one in command.params), f"{page.name}: headrace {quoted}"
+                assert any(word in parameter.opts for parameter in command.params), f"{page.name}: headrace {quoted}"
     for module in re.findall(r"python -m ([\w.]+)", page.read_text(encoding="utf-8")):
         assert importlib.util.find_spec(module), f"{page.name}: {module}"
 
@@ -322,7 +326,7 @@ def test_every_client_snippet_runs_against_a_gateway(tmp_path: Path) -> None:
         async with serving(tmp_path, engine(says("Hello.")), webhooks=[webhook], limits=limits) as served:
             key = await served.new_key()
             answer = (await served.client(key).chat.completions.create(**ASK)).id
-            for fence in (one for one in FENCES if one.kind in ("python client", "sh curl")):
+            for fence in (each_fence for each_fence in FENCES if each_fence.kind in ("python client", "sh curl")):
                 text = fence.text.replace(SHOWN_URL, served.url).replace(SHOWN_KEY, key)
                 program = ["bash", "-ec", text] if fence.kind == "sh curl" else [sys.executable, "-c", text]
                 environment = {**os.environ, "HEADRACE_KEY": key, "ANSWER": answer, "NO_PROXY": "*", "no_proxy": "*"}

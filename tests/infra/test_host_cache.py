@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from infra.cli.connect import cache_folder
-from infra.cli.run.roles import role_of
+from infra.cli.run.roles import make_role
 from infra.cli.settings import Settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -325,7 +325,7 @@ def test_a_store_behind_a_network_is_kept_and_a_folder_only_where_it_is_said(
 def test_roles_with_an_engine_have_the_cache(role: str, keeps: bool, tmp_path: Path) -> None:
     config = StoreConfig(cache="kept")
     settings = msgspec.structs.replace(Settings(app="app"), store=config, folder=tmp_path)
-    given = role_of(role, settings, Log(MemoryBus(), "app"), Metrics(role), asyncio.Event())
+    given = make_role(role, settings, Log(MemoryBus(), "app"), Metrics(role), asyncio.Event())
     assert isinstance(given.store, CachedStore) == keeps
 
 

@@ -18,7 +18,7 @@ from actors.rollout.session import Session
 from actors.rollout.tool import ParsedCall, ToolResult, answer, load_tool
 from actors.rollout.workflow import Workflows
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
-from infra.cli.connect import store_of
+from infra.cli.connect import app_store
 from infra.cli.settings import load_settings
 from infra.settings.plugin import load
 from schemas import Experience, Message, Span, make_experience
@@ -143,10 +143,10 @@ def test_options_that_a_plugin_does_not_have_are_refused_in_one_line() -> None:
 def test_a_store_of_a_plugin_is_named_by_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "headrace.toml"
     file.write_text(f'app = "a"\n[store]\nuse = "{HERE}:Shelf"\nkeys = "keys"\n')
-    store = store_of(load_settings(file))
+    store = app_store(load_settings(file))
     store.put("policies/one", b"1")
     store.put("keys/one", b"2")
     assert store.get("policies/one") == b"1" and not (tmp_path / "store").exists()
     assert (tmp_path / "keys" / "keys" / "one").read_bytes() == b"2"
     with pytest.raises(headrace.ConfigError, match=r"store\.options\.size: unknown option"):
-        store_of(load_settings(file, ["store.options.size=3"]))
+        app_store(load_settings(file, ["store.options.size=3"]))

@@ -16,7 +16,7 @@ from infra.chain.chain import Step
 from infra.chain.processor import mark_of
 from infra.cli.check.state import check_fit, check_state
 from infra.cli.connect import connected, create_topics
-from infra.cli.run.roles import implied_options, open_to_others, webhooks_of
+from infra.cli.run.roles import implied_options, open_to_others, read_webhooks
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.settings.config import Use, duration_s
@@ -277,7 +277,7 @@ def check_model(settings: Settings) -> tuple[str, list[str]]:
 def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
     """Read every secret of feedback sources. Raises ConfigError."""
     if settings.gateway is not None:
-        webhooks_of(settings)
+        read_webhooks(settings)
     for source in sources:
         if source.langfuse is not None:
             keys_of(source)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from infra.cli.connect import bootstrap_of, quieten_client, store_of
+from infra.cli.connect import app_store, broker_address, quieten_client
 from infra.cli.look.reader import READS
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
@@ -41,10 +41,10 @@ async def run_connect(config: Path, sets: list[str]) -> int:
     add_plugin_folders(settings.folder, settings.plugins)
     tried = [*await kafka_tried(settings), *await asyncio.to_thread(lambda: list(store_tried(settings)))]
     table = Table("tried", "found")
-    for one in tried:
-        table.add_row(one.what, one.fault or one.found, style="red" if one.fault else None)
+    for attempt in tried:
+        table.add_row(attempt.what, attempt.fault or attempt.found, style="red" if attempt.fault else None)
     Screen().print(table)
-    return int(any(one.fault for one in tried))
+    return int(any(attempt.fault for attempt in tried))
 
 
 async def kafka_tried(settings: Settings) -> list[Tried]:
@@ -53,7 +53,7 @@ async def kafka_tried(settings: Settings) -> list[Tried]:
 
     quieten_client()
     try:
-        bootstrap, access = bootstrap_of(settings), access_of(settings)
+        bootstrap, access = broker_address(settings), access_of(settings)
         there = await answers(bootstrap, timeout_s=ANSWER_S, access=access)
     except (ConfigError, BrokerUnavailable) as error:
         return [Tried("broker", "", str(error))]
@@ -83,15 +83,15 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
             elif not fault and asked.partitions != count:
                 fault = f"has {asked.partitions} partitions, expected {count} (kafka.partitions)"
             found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
-        for one in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
-            asked = await rights.of_topic(one, ("read",), 1)
-            missing = f"is not there, and [[feedback]] names it: headrace topic create {one} makes it"
+        for source_topic in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
+            asked = await rights.of_topic(source_topic, ("read",), 1)
+            missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} makes it"
             missing = "" if asked.partitions or asked.denied else missing
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
             found.append(
-                Tried(f"topic {one}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
+                Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
             )
-        for group in groups_of(settings):
+        for group in consumer_groups(settings):
             name = f"{settings.app}.{group}"
             asked = await rights.of_group(name)
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
@@ -99,16 +99,16 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
     return found
 
 
-def groups_of(settings: Settings) -> list[str]:
+def consumer_groups(settings: Settings) -> list[str]:
     """Whatever reads as a group: stages, explorers, what comes in over HTTP, and each source with a topic."""
-    sources = [f"feedback.{one.name}" for one in settings.feedback if one.from_.topic]
+    sources = [f"feedback.{source.name}" for source in settings.feedback if source.from_.topic]
     return [*READS, "feedback", *sources]
 
 
 def store_tried(settings: Settings) -> Iterator[Tried]:
     """Put, list, get and delete, where weights lie and where keys do. Blocking."""
     try:
-        store = store_of(settings)
+        store = app_store(settings)
     except (ConfigError, StoreError) as error:
         yield Tried(f"store {settings.store.shown}", "", str(error))
         return

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.connect import bootstrap_of, kafka_folder, main_store_of, quieten_client
-from infra.cli.plan.model import adapter_of
+from infra.cli.connect import broker_address, kafka_folder, main_store, quieten_client
+from infra.cli.plan.model import configured_adapter
 from infra.cli.settings import Settings
 from infra.local.address import read_address
 from infra.log.access import access_of
@@ -32,12 +32,12 @@ def check_state(settings: Settings) -> list[str]:
 
     objectives = open_objectives(settings.trainer.lanes)
     if settings.trainer.lora is not None and Path(settings.model_path, "config.json").is_file():
-        adapter_of(settings)
+        configured_adapter(settings)
     check_critic(settings.trainer, objectives)
     if not is_there(settings):
         return []
     try:
-        manifests = checkpoint.manifests(main_store_of(settings), settings.run or settings.app)
+        manifests = checkpoint.manifests(main_store(settings), settings.run or settings.app)
     except StoreError as error:
         return [f"the newest checkpoint was not looked at: {error}"]
     if manifests and settings.trainer.warmup is not None:
@@ -48,11 +48,11 @@ def check_state(settings: Settings) -> list[str]:
     what = f"checkpoint of step {newest.position.step}"
     check_shapes(settings, newest.shapes, what)
     faults = other_ranks(settings, newest.made_with, what)
-    wanted = {"reference"} if any(one.reference for one in objectives.values()) else set()
+    wanted = {"reference"} if any(objective.reference for objective in objectives.values()) else set()
     wanted |= {"critic"} if settings.trainer.critic is not None else set()
-    lacking = [f"{what} has no {one}, a lane wants one: it begins as {BEGINS[one]}" for one in sorted(wanted - held)]
+    lacking = [f"{what} has no {part}, a lane wants one: it begins as {BEGINS[part]}" for part in sorted(wanted - held)]
     return (
-        faults + lacking + [f"{what} has a {one} that no lane wants: it is left out" for one in sorted(held - wanted)]
+        faults + lacking + [f"{what} has a {part} that no lane wants: it is left out" for part in sorted(held - wanted)]
     )
 
 
@@ -126,7 +126,7 @@ async def check_fit(settings: Settings) -> list[str]:
     if not has_store and not has_log:
         return []  # nothing has begun
     try:
-        store = main_store_of(settings) if has_store else MemoryStore()
+        store = main_store(settings) if has_store else MemoryStore()
         fit = await found(settings, store) if has_log else await fit_of(Log(MemoryBus(), settings.app), store, settings)
     except BrokerUnavailable as error:
         return [f"log and store were not compared, as the roles do when they start: {error}"]
@@ -141,7 +141,7 @@ async def found(settings: Settings, store: Store) -> Fit:
     from infra.log.kafka import KafkaBus, answers
 
     quieten_client()
-    bootstrap, access = bootstrap_of(settings), access_of(settings)
+    bootstrap, access = broker_address(settings), access_of(settings)
     if not await answers(bootstrap, timeout_s=ANSWER_S, access=access):
         raise BrokerUnavailable(f"no broker answers at {bootstrap}")
     bus = KafkaBus(bootstrap, deadline_s=DEADLINE_S, access=access)

@@ -72,7 +72,7 @@ def _tokens(answer: Experience, spell: Spell | None) -> tuple[list[dict[str, Any
             if text or index == len(wanted) - 1:
                 title = ", ".join(chances) + (f", v{span.version}" if span.version >= 0 else "")
                 title += f", keys and values from v{span.kv} on" if span.kv >= 0 else ""
-                found.append({"text": text or "�", "level": level_of(worst), "odd": odd, "title": title})
+                found.append({"text": text or "�", "level": token_level(worst), "odd": odd, "title": title})
                 chances, worst = [], 0.0
         at += count
         if at >= MAX_TOKENS:
@@ -80,11 +80,11 @@ def _tokens(answer: Experience, spell: Spell | None) -> tuple[list[dict[str, Any
     return found, answer.num_sampled - at
 
 
-def level_of(logprob: float) -> int:
+def token_level(logprob: float) -> int:
     """Level of a token's improbability, 0 to 5. Each level has half the chance of the one before; 5 is for all that are less
     likely.
 
-    >>> [level_of(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
+    >>> [token_level(math.log(share)) for share in (1.0, 0.6, 0.3, 0.01)]
     [0, 1, 2, 5]
     """
     return min(LEVELS - 1, max(0, math.ceil(-logprob / math.log(2) - 1e-3)))
@@ -108,7 +108,7 @@ def beside(database: sqlite3.Connection, ref: str) -> list[Mapping[str, Any]]:
     return [dict(row) for row in (*reversed(before), *after)]
 
 
-def scores_of(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:
+def list_scores(trace: AnswerTrace) -> list[tuple[str, float, str, str]]:
     """Every score: name, value, place, and version of the processor that gave it, with what it cost."""
     judged = trace.judged or (trace.buffered[-1][1] if trace.buffered else None)
     found = []

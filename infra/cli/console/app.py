@@ -147,7 +147,7 @@ class _Site:
         scope, do = ACTIONS[name]
 
         async def done(viewer: Viewer) -> tuple[str, dict[str, Any]] | Response:
-            form = await form_of(request)
+            form = await read_form(request)
             check_form(viewer, scope, form)
             return await do(self._console, viewer, name, form)
 
@@ -159,7 +159,7 @@ class _Site:
         try:
             if request.method == "POST":
                 check_origin(request.headers, self._own)
-                presented = (await form_of(request)).get("key", "").strip()
+                presented = (await read_form(request)).get("key", "").strip()
             else:
                 presented = request.query_params.get("link", "")
                 if not presented:
@@ -175,7 +175,7 @@ class _Site:
         """Sign out: end the viewer's session."""
 
         async def ended(viewer: Viewer) -> Response:
-            check_form(viewer, "look", await form_of(request))
+            check_form(viewer, "look", await read_form(request))
             self._access.leave(request.session)
             return RedirectResponse("/enter", status_code=303)
 
@@ -247,7 +247,7 @@ class _Site:
         return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
 
 
-async def form_of(request: Request) -> dict[str, str]:
+async def read_form(request: Request) -> dict[str, str]:
     """The fields of a form. Raises Forbidden where there are too many or the form is too long."""
     body = bytearray()
     async for chunk in request.stream():

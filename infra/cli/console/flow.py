@@ -88,7 +88,7 @@ def _rate(state: State, role: str, name: str, unit: str) -> str:
 
 
 def _gauge(state: State, role: str, name: str, unit: str) -> str:
-    found = [report["gauges"][name] for report in _of_role(state, role) if name in report["gauges"]]
+    found = [report["gauges"][name] for report in _reports(state, role) if name in report["gauges"]]
     return f"{sum(found):,.0f} {unit}" if found else f"{unit}: {MISSING}"
 
 
@@ -101,7 +101,7 @@ def _role(state: State, name: str, *lines: str, has_version: bool = True) -> dic
     alive = _alive(state, name)
     has_alarm = any(each["alarms"] or each["grown"] or each["failing"] or each["unread"] for each in alive)
     is_quiet = not any(each["state"] not in OVER for each in alive)
-    is_heard = bool(_of_role(state, name))
+    is_heard = bool(_reports(state, name))
     return _box(
         *(lines if is_heard else (MISSING,)),
         version=_versions(alive) if has_version and is_heard else "",
@@ -114,12 +114,12 @@ def _box(*lines: str, version: str = "", state: str = "", count: int = 1) -> dic
     return {"lines": [line for line in lines if line], "version": version, "state": state, "count": count}
 
 
-def _of_role(state: State, role: str) -> list[State]:
+def _reports(state: State, role: str) -> list[State]:
     return [report for report in state["roles"] if report["role"] == role]
 
 
 def _alive(state: State, role: str) -> list[State]:
-    return [report for report in _of_role(state, role) if not report["silent"]]
+    return [report for report in _reports(state, role) if not report["silent"]]
 
 
 def _versions(alive: Sequence[State]) -> str:
@@ -148,7 +148,7 @@ def sentence(state: State, now_s: float) -> str:
     explorer = max(
         (report["gauges"].get("idle_share", 0.0) for report in alive if report["role"] == "explore"), default=0.0
     )
-    issues = any(report["gauges"].get("issued_groups", 0.0) > 0 for report in _of_role(state, "master"))
+    issues = any(report["gauges"].get("issued_groups", 0.0) > 0 for report in _reports(state, "master"))
     if trainer >= WAITS:
         if behind[0] > BEHIND:
             why = f"processing is the bottleneck, {behind[0]:,} records of {behind[1]} wait"
@@ -181,7 +181,7 @@ def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
     """Every alarm of `status`, in its order: `name` (title of its section of the help), `about`, `page` of the help,
     `since_ms` (0 where it is not known), `times` since then and `lately` in the last minute (0 for one that lasts).
 
-    seen: when each was first seen here, seconds by `kind_of` its line.
+    seen: when each was first seen here, seconds by `without_numbers` its line.
     """
     counted = {
         grown_line(report["instance"], name, more): (report, name, more)
@@ -195,7 +195,7 @@ def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
             "name": known.title if known else "",
             "page": f"runbook#{anchor(known.title)}" if known else "runbook",
             "about": line,
-            "since_ms": 1000 * seen.get(kind_of(line), 0.0),
+            "since_ms": 1000 * seen.get(without_numbers(line), 0.0),
             "times": 0,
             "lately": 0,
         }
@@ -213,10 +213,10 @@ def _counted(report: State, counter: str) -> str:
     return f"{what}, at {report['instance']}" if what else f"at {report['instance']}"
 
 
-def kind_of(line: str) -> str:
+def without_numbers(line: str) -> str:
     """An alarm's line without its numbers, which change from one reading to the next.
 
-    >>> kind_of("verified: 12,300 records wait, expected at most 10,000")
+    >>> without_numbers("verified: 12,300 records wait, expected at most 10,000")
     'verified: # records wait, expected at most #'
     """
     return _NUMBER.sub("#", line)
@@ -224,7 +224,7 @@ def kind_of(line: str) -> str:
 
 def noted(seen: Mapping[str, float], lines: Sequence[str], now_s: float) -> dict[str, float]:
     """First sighting of each present alarm."""
-    return {kind: seen.get(kind, now_s) for kind in map(kind_of, lines)}
+    return {kind: seen.get(kind, now_s) for kind in map(without_numbers, lines)}
 
 
 def value_words(value: str) -> str:

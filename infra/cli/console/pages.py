@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from infra.cli.console import data, learning, versions
-from infra.cli.console.answers import Spell, beside, scores_of, shown
+from infra.cli.console.answers import Spell, beside, list_scores, shown
 from infra.cli.console.flow import IN_TABLE, MAX_ALARMS, alarms, figures, pulse_rows, rates, sentence
 from infra.cli.console.learning import Run
 from infra.cli.console.letters import shown_letter
 from infra.cli.console.reading import PAGE_S, NotReadYet, Reading, has_answer
-from infra.cli.console.search import Query, choices, query_of, search
+from infra.cli.console.search import Query, choices, parse_query, search
 from infra.ledger.index import bounds, sizes
 from infra.ledger.index_fold import MAX_TEXT
 from infra.ledger.trace import AnswerTrace
@@ -115,7 +115,7 @@ async def answers(console: Console, request: Request) -> Values | Response:
     text = asked.get("text", "").strip()
     if await reading.rows(has_answer, text.removeprefix(ANSWER_PREFIX)):
         return RedirectResponse(f"/answers/{quote(text)}", status_code=303)
-    query, faults = query_of(asked)
+    query, faults = parse_query(asked)
     began_s = time.perf_counter()
     page = await reading.rows(search, query)
     further = {name: value for name, value in asked.items() if value and name != "before"} | {
@@ -139,7 +139,7 @@ async def answer_values(console: Console, trace: AnswerTrace, *, opened: bool = 
     group, rows = group_of(trace.id), console.reading.rows
     return {
         "trace": trace, "view": shown(trace, await console.spell(), opened=opened, whole=whole), "opened": opened,
-        "scores": scores_of(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
+        "scores": list_scores(trace), "beside": await rows(beside, trace.id), "openings": await rows(data.openings, trace.id),
         "fate": await rows(data.fate, trace.id), "group": group, "in_session": bool(session_of(group)),
     }  # fmt: skip
 
@@ -148,7 +148,7 @@ async def all_versions(console: Console, request: Request) -> Values:
     """The timeline, and the versions with the decisions about them."""
     reading = console.reading
     history = await reading.history(PAGE_S)
-    query, _ = query_of(dict(request.query_params))
+    query, _ = parse_query(dict(request.query_params))
     every = request.query_params.get("all") == "1"
     rows = versions.version_rows(history, await reading.rows(versions.evals), query.before, every=every)
     return {
@@ -176,7 +176,7 @@ async def version(console: Console, request: Request) -> Values:
     before = [each.version for each in history.decisions if each.event == "promoted" and each.version < number]
     gate = reading.settings.master.gate
     return {
-        "number": number, "events": events, "made": made, "word": versions.word, "numbers_of": versions.numbers_of,
+        "number": number, "events": events, "made": made, "word": versions.word, "decision_numbers": versions.decision_numbers,
         "decided": [each for each in history.decisions if each.version == number], "evals": found, "stable": history.stable,
         "learned": learned.rows[:SHOWN], "rival": before[-1] if before else max(0, number - 1),
         "has_gate": bool(gate.suites or gate.replies), "command": " ".join(console.command[:2]),
@@ -202,7 +202,7 @@ async def all_data(console: Console, request: Request) -> Values:
     """Dead letters, tasks, and what was made."""
     asked, reading = request.query_params, console.reading
     rows, held = reading.rows, reading.held
-    before = query_of({"before": asked.get("before", "")})[0].before
+    before = parse_query({"before": asked.get("before", "")})[0].before
     reason, order, named = asked.get("reason", "")[:200], asked.get("order", ""), asked.get("task", "")[:200]
     letters, older = await rows(data.letters, reason, before)
     return {

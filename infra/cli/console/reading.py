@@ -21,11 +21,11 @@ import msgspec
 from infra.cli.console.flow import beat, noted
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import RECENT, PolicyWords, recent_words, words_about
-from infra.cli.look.expected import wanted_of
+from infra.cli.look.expected import expected_roles
 from infra.cli.look.reader import LastHour, NewestRecords
 from infra.cli.look.status import read_status
 from infra.cli.look.status_screen import State
-from infra.cli.look.trace import index_of
+from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
 from infra.ledger.index import FILE, PAGED, bounds_now, inode, left_of, read_only, reads_of
 from infra.ledger.index_fold import MARK, number
@@ -105,7 +105,7 @@ class Reading:
         self._fault = ""  # of this process
         self._seen: dict[str, float] = {}  # alarms that there are, with when each was first seen
         self._path = state / FILE
-        self.index = index_of(settings, state, pages=True)
+        self.index = open_index(settings, state, pages=True)
         self._newest_follower = Follower(log, SHOWN)
         self._newest = NewestRecords(log, self._newest_follower)
         self._reports_follower = Follower(log, (topics.REPORTS,))
@@ -152,7 +152,7 @@ class Reading:
 
     async def status(self, wait_s: float | None = None) -> State:
         """State of `headrace status`, at most HELD_S old, with the first sighting of each alarm. wait_s: see `held`."""
-        wanted = wanted_of(self.settings.expect, serves=self.settings.gateway is not None)
+        wanted = expected_roles(self.settings.expect, serves=self.settings.gateway is not None)
 
         async def read() -> State:
             now_s = time.time()

@@ -71,7 +71,7 @@ class Page(msgspec.Struct, frozen=True):
     looked_at_ms: int = 0
 
 
-def query_of(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
+def parse_query(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
     """The query of a form's fields, and for each field that is left out what is wrong with it."""
     values: dict[str, object] = {}
     faults: dict[str, str] = {}
@@ -91,7 +91,7 @@ def query_of(asked: Mapping[str, str]) -> tuple[Query, dict[str, str]]:
         if isinstance(number, int) and abs(number) > 2**62:
             faults[name] = "got a number that no version has"
             del values[name]
-    if len(terms_of(str(values.get("text", "")))[1]) == MAX_PIECES:
+    if len(split_terms(str(values.get("text", "")))[1]) == MAX_PIECES:
         faults["text"] = f"of signs, and of words in scripts without spaces, the first {MAX_PIECES} are searched for"
     return Query(**values), faults  # type: ignore[arg-type]
 
@@ -126,9 +126,9 @@ def conditions(query: Query, steps: tuple[int, int] | None) -> tuple[list[str], 
         add("made > 0")
     if query.fate:
         add(*(("fate = '' AND suite = ''",) if query.fate == "pending" else ("fate = ?", query.fate)))
-    words, pieces = terms_of(query.text)
+    words, pieces = split_terms(query.text)
     if words:
-        add("n IN (SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN :low AND :high)", match_of(words))
+        add("n IN (SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN :low AND :high)", fts_query(words))
     if pieces:
         held = " AND ".join(["(instr(lower(asked), lower(?)) OR instr(lower(answered), lower(?)))"] * len(pieces))
         twice = [piece for piece in pieces for _ in range(2)]
@@ -140,13 +140,13 @@ def _or_any(low: float | None, high: float | None) -> tuple[float, float]:
     return (-math.inf if low is None else low), (math.inf if high is None else high)
 
 
-def terms_of(text: str) -> tuple[list[str], list[str]]:
+def split_terms(text: str) -> tuple[list[str], list[str]]:
     """Terms in a text that the index of words can find, and the first MAX_PIECES pieces for which the texts themselves are
     read: signs, and scripts without spaces between words or with marks within them.
 
-    >>> terms_of("refund, please!")
+    >>> split_terms("refund, please!")
     (['refund', 'please'], [])
-    >>> terms_of("退款 !!! 💥 A4")
+    >>> split_terms("退款 !!! 💥 A4")
     (['A4'], ['退款', '!!!', '💥'])
     """
     words: list[str] = []
@@ -160,10 +160,10 @@ def terms_of(text: str) -> tuple[list[str], list[str]]:
     return words, list(dict.fromkeys(pieces))[:MAX_PIECES]
 
 
-def match_of(words: Sequence[str]) -> str:
+def fts_query(words: Sequence[str]) -> str:
     """The query for FTS5: all of these words, the last one as a beginning. Its query language has no effect.
 
-    >>> match_of(["refund", "NOT"])
+    >>> fts_query(["refund", "NOT"])
     '"refund" "NOT"*'
     """
     return " ".join(f'"{word}"' for word in words) + "*"
@@ -171,7 +171,7 @@ def match_of(words: Sequence[str]) -> str:
 
 def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LONGEST_S) -> Page:
     """The newest answers that fit."""
-    steps = steps_of(database, query.learned) if query.learned is not None else None
+    steps = version_steps(database, query.learned) if query.learned is not None else None
     found, values = conditions(query, steps)
     high = 2**62 if query.before is None else query.before - 1
     began_s = time.monotonic()
@@ -180,7 +180,7 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
     is_narrow = bool(query.session or query.task or query.learned is not None) and not query.text
     by = "session" if query.session else "task" if query.task else ""
     index, place = (f" INDEXED BY by_{by}" if is_narrow and by else ""), "+n" if is_narrow else "n"
-    window, widest = FIRST_WINDOW, FEW if terms_of(query.text)[1] else WINDOW
+    window, widest = FIRST_WINDOW, FEW if split_terms(query.text)[1] else WINDOW
     while True:
         below = f"SELECT n FROM answers WHERE n <= {high} ORDER BY n DESC LIMIT 1 OFFSET {window - 1}"
         row = None if is_narrow else database.execute(below).fetchone()
@@ -199,7 +199,7 @@ def search(database: sqlite3.Connection, query: Query, *, longest_s: float = LON
             return Page(_with_texts(database, rows), further=low, looked_at_ms=low >> TIME_BITS)
 
 
-def steps_of(database: sqlite3.Connection, version: int) -> tuple[int, int]:
+def version_steps(database: sqlite3.Connection, version: int) -> tuple[int, int]:
     """First and last step between the version before and this one; (0, -1) where it was never published."""
     asked = "SELECT max(step) FROM policies WHERE event = 'published' AND"
     row = database.execute(f"{asked} version = ?", (version,)).fetchone()

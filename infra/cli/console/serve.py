@@ -16,7 +16,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from infra.cli.connect import log_to_stderr, reading, store_of
+from infra.cli.connect import app_store, log_to_stderr, reading
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.answers import Spell
 from infra.cli.console.app import make_app
@@ -24,7 +24,7 @@ from infra.cli.console.learning import Run
 from infra.cli.console.pages import Console
 from infra.cli.console.reading import NotReadYet, Reading
 from infra.cli.exit_codes import INTERRUPTED
-from infra.cli.look.trace import index_of
+from infra.cli.look.trace import open_index
 from infra.cli.repeat.source import opened
 from infra.cli.run.up import CONSOLE_LINK, CONSOLE_READY
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
@@ -84,9 +84,9 @@ async def run_console(config: Path, sets: list[str], listen: str) -> int:
     leaving = Leaving()
     log_to_stderr()
     try:
-        async with source_of(config, sets) as source:
+        async with open_source(config, sets) as source:
             leaving.check()
-            await _serve_source(source, command_of(config, sets), listen, leaving)
+            await _serve_source(source, rerun_arguments(config, sets), listen, leaving)
     except asyncio.CancelledError:
         if not leaving.is_asked:
             raise
@@ -120,7 +120,7 @@ async def _serve_source(
 
 
 @asynccontextmanager
-async def source_of(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Settings, Log, Store, Path]]:
+async def open_source(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Settings, Log, Store, Path]]:
     """Settings, log and store of a run or an archive, and the folder where its indexes lie."""
     if config.suffix != ".toml" and await asyncio.to_thread(config.is_file):
         async with opened(config) as archive:
@@ -129,13 +129,13 @@ async def source_of(config: Path, sets: Sequence[str]) -> AsyncIterator[tuple[Se
         return
     settings = load_settings(config if config.suffix == ".toml" else config / DEFAULT_FILE, sets)
     async with reading(settings) as log:
-        yield settings, log, store_of(settings), settings.folder / "state"
+        yield settings, log, app_store(settings), settings.folder / "state"
 
 
-def command_of(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
+def rerun_arguments(config: Path, sets: Sequence[str]) -> tuple[str, ...]:
     """The arguments by which another command reads the same run with the same settings; none for an archive.
 
-    >>> command_of(Path("runs/demo"), ["app=mine"])
+    >>> rerun_arguments(Path("runs/demo"), ["app=mine"])
     ('--config', 'runs/demo/headrace.toml', '--set', 'app=mine')
     """
     if config.suffix != ".toml":
@@ -163,10 +163,10 @@ async def made(
     host, port = address.lower().rpartition(":")[::2]
     with tempfile.TemporaryDirectory(prefix="headrace-console-") as spare:
         folder = state if writable(state) else Path(spare)
-        beside = beside_of(settings)
+        beside = open_beside(settings)
         known = Reading(settings, log, folder)
-        index = index_of(settings, folder, pages=True)
-        console = Console(known, command, beside, partial(speller_of, settings))
+        index = open_index(settings, folder, pages=True)
+        console = Console(known, command, beside, partial(load_speller, settings))
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *settings.console.names)
         app = make_app(console, access, hosts=hosts, port=port, own=settings.console.origin)
         keeping = asyncio.create_task(follow(log, index, every_s=every_s)) if keeps or folder != state else None
@@ -199,7 +199,7 @@ def writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def beside_of(settings: Settings) -> list[Run]:
+def open_beside(settings: Settings) -> list[Run]:
     """The indexes of the runs that the charts show with this run. Raises ConfigError for one that was never looked at."""
     found: list[Run] = []
     for name in settings.console.beside:
@@ -216,7 +216,7 @@ def beside_of(settings: Settings) -> list[Run]:
     return found
 
 
-def speller_of(settings: Settings) -> Spell | None:
+def load_speller(settings: Settings) -> Spell | None:
     """A function from token ids to texts; None where the model's tokenizer is not here: then ids are shown."""
     try:
         from infra.model.spelling import TokenTexts

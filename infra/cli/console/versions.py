@@ -69,11 +69,11 @@ def word(decision: ChannelDecision) -> str:
     return WORDS.get(decision.event, decision.event)
 
 
-def numbers_of(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
+def decision_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:
     """The numbers of a decision: what was measured, its value for the version, and for the stable version of that time (None:
     the record has no such number).
 
-    >>> numbers_of({"dev": 0.5, "stable/dev": 0.667, "rated down/people": 31.0})
+    >>> decision_numbers({"dev": 0.5, "stable/dev": 0.667, "rated down/people": 31.0})
     [('dev', 0.5, 0.667), ('rated down: people', 31.0, None)]
     """
     names = dict.fromkeys(name.removeprefix(STABLE) for name in sorted(numbers))

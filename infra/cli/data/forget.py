@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.cli.connect import reading, store_of
+from infra.cli.connect import app_store, reading
 from infra.cli.look.reader import LastHour, newest
-from infra.cli.look.trace import index_of
+from infra.cli.look.trace import open_index
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable_json
 from infra.ledger.forget import ForgetReport, checkpointed, complete, destroy, tell
@@ -30,9 +30,9 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
     """Forget one user of a tenant; wait: how long for a checkpoint, "" for not at all. Raises ConfigError where nothing was
     ever written of them.
     """
-    wait_s = duration_of(wait)
+    wait_s = wait_seconds(wait)
     settings = load_settings(config, sets)
-    keys = Keys(store_of(settings))
+    keys = Keys(app_store(settings))
     key_ids = await asyncio.to_thread(destroy, keys, tenant, user)
     if not key_ids:
         raise ConfigError(
@@ -40,7 +40,7 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
             " and the tenant of the API key they came with (`headrace keys list`)"
         )
     secret = await asyncio.to_thread(keys.app_secret)
-    index = index_of(settings)
+    index = open_index(settings)
     try:
         async with reading(settings) as log:
             about = await tell(log, tenant, user, secret=secret, owner=getpass.getuser())
@@ -60,7 +60,7 @@ async def run_forget(user: str, tenant: str, config: Path, sets: list[str], *, a
     return 0
 
 
-def duration_of(wait: str) -> float:
+def wait_seconds(wait: str) -> float:
     """Seconds of --wait. Raises ConfigError."""
     try:
         return duration_s(wait) if wait else 0.0
@@ -78,7 +78,11 @@ async def first_checkpoint(log: Log, run: str, wait_s: float, *, known_s: float 
     since = (await log.bus.end_offsets(log.name(BATCHES)))[Partition(log.name(BATCHES), 0)]
     (order,) = await newest(log, POLICIES, 1)  # our own word, by the broker's clock
     await asyncio.sleep(known_s)
-    last = [one.value for one in await newest(log, BATCHES, LAST_RECORDS) if isinstance(one.value, Batch | Saved)]
+    last = [
+        message.value
+        for message in await newest(log, BATCHES, LAST_RECORDS)
+        if isinstance(message.value, Batch | Saved)
+    ]
     if last and isinstance(last[-1], Saved) and last[-1].run == run:
         return last[-1]  # nothing was trained on since
     try:

@@ -11,7 +11,7 @@ from rich.table import Table
 from actors.gateway.access.keys import SCOPES, ApiKey, Scope, Train, create_key, revoke_key
 from actors.gateway.access.keys import list_keys as keys_in
 from actors.gateway.config import GatewayConfig
-from infra.cli.connect import store_of
+from infra.cli.connect import app_store
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable, printable_json
 from infra.settings.config import duration_s
@@ -27,7 +27,7 @@ def run_create(
         raise ConfigError(f"--tenant: got {len(tenant)} characters, expected 1 to 200")
     lives_s = duration_s(expires) if expires else 0.0
     key, shown = create_key(
-        store_of(settings),
+        app_store(settings),
         tenant=tenant,
         scopes=read_scopes(scope),
         train=read_train(train),
@@ -43,7 +43,7 @@ def run_create(
 
 def run_list(config: Path, sets: list[str], as_json: bool) -> int:
     """Print the keys."""
-    found = keys_in(store_of(load_settings(config, sets)))
+    found = keys_in(app_store(load_settings(config, sets)))
     if as_json:
         print(printable_json(json.dumps([_shown(key, revoked) for key, revoked in found])))
         return 0
@@ -59,7 +59,7 @@ def run_revoke(config: Path, sets: list[str], key: str) -> int:
     """End a key. Raises ConfigError where there is none."""
     parts = key.split("-")
     key_id = parts[1] if len(parts) > 1 else key
-    if not revoke_key(store_of(load_settings(config, sets)), key_id):
+    if not revoke_key(app_store(load_settings(config, sets)), key_id):
         raise ConfigError(f"keys: there is no key {key_id!r}; `headrace keys list` shows those there are")
     print(f"key {key_id} is revoked")
     return 0

@@ -16,7 +16,7 @@ import msgspec
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
-from infra.cli.connect import connected, store_of
+from infra.cli.connect import app_store, connected
 from infra.cli.run.roles import model_folder
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen, printable
@@ -76,11 +76,11 @@ async def run_load_tasks(
     taskset = load(use, taskset_options(options), "--use") if use else None
     total = None if file is None else count_rows(file)
     async with connected(settings) as log:
-        rates = await rates_of(log, rates_from) if rates_from else {}
+        rates = await read_rates(log, rates_from) if rates_from else {}
         with progress_bar(f"tasks from {use or file}", total) as bar:
             if file is not None:
                 read = read_rows(file, Task, fields=renamed, split=split, on_broken=bar.broken)
-                rows = with_images(read, file, store_of(settings), bar.broken)
+                rows = with_images(read, file, app_store(settings), bar.broken)
             else:
                 assert taskset is not None
                 rows = taskset()
@@ -89,7 +89,7 @@ async def run_load_tasks(
     return tell("tasks", done, bar)
 
 
-async def rates_of(log: "Log", app: str) -> dict[str, float]:
+async def read_rates(log: "Log", app: str) -> dict[str, float]:
     """Success rates that another app of the broker recorded. Raises ConfigError where it has no topics."""
     from actors.tasksets.loader import recorded_rates
     from infra.log.log import Log
@@ -119,7 +119,7 @@ async def run_load_answers(
     total = count_rows(file)
     async with connected(settings) as log:
         tokenizer = await asyncio.to_thread(load_tokenizer, model_folder(settings), settings.policy.template)
-        max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, store_of(settings)
+        max_tokens, store = context_tokens(settings.model_path) or MAX_TOKENS, app_store(settings)
         with progress_bar(f"{kind} from {file}", total) as bar:
             if kind == "experts":
                 shown = read_rows(file, Demonstration, fields=renamed, split=split, on_broken=bar.broken)
@@ -208,7 +208,7 @@ async def run_load_prompts(count: int, suite: str, config: Path, sets: list[str]
     settings = load_settings(config, sets)
     async with connected(settings) as log:
         found = await recorded(log)
-        sealed = sum(bool(one.key_id) for _, one in found)
+        sealed = sum(bool(experience.key_id) for _, experience in found)
         tasks = list(islice(newest_prompts(found, suite), count))
         with progress_bar("recorded prompts", len(tasks)) as bar:
             done = await load_tasks(log, tasks, on_progress=bar.moved)
@@ -225,18 +225,22 @@ async def recorded(log: Log) -> list[tuple[int, Experience]]:
     found = []
     async for message in log.read_all(topics.EXPERIENCES):
         if isinstance(message.value, Block):
-            found += [(message.timestamp_ms, one) for one in message.value.experiences if one.lane == "live"]
+            found += [
+                (message.timestamp_ms, experience)
+                for experience in message.value.experiences
+                if experience.lane == "live"
+            ]
     return found
 
 
 def newest_prompts(found: list[tuple[int, Experience]], suite: str) -> Iterator[Task]:
     """Tasks of different prompts, the newest first; those that are sealed or cannot be read are passed over."""
     seen: set[str] = set()
-    for _, one in sorted(found, key=lambda pair: pair[0], reverse=True):
-        if one.key_id:
+    for _, experience in sorted(found, key=lambda pair: pair[0], reverse=True):
+        if experience.key_id:
             continue
         try:
-            prompt = one.messages[:-1]
+            prompt = experience.messages[:-1]
         except BadFrame:
             continue
         name = hashlib.blake2b(json.dumps(msgspec.to_builtins(prompt)).encode(), digest_size=8).hexdigest()
@@ -246,5 +250,5 @@ def newest_prompts(found: list[tuple[int, Experience]], suite: str) -> Iterator[
                 id=f"{suite}-{name}",
                 messages=prompt,
                 split=suite,
-                meta={"experience": one.id},
+                meta={"experience": experience.id},
             )

@@ -51,7 +51,7 @@ async def run_skip(group: Group, config: Path, sets: list[str]) -> int:
 
 async def skip_lost(log: Log, group: Group) -> list[Lost]:
     """Commit the oldest kept offset wherever the group's offset is below it; what it will never read."""
-    found = [gap for topic in READS[group] for gap in await lost_of(log, group, topic)]
+    found = [gap for topic in READS[group] for gap in await find_lost(log, group, topic)]
     for gap in found:
         reader = await log.assigned(gap.topic, {gap.partition: gap.stop}, group=group)
         try:
@@ -66,7 +66,7 @@ async def skip_lost(log: Log, group: Group) -> list[Lost]:
     return found
 
 
-async def lost_of(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
+async def find_lost(log: Log, group: Group, topic: topics.Topic) -> list[Lost]:
     name = log.name(topic)
     committed, begin = await log.bus.committed(log.group(group), name), await log.bus.beginning_offsets(name)
     return [

@@ -21,7 +21,7 @@ async def run_create_topic(name: str, config: Path, sets: list[str], *, partitio
     if (
         not 0 < len(name) < 250
         or name in (".", "..")
-        or not all(one.isascii() and (one.isalnum() or one in "._-") for one in name)
+        or not all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in name)
     ):
         raise ConfigError(f"{name!r}: expected at most 249 letters, digits, dots, - and _")
     keep_ms = int(duration_s(keep or settings.keep.replay) * 1000)

@@ -8,7 +8,7 @@ import sys
 import msgspec
 
 from actors.gateway.access.keys import create_key
-from infra.cli.connect import store_of
+from infra.cli.connect import app_store
 from infra.cli.demo.tasks import ARITHMETIC, ARITHMETIC_WARMUP
 from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.run.up import child_environment
@@ -106,7 +106,7 @@ def gateway_settings() -> tuple[str, ...]:
 def users_child(settings: Settings, minutes: float) -> Child:
     """The users as a child process, with a key made for them. It ends when they have gone. Raises StoreError."""
     assert settings.gateway is not None
-    _, key = create_key(store_of(settings), tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
+    _, key = create_key(app_store(settings), tenant=TENANT, scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
     return Child(
         name="users",
         argv=(

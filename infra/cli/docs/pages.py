@@ -169,9 +169,9 @@ def figure(value: float) -> str:
 
 def metrics() -> Iterator[str]:
     """The rows of the table of metrics, by name."""
-    for one in sorted(MEASURES, key=lambda one: one.shown):
-        labels = ", ".join(f"`{label}`" for label in one.shown_labels)
-        yield f"| `{one.shown}` | {one.kind} | {labels} | {one.roles} | {one.meaning}. |\n"
+    for measure in sorted(MEASURES, key=lambda measure: measure.shown):
+        labels = ", ".join(f"`{label}`" for label in measure.shown_labels)
+        yield f"| `{measure.shown}` | {measure.kind} | {labels} | {measure.roles} | {measure.meaning}. |\n"
 
 
 def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterator[str]:
@@ -185,33 +185,33 @@ def tables(struct: type[msgspec.Struct], path: str, header: str = "") -> Iterato
         if field.type is Path:
             continue
         name, meaning = field.encode_name, meanings.get(field.encode_name, "")
-        found = section_of(field.type)
+        found = nested_section(field.type)
         if found is None or field.encode_name in ("engine", "learner", "agent", "environment"):
-            rows.append(f"| `{name}` | {cell(words_of(field.type))} | {default_of(field)} | {cell(meaning)} |\n")
+            rows.append(f"| `{name}` | {cell(words_of(field.type))} | {default_text(field)} | {cell(meaning)} |\n")
             continue
         section, form = found
         below = f"{path}.{name}" if path else name
         heading = form.format(below)
         inner.append((section, below.removesuffix(".<name>"), heading))
         link = f"[`{heading}`](#{anchor(heading)})"
-        rows.append(f"| `{name}` | {link} | {default_of(field)} | {cell(meaning or described(section)[0])} |\n")
+        rows.append(f"| `{name}` | {link} | {default_text(field)} | {cell(meaning or described(section)[0])} |\n")
     yield "\n| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
     for section, below, heading in inner:
         yield from tables(section, f"{below}.<name>" if "<name>" in heading else below, heading)
 
 
-def section_of(kind: Any) -> tuple[type[Section], str] | None:
+def nested_section(kind: Any) -> tuple[type[Section], str] | None:
     """The struct that a field holds, and how the TOML writes its table; None for a plain value."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) in (Union, types.UnionType):
-        found = [section_of(one) for one in get_args(kind)]
-        return next((one for one in found if one is not None), None)
+        found = [nested_section(each_kind) for each_kind in get_args(kind)]
+        return next((item for item in found if item is not None), None)
     if isinstance(kind, type) and issubclass(kind, Section):
         return kind, "[{}]"
-    if get_origin(kind) is tuple and (found_one := section_of(get_args(kind)[0])):
+    if get_origin(kind) is tuple and (found_one := nested_section(get_args(kind)[0])):
         return found_one[0], "[[{}]]"
-    if get_origin(kind) is dict and (found_one := section_of(get_args(kind)[1])):
+    if get_origin(kind) is dict and (found_one := nested_section(get_args(kind)[1])):
         return found_one[0], "[{}.<name>]"
     return None
 
@@ -224,10 +224,10 @@ def described(struct: type) -> tuple[str, dict[str, str]]:
     'how far back replay and audit reach; sets every retention and every pruning.'
     """
     shown, meanings = "", dict(COMMON)
-    for one in reversed([one for one in struct.__mro__ if issubclass(one, Section) and one is not Section]):
-        fields = {field.name: field.encode_name for field in msgspec.structs.fields(one)}
-        shown, found = labelled(inspect.getdoc(one) or "", fields)
-        meanings |= found | {fields[name]: text for name, text in below_fields(one).items() if name in fields}
+    for item in reversed([item for item in struct.__mro__ if issubclass(item, Section) and item is not Section]):
+        fields = {field.name: field.encode_name for field in msgspec.structs.fields(item)}
+        shown, found = labelled(inspect.getdoc(item) or "", fields)
+        meanings |= found | {fields[name]: text for name, text in below_fields(item).items() if name in fields}
     return shown, meanings
 
 
@@ -247,7 +247,7 @@ def strings_below(node: ast.ClassDef) -> dict[str, str]:
     }
 
 
-def default_of(field: msgspec.structs.FieldInfo) -> str:
+def default_text(field: msgspec.structs.FieldInfo) -> str:
     """A field's default as the TOML writes it."""
     if field.required:
         return "required"
@@ -277,17 +277,21 @@ def commands() -> Iterator[str]:
 def command_section(name: str, command: Any) -> Iterator[str]:
     """One command: what it does, and its arguments and options."""
     yield f"\n## `{name}`\n\n{plain(command.help)}\n"
-    shared = [one for one in command.params if getattr(one, "rich_help_panel", None) == "Settings"]
+    shared = [option for option in command.params if getattr(option, "rich_help_panel", None) == "Settings"]
     if len(command.params) > len(shared):
         yield "\n| argument or option | default | meaning |\n|---|---|---|\n"
-    for one in (one for one in command.params if one not in shared):
-        is_flag = bool(getattr(one, "is_flag", False))
-        shown = one.metavar or one.name.upper() if one.param_type_name == "argument" else ", ".join(one.opts)
-        value = "" if is_flag or one.param_type_name == "argument" else f" {one.metavar or one.name.upper()}"
-        written = one.show_default if isinstance(one.show_default, str) else ""
-        default = written or ("" if one.default in (None, "", [], ()) or one.default is False else str(one.default))
-        default = "required" if one.required else f"`{default}`" if default and not written else default
-        yield f"| `{shown}{value}` | {default} | {cell(plain(one.help))} |\n"
+    for option in (option for option in command.params if option not in shared):
+        is_flag = bool(getattr(option, "is_flag", False))
+        shown = (
+            option.metavar or option.name.upper() if option.param_type_name == "argument" else ", ".join(option.opts)
+        )
+        value = "" if is_flag or option.param_type_name == "argument" else f" {option.metavar or option.name.upper()}"
+        written = option.show_default if isinstance(option.show_default, str) else ""
+        default = written or (
+            "" if option.default in (None, "", [], ()) or option.default is False else str(option.default)
+        )
+        default = "required" if option.required else f"`{default}`" if default and not written else default
+        yield f"| `{shown}{value}` | {default} | {cell(plain(option.help))} |\n"
     if shared:
         yield "\nReads the settings: `--config`, `--set`.\n"
 
@@ -321,11 +325,14 @@ def methods(thing: Any) -> list[str]:
     if not inspect.isclass(thing) or issubclass(thing, msgspec.Struct | Exception):
         return []
     shown = ("__call__",) if getattr(thing, "_is_protocol", False) else ()
-    found = [(name, one) for name, one in vars(thing).items() if inspect.isfunction(one) or isinstance(one, property)]
-    found = [(name, one) for name, one in found if name in shown or not name.startswith("_")]
+    found = [
+        (name, item) for name, item in vars(thing).items() if inspect.isfunction(item) or isinstance(item, property)
+    ]
+    found = [(name, item) for name, item in found if name in shown or not name.startswith("_")]
     return [
-        f"    {name}{'' if isinstance(one, property) else called(one)}\n        {(inspect.getdoc(one) or '').splitlines()[0]}"
-        for name, one in found
+        f"    {name}{'' if isinstance(item, property) else called(item)}\n"
+        f"        {(inspect.getdoc(item) or '').splitlines()[0]}"
+        for name, item in found
     ]
 
 
@@ -336,7 +343,7 @@ def called(thing: Any) -> str:
     if issubclass(thing, Exception) or getattr(thing, "_is_protocol", False):
         return ""
     found = inspect.signature(thing)
-    bare = [one.replace(annotation=one.empty) for one in found.parameters.values() if one.name != "self"]
+    bare = [value.replace(annotation=value.empty) for value in found.parameters.values() if value.name != "self"]
     return short(found.replace(parameters=bare, return_annotation=found.empty))
 
 

@@ -93,18 +93,20 @@ def found(folder: str, sign: Sign) -> list[str]:
 
 def _has(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, sign: Sign) -> bool:
     if sign.mark:
-        return sign.mark in {ast.unparse(one).partition("(")[0] for one in node.decorator_list}
+        return sign.mark in {ast.unparse(mark).partition("(")[0] for mark in node.decorator_list}
     called: ast.AST = node
     if isinstance(node, ast.ClassDef):
         if "Protocol" in map(ast.unparse, node.bases):
             return False
-        methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        methods = {
+            method.name: method for method in node.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         if sign.methods:
             return sign.methods <= methods.keys()
         called = methods.get("__call__", node)
     if sign.methods or not isinstance(called, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
-    names = tuple(one.arg for one in called.args.args if one.arg != "self")
+    names = tuple(argument.arg for argument in called.args.args if argument.arg != "self")
     returns = ast.unparse(called.returns) if called.returns else ""
     return names == sign.takes and returns == (sign.returns or returns)
 
@@ -117,12 +119,12 @@ def _built_in() -> set[str]:
     collect = on(usual.collect, correct=on(usual.collect.correct, on=True))
     every = on(usual, tasks=tasks, collect=collect)
     chains = (tasks_chain(every), verify_chain(every), collect_chain(every))
-    return {one.table.use for chain in chains for one in chain} | {"streams.processors.task_filter:Verifiable"}
+    return {item.table.use for chain in chains for item in chain} | {"streams.processors.task_filter:Verifiable"}
 
 
 def part(use: str, taken: Any, thing: Any) -> Iterator[str]:
     """One part. taken: what has its options."""
-    options = options_of(taken)
+    options = part_options(taken)
     named = {name: name for name in (*options, *OWN)}
     about, meanings = labelled(inspect.getdoc(thing) or "", named)
     about = about or (inspect.getdoc(inspect.getmodule(thing)) or "").splitlines()[0].partition(": ")[2]
@@ -136,17 +138,21 @@ def part(use: str, taken: Any, thing: Any) -> Iterator[str]:
         yield f"| `{name}` | {cell(kind)} | {default} | {cell(meanings.get(name, ''))} |\n"
 
 
-def options_of(taken: Any) -> dict[str, tuple[str, str]]:
+def part_options(taken: Any) -> dict[str, tuple[str, str]]:
     """The type in words and the default of every option."""
     if inspect.isclass(taken) and issubclass(taken, msgspec.Struct):
         fields = msgspec.structs.fields(taken)
-        return {one.encode_name: (words_of(one.type), shown(_default(one))) for one in fields if one.name not in OWN}
+        return {
+            field.encode_name: (words_of(field.type), shown(_default(field)))
+            for field in fields
+            if field.name not in OWN
+        }
     found = inspect.signature(taken).parameters.values()
     hints = typing.get_type_hints(taken.__init__ if inspect.isclass(taken) else taken, include_extras=True)
     return {
-        one.name: (words_of(hints.get(one.name, Any)), shown(one.default))
-        for one in found
-        if one.kind is one.KEYWORD_ONLY and one.name not in OWN
+        option.name: (words_of(hints.get(option.name, Any)), shown(option.default))
+        for option in found
+        if option.kind is option.KEYWORD_ONLY and option.name not in OWN
     }
 
 

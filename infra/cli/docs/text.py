@@ -37,10 +37,14 @@ def toml(value: Any) -> str:
     """
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
-        value = {one.encode_name: getattr(value, one.name) for one in fields if getattr(value, one.name) != one.default}
-        return toml({key: one for key, one in value.items() if one})
+        value = {
+            field.encode_name: getattr(value, field.name)
+            for field in fields
+            if getattr(value, field.name) != field.default
+        }
+        return toml({key: item for key, item in value.items() if item})
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, str):

@@ -38,7 +38,7 @@ async def run_eval(
         try:
             with status.status(f"{suite} by version {wanted}"):
                 async with asyncio.timeout(timeout_s):
-                    found = await result_of(log, settings.policy.name, suite, wanted)
+                    found = await wait_for_result(log, settings.policy.name, suite, wanted)
         except TimeoutError:
             status.print(
                 f"no result of {suite} at version {wanted} within {within}: the request stays in the log; "
@@ -57,7 +57,7 @@ async def run_eval(
 
 def check_suite(suite: str, known: Iterable[EvalSuite]) -> None:
     """Raises ConfigError for a suite the master does not know."""
-    names = [one.suite for one in known]
+    names = [entry.suite for entry in known]
     if suite not in names:
         raise ConfigError(
             f"suite: got {suite!r}, expected one of [[master.evals]]: {', '.join(names) or 'there are none'}"
@@ -73,7 +73,7 @@ async def request(log: Log, policy: str, suite: str, version: int | None) -> int
     newest = max((await folded(log)).of(policy).published(), default=0)
     wanted = newest if version is None else version
     done = [message.value async for message in log.read_all(EVALS)]
-    if any(isinstance(one, EvalResult) and is_answer(one, policy, suite, wanted) for one in done):
+    if any(isinstance(record, EvalResult) and is_answer(record, policy, suite, wanted) for record in done):
         return wanted
     if wanted < newest:
         raise ConfigError(
@@ -83,17 +83,22 @@ async def request(log: Log, policy: str, suite: str, version: int | None) -> int
     return wanted
 
 
-async def result_of(log: Log, policy: str, suite: str, version: int) -> EvalResult:
+async def wait_for_result(log: Log, policy: str, suite: str, version: int) -> EvalResult:
     """The result for this version, or for the later one the master asked for when explorers had passed it."""
     async for message in log.read_all(EVALS):
         if isinstance(message.value, EvalResult) and is_answer(message.value, policy, suite, version):
             return message.value
     async for message in log.read_all(EVALS, until_end=False):
-        one = message.value
-        if isinstance(one, EvalResult) and one.policy == policy and one.suite == suite and one.version >= version:
-            return one
+        value = message.value
+        if (
+            isinstance(value, EvalResult)
+            and value.policy == policy
+            and value.suite == suite
+            and value.version >= version
+        ):
+            return value
     raise AssertionError("a reader that never ends has ended")
 
 
-def is_answer(one: EvalResult, policy: str, suite: str, version: int) -> bool:
-    return (one.policy, one.suite, one.version) == (policy, suite, version)
+def is_answer(result: EvalResult, policy: str, suite: str, version: int) -> bool:
+    return (result.policy, result.suite, result.version) == (policy, suite, version)

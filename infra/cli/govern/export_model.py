@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from infra.cli.connect import reading, store_of
+from infra.cli.connect import app_store, reading
 from infra.cli.govern.channel import ChannelDecision, decisions
 from infra.cli.govern.words import words_about
 from infra.cli.settings import Settings, load_settings
@@ -76,11 +76,11 @@ async def run_export_model(version: str, folder: Path, config: Path, sets: list[
     about = ExportedPolicy(
         app=settings.app, policy=event.policy, version=event.version, parent=event.parent, step=event.step,
         manifest_sha256=event.manifest_sha256,
-        decisions=tuple(one for one in decisions(words.events, []) if one.version == event.version),
+        decisions=tuple(decision for decision in decisions(words.events, []) if decision.version == event.version),
     )  # fmt: skip
     console = Screen(stderr=True)
     console.print(f"fetching version {event.version} of {event.policy}")
-    num_bytes = await asyncio.to_thread(export, store_of(settings), event, settings, folder, about, alone=alone)
+    num_bytes = await asyncio.to_thread(export, app_store(settings), event, settings, folder, about, alone=alone)
     console.print(f"{folder}: version {event.version}, {num_bytes:,} bytes of weights; what is known of it: {ABOUT}")
     return 0
 
@@ -220,10 +220,10 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int =
         names = ["model.safetensors"]
     for name, run in zip(names, runs, strict=True):
         with (folder / name).open("wb") as file:
-            write_tensors(file, {one: tensors[one] for one in run}, METADATA)
+            write_tensors(file, {each_name: tensors[each_name] for each_name in run}, METADATA)
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     if len(runs) > 1:
-        where = {one: name for name, run in zip(names, runs, strict=True) for one in run}
+        where = {each_name: name for name, run in zip(names, runs, strict=True) for each_name in run}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": where}
         (folder / INDEX).write_bytes(json.dumps(index, indent=2).encode())
     return num_bytes

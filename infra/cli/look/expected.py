@@ -38,16 +38,16 @@ class Heard(msgspec.Struct, frozen=True):
         return self.instance.split("/")[1] if "/" in self.instance else ""
 
 
-def wanted_of(expect: Expect, *, serves: bool) -> dict[str, int]:
+def expected_roles(expect: Expect, *, serves: bool) -> dict[str, int]:
     """Role to the number the settings ask for, 0 for "as many as there were"; a role that is not there is not expected."""
     wanted = {"master": 1, "train": 1, "explore": expect.explore, "process": expect.process}
     return wanted | ({"serve": expect.serve} if serves else {})
 
 
-def process_of(instance: str) -> str:
+def process_name(instance: str) -> str:
     """Role, machine and process; of a gateway without the part that differs from start to start.
 
-    >>> process_of("serve/vm/417/9f00a1b2")
+    >>> process_name("serve/vm/417/9f00a1b2")
     'serve/vm/417'
     """
     return "/".join(instance.split("/")[:3])
@@ -95,7 +95,7 @@ def _processes(heard: Iterable[Heard]) -> list[Heard]:
     """One for each process, as it spoke last."""
     found: dict[str, Heard] = {}
     for process in sorted(heard, key=lambda process: process.last_s):
-        name = process_of(process.instance)
+        name = process_name(process.instance)
         before = found.get(name)
         first_s = process.first_s if before is None else min(before.first_s, process.first_s)
         found[name] = msgspec.structs.replace(process, first_s=first_s)

@@ -43,17 +43,17 @@ class Kept(msgspec.Struct, frozen=True):
     unit: str = "records"
 
 
-async def kept_of(log: Log, settings: Settings, roles: Sequence[Mapping[str, Any]]) -> list[Kept]:
+async def list_kept(log: Log, settings: Settings, roles: Sequence[Mapping[str, Any]]) -> list[Kept]:
     """Everything an app keeps. roles: as `status` has them. Raises BrokerUnavailable."""
     held = await asyncio.gather(*(log.bounds(topic) for topic in topics.ALL))
     of_topics = [
-        Kept(f"topic {topic.name}", bound_of(topic, settings.keep.replay), sum(ends.values()) - sum(begins.values()))
+        Kept(f"topic {topic.name}", topic_bound(topic, settings.keep.replay), sum(ends.values()) - sum(begins.values()))
         for topic, (begins, ends) in zip(topics.ALL, held, strict=True)
     ]
     return [*of_topics, *_in_store(settings, roles), *_at_roles(settings, roles), *_in_files(settings)]
 
 
-def bound_of(topic: topics.Topic, replay: str) -> str:
+def topic_bound(topic: topics.Topic, replay: str) -> str:
     """Bound of a topic. Records of a compacted one are at most as many as there were."""
     if topic.retention == "forever":
         return FOREVER[topic.name]
@@ -115,12 +115,12 @@ def kept_lines(kept: Sequence[Mapping[str, Any]]) -> list[str]:
     ['30d (keep.replay): topic tasks 1,200 records']
     """
     found: dict[str, list[str]] = {}
-    for one in kept:
-        found.setdefault(one["bound"], []).append(one["what"] + _size(one))
+    for entry in kept:
+        found.setdefault(entry["bound"], []).append(entry["what"] + _size(entry))
     return [f"{bound}: {', '.join(what)}" for bound, what in found.items()]
 
 
-def _size(one: Mapping[str, Any]) -> str:
-    if one["num"] is None:
+def _size(entry: Mapping[str, Any]) -> str:
+    if entry["num"] is None:
         return ""
-    return f" {one['num'] / 1e6:,.1f} MB" if one["unit"] == "bytes" else f" {one['num']:,} {one['unit']}"
+    return f" {entry['num'] / 1e6:,.1f} MB" if entry["unit"] == "bytes" else f" {entry['num']:,} {entry['unit']}"

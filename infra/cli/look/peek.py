@@ -164,12 +164,12 @@ def plain(message: LogMessage) -> Any:
         return msgspec.to_builtins(message.value)
     fields = [name for name in Experience.__struct_fields__ if name != "bulk"]
     return [
-        {name: msgspec.to_builtins(getattr(member, name)) for name in fields} | {"response": response_of(member)}
+        {name: msgspec.to_builtins(getattr(member, name)) for name in fields} | {"response": response_text(member)}
         for member in message.value.experiences
     ]
 
 
-def response_of(member: Experience) -> str | None:
+def response_text(member: Experience) -> str | None:
     """Text of the answer; None if it cannot be decoded."""
     try:
         return member.response

@@ -52,13 +52,16 @@ class NewestRecords:
         # By position, not by count: compaction leaves holes.
         first = {index: max(begins[index], end - last) for index, end in ends.items()}
         starts = {index: max(at, nexts.get(index, 0)) for index, at in first.items()}
-        found: list[Record | LogMessage] = [one for one in held if one.offset >= first.get(one.partition, 0)]
+        found: list[Record | LogMessage] = [
+            record for record in held if record.offset >= first.get(record.partition, 0)
+        ]
         async with aclosing(self._read(topic, starts, ends)) as chunks:
             async for records in chunks:
                 found += [record for record in records if not kind or ("kind", kind.encode()) in record.headers]
-        found.sort(key=lambda one: (one.timestamp_ms, one.partition, one.offset))
+        found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
         messages = [
-            await self._log.decoded(one) if isinstance(one, Record) else one for one in (found[-last:] if last else [])
+            await self._log.decoded(record) if isinstance(record, Record) else record
+            for record in (found[-last:] if last else [])
         ]
         self._held[topic.name, kind] = messages, ends
         return messages, ends

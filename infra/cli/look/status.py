@@ -12,8 +12,8 @@ from types import MappingProxyType
 import msgspec
 
 from infra.cli.connect import reading
-from infra.cli.look.expected import OVER, Heard, missing, wanted_of
-from infra.cli.look.kept import kept_of
+from infra.cli.look.expected import OVER, Heard, expected_roles, missing
+from infra.cli.look.kept import list_kept
 from infra.cli.look.reader import READS, LastHour, Newest, NewestRecords, Spoken
 from infra.cli.look.status_screen import State, show
 from infra.cli.settings import load_settings
@@ -43,13 +43,13 @@ async def run_status(config: Path, sets: list[str], *, as_json: bool, check: boo
     """Print the state of the system; with `check`, exit code 1 if there is an alarm. kept: only what is kept, with bounds."""
     settings = load_settings(config, sets)
     async with reading(settings) as log:
-        wanted = wanted_of(settings.expect, serves=settings.gateway is not None)
+        wanted = expected_roles(settings.expect, serves=settings.gateway is not None)
         state = await read_status(
             log, now_s=time.time(), max_lag=max_lag, wanted=wanted, groups=settings.pacing.groups_per_step
         )
         state["alarms"] = [line.replace("-c FILE", f"-c {config}") for line in state["alarms"]]
         if kept:
-            state["kept"] = msgspec.to_builtins(await kept_of(log, settings, state["roles"]))
+            state["kept"] = msgspec.to_builtins(await list_kept(log, settings, state["roles"]))
     if as_json:
         print(printable_json(json.dumps(state)))
     else:
@@ -69,7 +69,7 @@ async def read_status(
 ) -> State:
     """Everything `status` shows, as plain data.
 
-    now_s: by this machine's clock; ages are by the log's, which is at least at its newest report. wanted: see `wanted_of`.
+    now_s: by this machine's clock; ages are by the log's, which is at least at its newest report. wanted: see `expected_roles`.
     groups: that a step takes, 0 where that is not known. look, hour: readers of a caller that asks again and again.
     """
     look = look or NewestRecords(log).newest
@@ -89,7 +89,7 @@ async def read_status(
         "answers": answers_state(await look(topics.EXPERIENCES, NEWEST, "")),
         "rollbacks": rollbacks(await look(topics.BATCHES, RECENT, "rollback")),
         "chains": chains([last[role["instance"]] for role in roles]),
-        "lags": await lags_of(log),
+        "lags": await read_lags(log),
         "dropped": by_reason(reports, "dropped"),
         "cancelled": {what: by_reason(reports, f"{what}_cancelled") for what in ("episodes", "tokens")},
         "caches": caches(roles),
@@ -343,7 +343,7 @@ def rollbacks(journaled: Sequence[LogMessage]) -> list[str]:
     ][-3:]
 
 
-async def lags_of(log: Log) -> dict[str, int | None]:
+async def read_lags(log: Log) -> dict[str, int | None]:
     """The lag of every stage's input by topic, asked at once: each is three round trips to the broker."""
     asked = [(topic, group) for group, read in READS.items() for topic in read]
     found = await asyncio.gather(*(lag(log, topic, group) for topic, group in asked))

@@ -31,7 +31,7 @@ async def run_trace(ref: str | None, policy: int | None, config: Path, sets: lis
         raise ConfigError("trace: expected an answer id or --policy VERSION, one of them")
     settings = load_settings(config, sets)
     console = Screen(stderr=as_json, soft_wrap=True)
-    index = index_of(settings)
+    index = open_index(settings)
     try:
         async with reading(settings) as log:
             with console.status("reading what has come since the last trace") as status:
@@ -61,7 +61,7 @@ async def run_follow(config: Path, sets: list[str]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    index = index_of(settings, pages=settings.console.up)
+    index = open_index(settings, pages=settings.console.up)
     try:
         async with connected(settings) as log:
             await follow(log, index, stop)
@@ -70,7 +70,7 @@ async def run_follow(config: Path, sets: list[str]) -> int:
     return 0
 
 
-def index_of(settings: Settings, folder: Path | None = None, *, pages: bool = False) -> LogIndex:
+def open_index(settings: Settings, folder: Path | None = None, *, pages: bool = False) -> LogIndex:
     """The index of a run, opened. folder: its place, the run's state by default. pages: with the tables of the console."""
     return LogIndex(
         (folder or settings.folder / "state") / FILE,

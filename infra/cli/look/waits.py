@@ -57,7 +57,7 @@ def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms:
     silent = [
         name
         for name, source in rules.sources.items()
-        if not all(is_labelled(group.feedback.get(one), {name: source}) for one in known)
+        if not all(is_labelled(group.feedback.get(each_known), {name: source}) for each_known in known)
     ]
     if judged.lane in rules.waiting and silent and until_ms > now_ms:
         return f"it waits for {' and '.join(silent)} {until}"

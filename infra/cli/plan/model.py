@@ -85,9 +85,9 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     """Compute the needs of the settings on such machines. Raises ConfigError."""
     if not settings.policy.model:
         raise ConfigError("policy.model: missing, expected the folder or name of a model")
-    size, plan = model_size(settings.model_path, adapter_of(settings)), learner_plan(settings)
+    size, plan = model_size(settings.model_path, configured_adapter(settings)), learner_plan(settings)
     learner = learner_needs(size, plan)
-    uses = uses_of(settings)
+    uses = engines_by_role(settings)
     engines = {
         role: vllm_engine_needs(size, engine_dtype(use.options, plan), plan.dtype, use.options)
         if use.use.endswith(":VllmEngine")
@@ -111,7 +111,7 @@ def estimate(settings: Settings, machine: Machine) -> SizeEstimate:
     return msgspec.structs.replace(found, problems=tuple(problems(settings, machine, found)))
 
 
-def adapter_of(settings: Settings) -> Adapter | None:
+def configured_adapter(settings: Settings) -> Adapter | None:
     """The adapter of [trainer.lora], None without. Raises ConfigError."""
     lora = settings.trainer.lora
     if lora is None:
@@ -119,7 +119,7 @@ def adapter_of(settings: Settings) -> Adapter | None:
     return named_adapter(settings.model_path, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
 
-def uses_of(settings: Settings) -> dict[str, Use]:
+def engines_by_role(settings: Settings) -> dict[str, Use]:
     """The engines that the settings name, by the role that runs one."""
     gateway = settings.gateway.engine if settings.gateway is not None else None
     return {"explore": settings.engine} | ({"serve": gateway} if gateway is not None else {})
@@ -159,7 +159,7 @@ def problems(settings: Settings, machine: Machine, found: SizeEstimate) -> Itera
     """Everything that will not fit, each with the setting that mends it."""
     yield from _learner_problems(machine, found)
     for role, needs in found.engines.items():
-        yield from _engine_problems(machine, role, needs, uses_of(settings)[role].options)
+        yield from _engine_problems(machine, role, needs, engines_by_role(settings)[role].options)
     version = found.version
     if found.shm > machine.shm:
         yield (

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 
-from infra.cli.connect import bootstrap_of, reading, store_of
+from infra.cli.connect import app_store, broker_address, reading
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen, printable
 from infra.ledger.backup import committed_offsets, copy_all, open_backup
@@ -30,15 +30,15 @@ FOLLOWS = (
 async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> int:
     """Copy the app to `to`, its keys to `keys` where that is named; returns the exit code."""
     settings = load_settings(config, sets)
-    store, place = store_of(settings), open_store(to, base=Path.cwd())
+    store, place = app_store(settings), open_store(to, base=Path.cwd())
     secrets = _apart(keys, to)
-    for one in (place, secrets):
-        if one is not None:
-            require_unfinished(one)
+    for target in (place, secrets):
+        if target is not None:
+            require_unfinished(target)
     with _telling(f"backup of {settings.app}") as tell:
         async with (
             reading(settings) as log,
-            PlacingConnection(bootstrap_of(settings), access=access_of(settings)) as placing,
+            PlacingConnection(broker_address(settings), access=access_of(settings)) as placing,
         ):
             committed = await committed_offsets(log, await placing.groups(log.group("")))
             newest = await asyncio.to_thread(_newest, settings, store)
@@ -63,7 +63,7 @@ async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> in
 async def run_restore(source: str, config: Path, sets: list[str], *, keys: str) -> int:
     """Put the backup at `source` back, or with "" its keys alone; returns the exit code."""
     settings = load_settings(config, sets)
-    store = store_of(settings)
+    store = app_store(settings)
     screen = Screen(stderr=True, soft_wrap=True)
     secrets = _apart(keys, source)
     sealed = open_backup(secrets, settings.app) if secrets is not None else None
@@ -85,7 +85,7 @@ async def _restore_data(settings: Settings, store: Store, place: Store) -> Bundl
     with _telling(f"restore of {settings.app}") as tell:
         async with (
             reading(settings, create=True) as log,
-            PlacingConnection(bootstrap_of(settings), access=access_of(settings)) as placing,
+            PlacingConnection(broker_address(settings), access=access_of(settings)) as placing,
         ):
             keep_ms, replication = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
             await restore(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)

@@ -25,7 +25,7 @@ async def run_export(run: Path, file: Path, *, from_step: int | None, as_json: b
         with console.status(f"writing {file}"), writing(file) as archive:
             bundle = await fill(archive, source, start)
             archive.finish(bundle)
-    counts = {name: one.end - one.begin for name, (one,) in bundle.topics.items()}
+    counts = {name: item.end - item.begin for name, (item,) in bundle.topics.items()}
     summary = {
         "file": str(file),
         "bytes": (await asyncio.to_thread(file.stat)).st_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infra.cli.connect import create_topics, reading, store_of
+from infra.cli.connect import app_store, create_topics, reading
 from infra.cli.look.audit import operator
 from infra.cli.settings import load_settings
 from infra.log.log import Log
@@ -33,7 +33,7 @@ The weights, the optimizer's state, large frames and users' keys lay in the stor
 async def run_recover(config: Path, sets: list[str], *, yes: bool) -> int:
     """Look, say what is lost, ask, and begin a new journal. Raises ConfigError where nothing can be recovered."""
     settings = load_settings(config, sets)
-    store = store_of(settings)
+    store = app_store(settings)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     async with reading(settings, create=True) as log:
         await create_topics(log, settings)

@@ -88,7 +88,7 @@ async def _stage(
 
     async with reading(settings) as log:
         ranges = await plan(log, order)
-        with bar(console, f"reprocessing {order.stage}", sum(one.size for one in ranges)) as moved:
+        with bar(console, f"reprocessing {order.stage}", sum(part_range.size for part_range in ranges)) as moved:
             return await reprocess(log, order, ranges, settings, judged_by.streams(), moved)
 
 
@@ -98,7 +98,7 @@ async def _letters(settings: Settings, order: "ReprocessOrder", console: Console
 
     async with connected(settings) as log:
         ranges = await plan(log, order)
-        with bar(console, "delivering again", sum(one.size for one in ranges)) as moved:
+        with bar(console, "delivering again", sum(part_range.size for part_range in ranges)) as moved:
             return await redeliver(log, ranges, moved, by=getpass.getuser())
 
 
@@ -128,7 +128,7 @@ def show(console: Console, report: "ReprocessReport", order: "ReprocessOrder") -
     totals = Table(title=f"{report.stage}: {title(report, order)}", show_header=False, title_justify="left")
     totals.add_column()
     totals.add_column(justify="right")
-    for name, count in totals_of(report, order):
+    for name, count in report_totals(report, order):
         totals.add_row(name, f"{count:,}")
     console.print(totals)
     if report.changes:
@@ -152,7 +152,7 @@ def title(report: "ReprocessReport", order: "ReprocessOrder") -> str:
     return "the same as recorded" if report.is_same else "NOT as recorded"
 
 
-def totals_of(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:
+def report_totals(report: "ReprocessReport", order: "ReprocessOrder") -> list[tuple[str, int]]:
     """Rows of the table of totals; the rows that are always there first."""
     inputs = {"tasks": "tasks", "verify": "blocks of answers", "collect": "records of verified"}
     kept = (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from infra.cli.connect import kafka_folder, reading, store_of
+from infra.cli.connect import app_store, kafka_folder, reading
 from infra.cli.run.roles import model_folder
 from infra.cli.settings import DEFAULT_FILE, Settings, load_settings
 from infra.ledger.archive import MAX_BYTES, restore_log, unpack
@@ -65,7 +65,7 @@ async def opened(path: Path, max_bytes: int = MAX_BYTES, *, trusted: bool = Fals
     if not settings.kafka.bootstrap_servers and not kafka_folder(settings).is_dir():
         raise ConfigError(f"{settings.folder}: no run was started here; expected its log in {kafka_folder(settings)}")
     async with reading(settings) as log:
-        yield ReplaySource(settings, log, store_of(settings), model_folder(settings))
+        yield ReplaySource(settings, log, app_store(settings), model_folder(settings))
 
 
 def unpacked(path: Path, folder: Path, max_bytes: int = MAX_BYTES) -> ReplaySource:

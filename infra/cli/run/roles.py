@@ -18,16 +18,16 @@ import msgspec
 from actors.config import ReloadConfig
 from actors.gateway.config import GatewayConfig, Webhook
 from infra.cli.connect import (
-    bootstrap_of,
-    cached_store_of,
+    app_store,
+    broker_address,
+    cached_store,
     connected,
     kafka_folder,
     log_to_stderr,
-    measured_store_of,
-    store_of,
+    measured_store,
 )
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
-from infra.cli.options import umask_of
+from infra.cli.options import file_umask
 from infra.cli.settings import Settings, load_settings
 from infra.local.ranks import RankGroup, adopt_slurm, rank_of, run_ranks
 from infra.local.supervisor import Child
@@ -138,8 +138,8 @@ def _load_libraries(role: str, settings: Settings) -> None:
             load()
 
 
-def role_of(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
-    store = (cached_store_of if name in WITH_ENGINE else measured_store_of)(settings, metrics)
+def make_role(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
+    store = (cached_store if name in WITH_ENGINE else measured_store)(settings, metrics)
     return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
 
 
@@ -152,7 +152,7 @@ def metrics_address(settings: Settings) -> tuple[str, int]:
         raise ConfigError(str(error)) from error
 
 
-def loop_of(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+def role_loop(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Factory of a role's event loop; None for Python's own."""
     if role != "serve":
         return None
@@ -165,8 +165,8 @@ async def _master(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> 
     from actors.master.master import run_master
 
     async with connected(settings) as log:
-        await require_fit(log, store_of(settings), settings)
-        await run_master(role_of("master", settings, log, metrics, stop), settings.gate())
+        await require_fit(log, app_store(settings), settings)
+        await run_master(make_role("master", settings, log, metrics, stop), settings.gate())
 
 
 async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -179,20 +179,20 @@ async def _explore(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     from infra.settings.plugin import load
 
     async with connected(settings) as log:  # first: a missing broker shows in seconds, a model takes longer to load
-        await require_fit(log, store_of(settings), settings)
+        await require_fit(log, app_store(settings), settings)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
         if tokenizer.writing.chosen:
             await asyncio.to_thread(answer_parser(tokenizer).prepare)  # a mistake shows now, and not in an episode
         use = settings.engine
         engine: Engine = load(use.use, {"model": folder, **implied_options(settings, use), **use.options}, "engine")
-        role = role_of("explore", settings, log, metrics, stop)
+        role = make_role("explore", settings, log, metrics, stop)
         await run_explorer(role, settings.explore, engine, tokenizer, tokenizer.eos_ids, started=forget_loaded)
 
 
 async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
-    config = gateway_of(settings)
+    config = gateway_config(settings)
     folder = model_folder(settings)
-    webhooks = webhooks_of(settings)
+    webhooks = read_webhooks(settings)
     from actors.engines.engine import Engine
     from actors.gateway.serve import run_gateway
     from infra.local.http_server import forget_loaded
@@ -203,8 +203,8 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
 
     await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
-    bus = KafkaBus(bootstrap_of(settings), deadline_s=config.send_s, access=access_of(settings))
-    log = Log(bus, settings.app, store=store_of(settings))
+    bus = KafkaBus(broker_address(settings), deadline_s=config.send_s, access=access_of(settings))
+    log = Log(bus, settings.app, store=app_store(settings))
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
     use = config.engine or settings.engine
@@ -215,7 +215,7 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
         print(f"serving http://{at_port(config.listen, port)}/v1", flush=True)
 
     try:
-        role = role_of("serve", settings, log, metrics, stop)
+        role = make_role("serve", settings, log, metrics, stop)
         await run_gateway(role, config, engine, tokenizer, webhooks=webhooks, listening=listening)
     finally:
         await log.bus.close()
@@ -230,9 +230,9 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     from streams.stages.hosted import BrokerLogin
 
     async with connected(settings) as log:
-        role = role_of("process", settings, log, metrics, stop)
+        role = make_role("process", settings, log, metrics, stop)
         await require_fit(log, role.store, settings)
-        await run_worker(role, settings.streams(), BrokerLogin(bootstrap_of(settings), access_of(settings)))
+        await run_worker(role, settings.streams(), BrokerLogin(broker_address(settings), access_of(settings)))
 
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -248,12 +248,12 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
-        await asyncio.to_thread(learner.follow, store_of(settings))
+        await asyncio.to_thread(learner.follow, app_store(settings))
         return
     # Each of its records is waited for alone, and the optimizer step with it: none would leave with others.
     async with connected(settings, linger_ms=0) as log:
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
-        role = role_of("train", settings, log, metrics, stop)
+        role = make_role("train", settings, log, metrics, stop)
         arithmetic = await asyncio.to_thread(open_arithmetic, folder, settings.trainer)
         board = Board(settings.folder / settings.trainer.tensorboard) if settings.trainer.tensorboard else None
         try:
@@ -277,12 +277,12 @@ async def require_fit_if_there(settings: Settings) -> None:
     """`require_fit` where the broker and the store answer at once; a gateway serves without them too."""
     try:
         async with connected(settings, deadline_s=FIT_S, create=True) as log:
-            await require_fit(log, store_of(settings), settings)
+            await require_fit(log, app_store(settings), settings)
     except (BrokerUnavailable, StoreError) as error:
         logger.warning("log and store not compared: %s", error)
 
 
-def gateway_of(settings: Settings) -> GatewayConfig:
+def gateway_config(settings: Settings) -> GatewayConfig:
     """The [gateway] table, or its defaults where there is none; a canary's as it runs next to the others."""
     config = settings.gateway or GatewayConfig()
     return config.as_canary() if config.channel == "canary" else config
@@ -312,16 +312,16 @@ def at_port(listen: str, port: int) -> str:
     return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
 
 
-def webhooks_of(settings: Settings) -> tuple[Webhook, ...]:
+def read_webhooks(settings: Settings) -> tuple[Webhook, ...]:
     """The webhooks of the feedback sources, with their secrets. Raises ConfigError for one that is not there."""
     found = []
-    for index, one in enumerate(settings.feedback):
-        if not one.from_.webhook or one.from_.webhook == FEEDBACK_PATH:
+    for index, source in enumerate(settings.feedback):
+        if not source.from_.webhook or source.from_.webhook == FEEDBACK_PATH:
             continue
         at = f"feedback[{index}].from.secret"
-        secret = secret_of(at, one.from_.secret_env, one.from_.secret_file, settings.folder)
-        header, stamp = one.from_.signature_header.lower(), one.from_.timestamp_header.lower()
-        found.append(Webhook(one.from_.webhook, secret.encode(), header, stamp, one.from_.tenant))
+        secret = secret_of(at, source.from_.secret_env, source.from_.secret_file, settings.folder)
+        header, stamp = source.from_.signature_header.lower(), source.from_.timestamp_header.lower()
+        found.append(Webhook(source.from_.webhook, secret.encode(), header, stamp, source.from_.tenant))
     return tuple(found)
 
 
@@ -359,7 +359,7 @@ async def until_begun(load: Callable[[], object], stop: asyncio.Event) -> None:
 
 def open_to_others(settings: Settings) -> list[str]:
     """A line for each folder of a run that others may look into, and for open secrets. Raises ConfigError."""
-    refused = umask_of(os.environ) & 0o077
+    refused = file_umask(os.environ) & 0o077
     places = [settings.folder / "state", settings.folder / "logs"]
     if not settings.kafka.bootstrap_servers:
         places.append(kafka_folder(settings))
@@ -367,16 +367,16 @@ def open_to_others(settings: Settings) -> list[str]:
         places.append(settings.folder / settings.gateway.spool)
     if settings.trainer.tensorboard:
         places.append(settings.folder / settings.trainer.tensorboard)
-    if not settings.store.use and (store := folder_of(settings.store.url, settings.folder)) is not None:
+    if not settings.store.use and (store := local_folder(settings.store.url, settings.folder)) is not None:
         places.append(store)
     open_ = [path for path in places if _mode(path) & refused]
-    if (secrets := folder_of(settings.store.keys or settings.store.url, settings.folder)) is not None:
+    if (secrets := local_folder(settings.store.keys or settings.store.url, settings.folder)) is not None:
         inner = [secrets / name for name in (*PRIVATE, "gateway/secret")]
         open_ += [path for path in inner if _mode(path) & 0o077]
     return [f"{path}: others may look into it (mode {_mode(path):03o}); chmod -R go-rwx {path}" for path in open_]
 
 
-def folder_of(url: str, base: Path) -> Path | None:
+def local_folder(url: str, base: Path) -> Path | None:
     """Folder of a local store; None for a store elsewhere."""
     if "://" not in url:
         return base / Path(url).expanduser()
@@ -397,7 +397,7 @@ async def train_on_ranks(settings: Settings, config: Path, sets: list[str], stop
     found = find(settings.trainer.learner.use, "trainer.learner.use")
     if not hasattr(found, "follow"):
         raise ConfigError(several_ranks(settings))
-    overrides = [argument for one in sets for argument in ("--set", one)]
+    overrides = [argument for override in sets for argument in ("--set", override)]
     group = RankGroup(
         argv=(sys.executable, "-m", "infra.cli.main", "train", "--config", str(config), *overrides),
         num_ranks=settings.trainer.ranks,

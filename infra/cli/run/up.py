@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from infra.cli.connect import bootstrap_of, connected, create_topics, kafka_folder, quieten_client, store_of
+from infra.cli.connect import app_store, broker_address, connected, create_topics, kafka_folder, quieten_client
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, INTERRUPTED, STOPPED, last_error
 from infra.cli.run.roles import CODE_VARIABLE, metrics_address
 from infra.cli.settings import Settings, load_settings
@@ -56,7 +56,7 @@ def broker_child(settings: Settings) -> Child | None:
 
 def role_child(settings: Settings, config: Path, sets: Sequence[str], role: str) -> Child:
     """One role as a child of this process."""
-    overrides = [argument for one in sets for argument in ("--set", one)]
+    overrides = [argument for override in sets for argument in ("--set", override)]
     return Child(
         name=role,
         argv=(
@@ -131,7 +131,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
             kind = ConfigError if state.exit_code == CONFIG_ERROR else BrokerUnavailable
             raise kind(last_error(settings.folder / "logs" / "kafka.log") or "the broker did not start")
         try:
-            address = bootstrap_of(settings)
+            address = broker_address(settings)
         except ConfigError:
             address = ""
         if address and await answers(address, timeout_s=2.0, access=access_of(settings)):
@@ -148,7 +148,7 @@ async def run_up(config: Path, sets: list[str]) -> int:
 
 async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
     file = settings.folder / config.name
-    children = [role_child(settings, file, sets, role) for role in roles_of(settings)]
+    children = [role_child(settings, file, sets, role) for role in roles_to_start(settings)]
     console = Screen(stderr=True)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -158,7 +158,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
 
     def tell(event: ChildEvent) -> None:
         tell_user(event)
-        if event.kind == "gave_up" and event.name in roles_of(settings):
+        if event.kind == "gave_up" and event.name in roles_to_start(settings):
             stop.set()
 
     broker = broker_child(settings)
@@ -168,7 +168,7 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
         except Stopped:
             return INTERRUPTED
         console.print(
-            f"broker at {bootstrap_of(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
+            f"broker at {broker_address(settings)}; logs in {settings.folder / 'logs'}; Ctrl-C stops everything"
         )
         if settings.gateway is not None:
             await asyncio.to_thread(say_door, settings, console)
@@ -181,17 +181,19 @@ async def _run_here(settings: Settings, config: Path, sets: list[str]) -> int:
             where = f"console {settings.console.opened_at(settings.console.listen)}/enter?link={link}"
             saying = asyncio.create_task(say_when(ready, where, console))
             with suppress(Stopped):
-                await unless(stop.wait(), roles.wait(*roles_of(settings)), Stopped)
+                await unless(stop.wait(), roles.wait(*roles_to_start(settings)), Stopped)
             saying.cancel()
-        failed = failed_of(roles.states.values())
+        failed = failed_roles(roles.states.values())
     for name in failed:
         console.print(f"{name} failed; see {settings.folder / 'logs' / (name + '.log')}", style="red")
     return 1 if failed else 0
 
 
-def failed_of(states: Iterable[ChildState]) -> list[str]:
+def failed_roles(states: Iterable[ChildState]) -> list[str]:
     """Names of roles that gave up or lost their role to another process. The console may fail alone."""
-    return [one.name for one in states if one.name != CONSOLE and (one.given_up or one.exit_code == FENCED_OUT)]
+    return [
+        state.name for state in states if state.name != CONSOLE and (state.given_up or state.exit_code == FENCED_OUT)
+    ]
 
 
 def teller(logs: Path, console: Console) -> Callable[[ChildEvent], None]:
@@ -199,18 +201,18 @@ def teller(logs: Path, console: Console) -> Callable[[ChildEvent], None]:
     causes: dict[str, str] = {}
 
     def tell(event: ChildEvent) -> None:
-        cause = cause_of(event, logs / f"{event.name}.log") if event.kind == "exited" else ""
+        cause = end_cause(event, logs / f"{event.name}.log") if event.kind == "exited" else ""
         if cause and causes.get(event.name) != cause:
             causes[event.name] = cause
             console.print(f"{event.name} exited (exit code {event.exit_code})")
             console.print(f"  {cause}", style="red", soft_wrap=True)
-        elif words := words_of(event):
+        elif words := event_line(event):
             console.print(words)
 
     return tell
 
 
-def cause_of(event: ChildEvent, log: Path) -> str:
+def end_cause(event: ChildEvent, log: Path) -> str:
     """Why a child has ended, "" where it was stopped or has done its work."""
     if event.exit_code in (0, None, STOPPED):
         return ""
@@ -223,7 +225,7 @@ def cause_of(event: ChildEvent, log: Path) -> str:
     return cause
 
 
-def words_of(event: ChildEvent) -> str:
+def event_line(event: ChildEvent) -> str:
     """The line of `up` about an event, "" for none."""
     name = event.name
     match event.kind:
@@ -242,7 +244,7 @@ def words_of(event: ChildEvent) -> str:
     return f"{name} {event.kind}"
 
 
-def roles_of(settings: Settings) -> tuple[str, ...]:
+def roles_to_start(settings: Settings) -> tuple[str, ...]:
     """The roles to start; a gateway is one where the file has a [gateway], a canary where that has one."""
     if settings.gateway is None:
         return ROLES
@@ -262,7 +264,7 @@ def say_door(settings: Settings, console: Console) -> None:
 
     assert settings.gateway is not None
     console.print(f"base_url http://{settings.gateway.listen}/v1  (as soon as the model is loaded)")
-    store = store_of(settings)
+    store = app_store(settings)
     if not list_keys(store):
         _, shown = create_key(store, tenant="default", scopes=("serve", "feedback"), train="yes", rpm=0, tpm=0)
         console.print(f"api_key  {shown}  (shown once; it may be trained on: see `headrace keys`)", soft_wrap=True)

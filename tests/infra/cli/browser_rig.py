@@ -76,9 +76,9 @@ class WatchedPage:
         self.page.screenshot(path=where / f"{name}-{scheme}.png", full_page=True)
         results = Axe().run(self.page, options={"runOnly": ["wcag2a", "wcag2aa", "best-practice"]})
         found = [
-            f"{one['id']}: {one['nodes'][0]['html'][:160]}"
-            for one in results.response["violations"]
-            if one["impact"] in ("serious", "critical")
+            f"{item['id']}: {item['nodes'][0]['html'][:160]}"
+            for item in results.response["violations"]
+            if item["impact"] in ("serious", "critical")
         ]
         assert not found, f"{name} {scheme}: {found}"
         assert not self.complaints, f"{name} {scheme}: {self.complaints}"

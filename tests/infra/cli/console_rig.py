@@ -21,7 +21,7 @@ from actors.gateway.access.keys import create_key, revoke_key
 from infra.cli.console.access import ConsoleAccess
 from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
-from infra.cli.console.serve import CONSOLE_BOUNDS, command_of, made
+from infra.cli.console.serve import CONSOLE_BOUNDS, made, rerun_arguments
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
 from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, left_of, reads_of
 from infra.local.http_server import HttpServer, bound, make_server
@@ -84,7 +84,7 @@ def live(number: int, asked: str, said: str, *, version: int = 3, **more: object
     )  # fmt: skip
 
 
-def of_suite(version: int, task: int) -> Experience:
+def suite_answer(version: int, task: int) -> Experience:
     """What a version answered to a task of the suite dev."""
     group, right = f"eval-dev-{version}.{task}", (task + version) % 3 > 0
     return make_experience(
@@ -115,7 +115,7 @@ async def fill(log: Log) -> None:
         )  # fmt: skip
         await publish(topics.REPORTS, report)
         for task in range(6):
-            block = Block((of_suite(version, task),))
+            block = Block((suite_answer(version, task),))
             await publish(topics.EXPERIENCES, block)
             await publish(topics.VERIFIED, block)
         right = sum((task + version) % 3 > 0 for task in range(6))
@@ -298,7 +298,7 @@ class Console:
             self.log,
             state,
             access=self.access,
-            command=command_of(config, []),
+            command=rerun_arguments(config, []),
             address=address,
             every_s=OFTEN_S,
         ) as (app, reading):
@@ -348,7 +348,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def text_of(page: httpx.Response) -> str:
+def page_text(page: httpx.Response) -> str:
     """What a person reads of a page, tags left out."""
     main = page.text.partition('<main id="main"')[2]
     return " ".join(re.sub(r"<[^>]+>", " ", main).split())
@@ -402,7 +402,7 @@ def browser(here: "Console", key: str = "") -> Iterator[httpx.Client]:
         yield client
 
 
-def token_of(client: httpx.Client, path: str = "/versions") -> str:
+def form_token(client: httpx.Client, path: str = "/versions") -> str:
     """The token that a form of a page carries."""
     return client.get(path).text.partition('name="token" value="')[2].partition('"')[0]
 
@@ -453,7 +453,7 @@ def console(toml: str = TOML, opened: Opened = in_memory) -> Iterator[Console]:
             thread.join(timeout=20)
 
 
-def steps_of(database: sqlite3.Connection, question: Callable[[sqlite3.Connection], object]) -> int:
+def sqlite_steps(database: sqlite3.Connection, question: Callable[[sqlite3.Connection], object]) -> int:
     """Hundreds of steps of SQLite's machine that a question takes."""
     hundreds = 0
 

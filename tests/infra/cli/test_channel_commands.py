@@ -13,6 +13,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.policies.beginning import LOOK
 from infra.policies.fold import WINDOW
+from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError
 from schemas.topics import POLICIES
@@ -48,7 +49,7 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     ] == [True] * 7
     told = json.loads(printed(config, "channel", "--json"))
     assert (told["stable"], told["pinned"]) == (3, False)
-    assert [one["event"] for one in told["decisions"]] == [
+    assert [item["event"] for item in told["decisions"]] == [
         "promoted", "pinned", "pinned", "rolled_back", "pause", "continue"
     ]  # fmt: skip
 
@@ -83,8 +84,8 @@ async def long_log(bus: CountingBus, versions: int = LONG) -> Log:
     log = Log(bus, "t", store=MemoryStore())
     await log.create_topics(partitions=1, keep_ms=-1)
     events = [
-        PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0)
-        for one in range(versions)
+        PolicyEvent(event="published", policy="main", version=version, manifest=f"m{version}", token=0)
+        for version in range(versions)
     ]
     store_records(log, POLICIES, [PolicyEvent(event="lease", policy="main"), *events])
     await log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=7, channel="stable", owner="ann"))
@@ -121,7 +122,7 @@ def test_what_is_said_of_late_versions_is_read_from_a_summary_before_them_and_is
         for words in (late, recent):
             assert not words.is_whole and whole.is_whole
             assert words.stable == whole.stable and words.events == whole.events[-len(words.events) :]
-        assert LONG - 100 in {one.version for _, one in late.events}
+        assert LONG - 100 in {event.version for _, event in late.events}
         assert 1000 <= len(recent.events) <= 2000, "of what is kept there is a bound"
         assert (await words_about(log, "main", 7)).is_whole
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from infra.cli.check.connect import groups_of, object_fault, store_tried
+from infra.cli.check.connect import consumer_groups, object_fault, store_tried
 from infra.cli.main import app
 from infra.cli.settings import load_settings
 from infra.local.address import HOST, BrokerPorts, choose_address
@@ -287,7 +287,9 @@ def test_a_store_that_gives_back_other_bytes_is_named() -> None:
 def test_where_keys_lie_apart_both_places_are_tried(tmp_path: Path) -> None:
     (tmp_path / "headrace.toml").write_text('app = "t"\n[store]\nurl = "weights"\nkeys = "secrets"\n')
     tried = list(store_tried(load_settings(tmp_path / "headrace.toml")))
-    assert [one.what for one in tried] == ["store weights", "keys secrets"] and not any(one.fault for one in tried)
+    assert [attempt.what for attempt in tried] == ["store weights", "keys secrets"] and not any(
+        attempt.fault for attempt in tried
+    )
     assert (tmp_path / "weights" / "checks").is_dir() and (tmp_path / "secrets" / "gateway").is_dir()
 
 
@@ -318,7 +320,7 @@ def test_every_group_that_a_role_reads_as_is_tried(tmp_path: Path) -> None:
     topic = '[[feedback]]\nname = "csat"\nuse = "a:b"\nfrom = { topic = "zendesk.closed" }\n'
     file = '[[feedback]]\nname = "review"\nuse = "a:b"\nfrom = { file = "r.jsonl" }\n'
     (tmp_path / "headrace.toml").write_text(f'app = "t"\n{topic}{file}')
-    tried = groups_of(load_settings(tmp_path / "headrace.toml"))
+    tried = consumer_groups(load_settings(tmp_path / "headrace.toml"))
     assert tried == ["tasks", "explore", "verify", "collect", "feedback", "feedback.csat"]
 
 
@@ -500,7 +502,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_with_the_way_out(started):
         (
             2,
             2,
-            "the settings ask for 2 rank(s) of ZeRO 2: weights, optimizer and reference are kept, nothing begins anew",
+            "the settings ask for 2 rank(s) of ZeRO 2: weights, optimizer and reference are kept, nothing starts from zero",
         ),
         (0, 0, "was made by 2 rank(s) of ZeRO 3, the settings ask for one process"),
     ],

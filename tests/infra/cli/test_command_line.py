@@ -238,7 +238,8 @@ RECORDS = [
     Closure(group="g", outcome="dropped", reason=CLEAN),
 ]
 HOMES = {
-    kind: next(topic for topic in topics.ALL if kind in topic.holds) for kind in {type(one).__name__ for one in RECORDS}
+    kind: next(topic for topic in topics.ALL if kind in topic.holds)
+    for kind in {type(record).__name__ for record in RECORDS}
 }
 
 
@@ -283,9 +284,14 @@ def test_trace_shows_an_answer_and_what_was_said_without_obeying_it(capsys: pyte
     console, written = screen()
     said = Feedback(ref="hr-a1b2.0-3-0", id="x", text=HOSTILE, source="csat", type="label", rater="r")
     closure = Closure(group="g", outcome="dropped", reason=HOSTILE)
-    one = hostile_answer()
+    hostile = hostile_answer()
     answer = AnswerTrace(
-        id=HOSTILE, published=one, judged=one, dropped=HOSTILE, feedback=((1, said),), closures=((1, closure),)
+        id=HOSTILE,
+        published=hostile,
+        judged=hostile,
+        dropped=HOSTILE,
+        feedback=((1, said),),
+        closures=((1, closure),),
     )
     trace.show_answer(console, answer)
     event = PolicyEvent(event="refused", policy="main", version=3, reason=HOSTILE)

@@ -102,11 +102,11 @@ def test_every_kind_of_record_can_be_peeked_at(kafka: str, app_name: str, config
         shown = printed(config, "peek", topic.name, "-n", "50").splitlines()
         assert len(shown) == sum(1 for home in homes.values() if home is topic), kind
         plain = [json.loads(line) for line in printed(config, "peek", topic.name, "-n", "50", "--json").splitlines()]
-        assert len(plain) == len(shown) and all(one["timestamp_ms"] > 0 for one in plain)
+        assert len(plain) == len(shown) and all(item["timestamp_ms"] > 0 for item in plain)
     head, *answers = printed(config, "peek", f"{app_name}.buffer").splitlines()
     assert "add-3745.2" in head and len(answers) == 3
     (line,) = printed(config, "peek", "buffer", "--json").splitlines()
-    assert [one["response"] for one in json.loads(line)["record"]] == ["0", "1", "2"]
+    assert [row["response"] for row in json.loads(line)["record"]] == ["0", "1", "2"]
     assert printed(config, "peek", "policies", "-n", "0") == ""
 
 
@@ -118,12 +118,14 @@ def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
     names = {user: experience_id(request_group(session_name("acme", user), 7, 3), 0, 0) for user in ("ann", "bob")}
     answers = []
     for user, name in names.items():
-        one = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
+        changed = structs.replace(group_block(1).experiences[0], id=name, group=group_of(name), subject="")
         answers.append(
-            sealed(Block((structs.replace(one, subject=subject_name("acme", user)),)), keys, subject_name("acme", user))
+            sealed(
+                Block((structs.replace(changed, subject=subject_name("acme", user)),)), keys, subject_name("acme", user)
+            )
         )
     said = {user: seal_text("a fine name", keys, name) for user, name in names.items()}
-    publish(kafka, app_name, [(topics.EXPERIENCES, one) for one in answers], store)
+    publish(kafka, app_name, [(topics.EXPERIENCES, answer) for answer in answers], store)
     told = printed(config, "forget", "--user", "ann", "--tenant", "acme")
     assert "1 keys destroyed, 1 groups cannot be opened" in told and "what was written in 1 sessions" in told
     again = json.loads(printed(config, "forget", "--user", "ann", "--tenant", "acme", "--json"))
@@ -135,7 +137,7 @@ def test_forget_forgets_a_user_says_so_as_text_and_as_json_and_may_be_repeated(
     assert unknown.exit_code == 2 and "nothing was written of this user" in unknown.stderr
 
 
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+def output_lines(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.stdout is not None
     yield from process.stdout
 
@@ -155,7 +157,7 @@ def test_following_shows_the_past_then_what_arrives_and_ends_by_ctrl_c_whoever_s
     ) as process:
         stopper = threading.Timer(60, process.kill)
         stopper.start()
-        lines = lines_of(process)
+        lines = output_lines(process)
         assert json.loads(next(lines))["record"]["version"] == 1
         for version in (2, 3):
             event = PolicyEvent(event="published", policy="main", version=version)
@@ -186,13 +188,13 @@ def test_status_tells_what_the_log_says_and_check_gives_the_exit_code(kafka: str
         [
             (topics.POLICIES, PolicyEvent(event="published", policy="main", version=4)),
             (topics.EVALS, EvalResult(policy="main", version=4, suite="dev", num_tasks=10, num_correct=9)),
-            *((topics.REPORTS, one) for one in told),
+            *((topics.REPORTS, item) for item in told),
         ],
     )
     shown = printed(config, "status", "--check")
     assert "train/1" in shown and "dev 90.0% at v4" in shown and "alarm" not in shown
     state = json.loads(printed(config, "status", "--kept", "--json", "--check"))
-    assert {one["what"]: one["num"] for one in state["kept"]}["topic evals"] == 1
+    assert {item["what"]: item["num"] for item in state["kept"]}["topic evals"] == 1
     assert state["alarms"] == [] and state["policies"]["published"] == 4 and set(state["lags"]) >= {"verified"}
     refused = PolicyEvent(event="refused", policy="main", version=4, owner="explore/1", reason="NaN")
     publish(kafka, app_name, [(topics.POLICIES, refused)])
@@ -241,9 +243,10 @@ def test_audit_of_a_log_that_grows_meanwhile_always_adds_up(kafka: str, app_name
             await log.publish(topics.EXPERIENCES, block(group))
             await log.publish(topics.BUFFER, block(group))
             await log.publish(topics.PROGRESS, Closure(group=group, outcome="buffered", experiences=2))
-            one = batch(step, f"{group}.0-0-0", f"{group}.0-1-0")
+            batch_record = batch(step, f"{group}.0-0-0", f"{group}.0-1-0")
             await log.publish(
-                topics.BATCHES, type(one)(run=app_name, token=0, step=step, version=step, items=one.items)
+                topics.BATCHES,
+                type(batch_record)(run=app_name, token=0, step=step, version=step, items=batch_record.items),
             )
             step += 1
         await bus.close()
@@ -285,7 +288,7 @@ def test_tasks_take_along_what_another_app_recorded_of_them(
     result = call(config, "load", "tasks", str(file), "--rates-from", app_name, *named)
     assert result.exit_code == 0 and "3 tasks loaded" in result.stderr, result.output
     shown = printed(config, "peek", "taskset.raw", "--json", *named).splitlines()
-    tasks = {one["id"]: one.get("meta", {}) for one in (json.loads(line)["record"] for line in shown)}
+    tasks = {item["id"]: item.get("meta", {}) for item in (json.loads(line)["record"] for line in shown)}
     assert tasks == {"add-0": {}, "add-1": {"success_rate": 0.25}, "add-2": {}}
     result = call(config, "load", "tasks", str(file), "--rates-from", "nobody")
     assert result.exit_code == 2 and "nobody." in result.stderr
@@ -321,8 +324,8 @@ def test_demonstrations_are_loaded_with_the_models_own_tokens(config: Path, tmp_
     assert result.exit_code == 0, result.output
     assert "3 experts loaded" in result.stderr
     rows = [json.loads(line) for line in printed(config, "peek", "experts", "--json").splitlines()]
-    assert sorted(one["response"] for row in rows for one in row["record"]) == ["1", "2", "3"]
-    assert {one["lane"] for row in rows for one in row["record"]} == {"expert"}
+    assert sorted(item["response"] for row in rows for item in row["record"]) == ["1", "2", "3"]
+    assert {item["lane"] for row in rows for item in row["record"]} == {"expert"}
 
 
 @pytest.mark.parametrize("role", ["master", "process", "train"])

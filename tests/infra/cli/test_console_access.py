@@ -28,9 +28,9 @@ from tests.infra.cli.console_rig import (
     Console,
     browser,
     console,
+    form_token,
     live,
-    text_of,
-    token_of,
+    page_text,
 )
 
 SCOPES: Mapping[str, Scope] = {name: scope for name, (scope, _) in ACTIONS.items()}
@@ -194,7 +194,7 @@ def test_nothing_is_done_by_a_get_and_no_other_host_is_answered(here: Console) -
 
 def test_a_move_is_the_record_of_the_command_with_the_key_as_its_owner(here: Console) -> None:
     with browser(here, "operate") as client:
-        token = token_of(client)
+        token = form_token(client)
         assert client.post("/actions/promote", data={"token": token, "version": "6", "why": ""}).status_code == 400
         assert client.post("/actions/promote", data={"token": token, "version": "99", "why": "x"}).status_code == 400
         answer = client.post("/actions/promote", data={"token": token, "version": "6", "why": "looked at it"})
@@ -217,7 +217,7 @@ def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
     here: Console, action: str, version: str, expected: tuple[str, int, str]
 ) -> None:
     with browser(here, "operate") as client:
-        form = {"token": token_of(client), "version": version, "why": f"to {action}"}
+        form = {"token": form_token(client), "version": version, "why": f"to {action}"}
         answer = client.post(f"/actions/{action}", data=form)
         assert answer.status_code == 303, answer.text
     record = here.newest(PolicyEvent)
@@ -227,7 +227,7 @@ def test_try_pin_unpin_and_rollback_are_the_records_of_the_commands(
 
 def test_pause_and_resume_are_the_words_of_the_commands(here: Console) -> None:
     with browser(here, "operate") as client:
-        token = token_of(client)
+        token = form_token(client)
         for action, order in (("pause", "pause"), ("resume", "continue")):
             assert client.post(f"/actions/{action}", data={"token": token, "why": "a test"}).status_code == 303
             assert here.newest(Directive).order == order
@@ -238,7 +238,7 @@ def test_letters_are_delivered_again_for_a_reason_and_each_says_who_did_and_why(
     lost = DeadLetter(topic="experiences", partition=0, offset=10**6, stage="verify", reason="bad frame", value=good)
     asyncio.run_coroutine_threadsafe(here.log.publish(topics.DEAD_LETTERS, lost), here.loop).result(timeout=20)
     with browser(here, "operate") as client:
-        form = {"token": token_of(client)}
+        form = {"token": form_token(client)}
         assert client.post("/actions/redeliver", data=form | {"why": " "}).status_code == 400
         answer = client.post("/actions/redeliver", data=form | {"why": "verify was mended"})
         assert answer.status_code == 303 and "1+to+experiences" in answer.headers["location"]
@@ -252,7 +252,7 @@ def test_what_is_sealed_stays_sealed_until_a_key_that_may_opens_it_and_the_log_s
         assert SECRET not in client.get("/answers", params={"text": "Wilhelmina"}).text
     with browser(here, "unseal") as client:
         assert SECRET not in client.get(SEALED).text
-        form = {"token": token_of(client, SEALED), "answer": SEALED.rpartition("/")[2]}
+        form = {"token": form_token(client, SEALED), "answer": SEALED.rpartition("/")[2]}
         assert client.post("/actions/open", data=form | {"why": " "}).status_code == 400
         opened = client.post("/actions/open", data=form | {"why": "a complaint"})
         assert opened.status_code == 200 and SECRET in opened.text
@@ -296,7 +296,7 @@ def test_a_search_takes_any_text_and_finds_nothing_that_has_none_of_it(here: Con
             assert client.get("/answers", params={field: text}).status_code == 200
 
 
-def session_of(access: ConsoleAccess) -> dict[str, Any]:
+def link_session(access: ConsoleAccess) -> dict[str, Any]:
     session: dict[str, Any] = {}
     access.enter(LINK, session)
     return session
@@ -321,8 +321,8 @@ def test_signing_out_ends_the_session_wherever_a_copy_of_its_cookie_lies_and_no_
 def test_a_session_lasts_twelve_hours_and_at_the_bound_of_ended_ones_the_oldest_is_forgotten() -> None:
     now_s = [1000.0]
     access = ConsoleAccess(MemoryStore(), LINK, lambda: now_s[0])
-    kept = session_of(access)
-    ended = [session_of(access) for _ in range(MAX_ENDED + 1)]
+    kept = link_session(access)
+    ended = [link_session(access) for _ in range(MAX_ENDED + 1)]
     for session in ended:
         access.leave({**session})
     with pytest.raises(Refused, match="expired"):
@@ -349,7 +349,7 @@ def test_a_cookie_of_another_start_or_that_was_altered_opens_nothing(here: Conso
         ):
             name = f"headrace_{url.rpartition(':')[2]}"
             page = httpx.get(f"{url}/versions", headers={"cookie": f"{name}={value}"}, verify=False)
-            assert page.status_code == 401 and "refund" not in text_of(page)
+            assert page.status_code == 401 and "refund" not in page_text(page)
 
 
 URL = "https://console.example.org"
@@ -384,7 +384,7 @@ def signed_in_by(here: Console, headers: Mapping[str, str], key: str = "operate"
         return client.post("/enter", data={"key": here.keys[key]})
 
 
-def cookie_of(answer: httpx.Response) -> str:
+def sent_cookie(answer: httpx.Response) -> str:
     """What a browser sends back of a cookie, over TLS."""
     return answer.headers["set-cookie"].partition(";")[0]
 
@@ -429,12 +429,12 @@ def test_behind_tls_a_form_is_taken_from_the_pages_of_its_url_alone(
     behind: Console, origin: str, forwarded: Mapping[str, str]
 ) -> None:
     """Also not from the same name without TLS, where somebody on the way may have written the page."""
-    cookie = cookie_of(signed_in_by(behind, {"host": NAME, "origin": URL}))
+    cookie = sent_cookie(signed_in_by(behind, {"host": NAME, "origin": URL}))
     said = {"origin": behind.url if origin == "here" else origin} if origin else {}
     for host in (NAME, behind.url.removeprefix("http://")):
         headers = {**forwarded, **said, "cookie": cookie, "host": host}
         with proxied(behind, **headers) as client:
-            token = token_of(client)
+            token = form_token(client)
             assert len(token) == 64
             for path in ("/actions/pause", "/leave"):
                 assert client.post(path, data={"token": token, "why": "theirs"}).status_code == 403
@@ -442,9 +442,9 @@ def test_behind_tls_a_form_is_taken_from_the_pages_of_its_url_alone(
 
 
 def test_behind_tls_who_signed_in_acts_and_signs_out(behind: Console) -> None:
-    cookie = cookie_of(signed_in_by(behind, {"host": NAME, "origin": URL}))
+    cookie = sent_cookie(signed_in_by(behind, {"host": NAME, "origin": URL}))
     with proxied(behind, host=NAME, origin=URL, cookie=cookie) as client:
-        token = token_of(client)
+        token = form_token(client)
         assert client.post("/actions/pause", data={"token": token, "why": "a test"}).status_code == 303
         answer = client.post("/leave", data={"token": token})
         gone = answer.headers["set-cookie"].lower()

@@ -29,7 +29,7 @@ from infra.log.log import Log
 from infra.store.store import Store
 from schemas import Block, DropMarker, topics
 from schemas.errors import ConfigError
-from tests.infra.cli.console_rig import BROKER_TOML, browser, console, live, text_of, token_of
+from tests.infra.cli.console_rig import BROKER_TOML, browser, console, form_token, live, page_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MOMENTS = 20
@@ -173,8 +173,8 @@ async def recorded(settings: Settings, store: Store) -> AsyncIterator[Log]:
 def test_other_rules_are_compared_with_what_is_on_record_and_nothing_is_written(kafka: str) -> None:
     toml = BROKER_TOML.format(app=uuid4().hex[:12], kafka=kafka)
     with console(toml, recorded) as here, browser(here, "operate") as client:
-        form = {"token": token_of(client, "/data"), "stage": "verify", "from": "beginning"}
-        page = text_of(client.post("/actions/reprocess", data=form, timeout=120))
+        form = {"token": form_token(client, "/data"), "stage": "verify", "from": "beginning"}
+        page = page_text(client.post("/actions/reprocess", data=form, timeout=120))
         assert "Stage verify once more" in page and "Not as recorded." in page
         assert "no longer dropped too short 1" in page and "too short kept" in page
         assert "and now" in client.get("/answers?fate=too+short").text, "what is on record stays"

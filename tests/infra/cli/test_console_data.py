@@ -28,11 +28,11 @@ from tests.infra.cli.console_rig import (
     console,
     filled,
     folded,
+    form_token,
     look,
     looking,
-    steps_of,
-    text_of,
-    token_of,
+    page_text,
+    sqlite_steps,
 )
 
 OTHERS = "n" * 64  # the session of somebody who is forgotten
@@ -42,7 +42,7 @@ OF_OTHER = f"{OTHERS}.1-7.0-0-0"
 
 def test_the_data_page_has_tasks_with_their_success_what_processors_made_and_every_bound(tmp_path: Path) -> None:
     paths = ("/data", "/data?order=hardest&task=add-", "/answers?made=yes", f"/answers/{MADE}")
-    text, hardest, made, answer = map(text_of, look(tmp_path, *paths))
+    text, hardest, made, answer = map(page_text, look(tmp_path, *paths))
     assert "add-0 8 62.5% v7" in text, "right in five of eight versions"
     assert "made from question 0" in text and "experiences/0@9 verify bad frame" in text
     assert hardest.index("add-0") < hardest.index("add-5")
@@ -90,9 +90,9 @@ def test_what_a_letter_holds_is_shown_unless_it_is_sealed_or_not_json_and_is_nev
             assert "&lt;script&gt;" in pages[0].text and "<script>document" not in pages[0].text
             assert not {"\x1b", "\u202e"} & set(pages[0].text)
             assert "(sealed)" in pages[1].text and "&#34;stars&#34;: 3" in pages[1].text
-            assert "Sealed: it is about an answer of a named user." in text_of(pages[2])
-            assert "Not JSON: 4 bytes." in text_of(pages[3]) and "It holds nothing." in text_of(pages[4])
-            assert "Not JSON: 60,000 bytes." in text_of(pages[5])
+            assert "Sealed: it is about an answer of a named user." in page_text(pages[2])
+            assert "Not JSON: 4 bytes." in page_text(pages[3]) and "It holds nothing." in page_text(pages[4])
+            assert "Not JSON: 60,000 bytes." in page_text(pages[5])
             assert not any(SECRET in page.text or "sealed:" in page.text for page in pages)
             for nowhere in ("0/999999", "7/0", "x/1", "0/-1", f"0/{'9' * 30}"):
                 assert (await client.get(f"/data/letters/{nowhere}")).status_code == 404
@@ -128,7 +128,7 @@ def test_a_page_of_letters_or_tasks_looks_at_no_more_rows_in_a_long_index(tmp_pa
             database.executemany(
                 "INSERT INTO letters (n, part, offset, reason) VALUES (?, 0, ?, 'odd')", [(n, n) for n in numbers]
             )
-        found.append(steps_of(database, QUESTIONS[question]))
+        found.append(sqlite_steps(database, QUESTIONS[question]))
     assert found[1] <= 1.5 * found[0], found
     index.close()
 
@@ -157,7 +157,7 @@ def test_what_is_sealed_in_a_letter_is_opened_once_by_a_key_that_may_and_the_log
 ) -> None:
     """The whole event, or texts in it."""
     assert here.log.keys is not None
-    texts = json.dumps(said_of(here.log.keys, OF_ANN, SECRET, "and more")).encode()
+    texts = json.dumps(sealed_feedback(here.log.keys, OF_ANN, SECRET, "and more")).encode()
     place = published(here, shut(here, SESSION) if is_whole else texts)
     path, about = f"/data/letters/{place}", f"dead-letters/{place.replace('/', '@')}"
     with browser(here, "operate") as client:
@@ -169,7 +169,7 @@ def test_what_is_sealed_in_a_letter_is_opened_once_by_a_key_that_may_and_the_log
         assert is_whole or (page.text.count("(sealed)") == 2 and OF_ANN in page.text)
     with browser(here, "unseal") as client:
         assert SECRET not in client.get(path).text
-        form = {"token": token_of(client, path), "letter": place}
+        form = {"token": form_token(client, path), "letter": place}
         assert client.post("/actions/open-letter", data=form | {"why": " "}).status_code == 400
         assert not [order for order in orders(here) if order.about == about], "nothing was opened without a reason"
         opened = client.post("/actions/open-letter", data=form | {"why": "a complaint"})
@@ -185,24 +185,24 @@ def test_what_is_forgotten_or_not_sealed_or_nowhere_is_not_opened_and_nothing_is
     here.log.keys.destroy(OTHERS)
     before = len(orders(here))
     with browser(here, "unseal") as client:
-        form = {"token": token_of(client, f"/data/letters/{gone}"), "why": "a complaint"}
+        form = {"token": form_token(client, f"/data/letters/{gone}"), "why": "a complaint"}
         for place, code in ((gone, 400), (plain, 400), ("0/99999", 404), ("x/1", 404), ("", 404), ("1/2/3", 404)):
             answer = client.post("/actions/open-letter", data=form | {"letter": place})
             assert answer.status_code == code and SECRET not in answer.text, place
-        assert "forgotten" in text_of(client.post("/actions/open-letter", data=form | {"letter": gone}))
+        assert "forgotten" in page_text(client.post("/actions/open-letter", data=form | {"letter": gone}))
     assert len(orders(here)) == before
 
 
-def said_of(keys: Keys, answer: str, *texts: str) -> dict[str, object]:
+def sealed_feedback(keys: Keys, answer: str, *texts: str) -> dict[str, object]:
     """What the gateway hands on of somebody's words: in the clear all but the texts."""
     return {"answer_id": answer_id(answer), "value": 0.5, "said": [seal_text(text, keys, answer) for text in texts]}
 
 
 def test_of_several_texts_in_a_letter_each_opens_under_its_own_key_or_says_why_it_stays_sealed() -> None:
     keys = Keys(MemoryStore())
-    record = {"a": said_of(keys, OF_ANN, SECRET), "b": said_of(keys, OF_OTHER, "of another")}
+    record = {"a": sealed_feedback(keys, OF_ANN, SECRET), "b": sealed_feedback(keys, OF_OTHER, "of another")}
     elsewhere = seal_text("of an answer that is not named", keys, f"{SESSION}.1-9.0-0-0")
-    letter = letter_of(record | {"c": elsewhere})
+    letter = feedback_letter(record | {"c": elsewhere})
     keys.destroy(OTHERS)
     found = json.loads(opened_letter(letter, keys).value)
     assert (found["a"]["said"], found["b"]["said"], found["c"]) == ([SECRET], [GONE], OF_NOBODY)
@@ -212,10 +212,10 @@ def test_of_several_texts_in_a_letter_each_opens_under_its_own_key_or_says_why_i
 def test_a_letter_of_which_nothing_opens_is_refused_with_why() -> None:
     keys = Keys(MemoryStore())
     with pytest.raises(BadFrame, match="nothing that is sealed"):
-        opened_letter(letter_of({"said": "hello"}), keys)
+        opened_letter(feedback_letter({"said": "hello"}), keys)
     with pytest.raises(BadFrame, match="nothing here names the answer"):
-        opened_letter(letter_of({"said": seal_text(SECRET, keys, OF_ANN)}), keys)
-    gone = letter_of(said_of(keys, OF_OTHER, SECRET))
+        opened_letter(feedback_letter({"said": seal_text(SECRET, keys, OF_ANN)}), keys)
+    gone = feedback_letter(sealed_feedback(keys, OF_OTHER, SECRET))
     keys.destroy(OTHERS)
     with pytest.raises(Sealed):
         opened_letter(gone, keys)
@@ -223,12 +223,12 @@ def test_a_letter_of_which_nothing_opens_is_refused_with_why() -> None:
 
 def test_of_one_letter_a_number_of_texts_is_opened_and_the_rest_says_so() -> None:
     keys = Keys(MemoryStore())
-    letter = letter_of(said_of(keys, OF_ANN, *(f"text {at}" for at in range(MAX_OPENED + 3))))
+    letter = feedback_letter(sealed_feedback(keys, OF_ANN, *(f"text {at}" for at in range(MAX_OPENED + 3))))
     found = json.loads(opened_letter(letter, keys).value)["said"]
     assert found == [*(f"text {at}" for at in range(MAX_OPENED)), *[TOO_MANY] * 3]
 
 
-def letter_of(record: object) -> DeadLetter:
+def feedback_letter(record: object) -> DeadLetter:
     value = json.dumps(record).encode()
     return DeadLetter(
         topic="feedback", partition=0, offset=1, stage="feedback crm", reason="event invalid", value=value

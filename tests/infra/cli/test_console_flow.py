@@ -20,13 +20,13 @@ from infra.cli.console.flow import (
     alarms,
     beat,
     figures,
-    kind_of,
     noted,
     pulse_rows,
     rates,
     sentence,
     together,
     value_words,
+    without_numbers,
 )
 from infra.cli.console.learning import CURVES, MAX_BINS, MAX_POINTS, Point, fates_chart, thin
 from infra.cli.look.status_screen import State
@@ -40,7 +40,7 @@ from infra.store.memory import MemoryStore
 from schemas import Block, DropMarker, PolicyEvent, Progress, topics
 from schemas.errors import ConfigError
 from schemas.fields import KEPT_FIGURES
-from tests.infra.cli.console_rig import fill, filled, folded, live, look, looking, text_of
+from tests.infra.cli.console_rig import fill, filled, folded, live, look, looking, page_text
 from tests.infra.cli.test_status_command import START_MS, progress, state_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -221,7 +221,7 @@ def test_what_goes_on_is_seen_since_it_was_first_there_and_is_forgotten_when_it_
     line, other = "verified: 12,000 records wait, expected at most 10,000", "serve/1 has been silent for 90 s"
     seen = noted({}, [line, other], 100.0)
     seen = noted(seen, [line.replace("12,000", "15,000")], 130.0)
-    assert seen == {kind_of(line): 100.0}
+    assert seen == {without_numbers(line): 100.0}
     (found,) = alarms({"roles": [], "alarms": [line]}, seen)
     expected = {"name": "A stage falls behind", "about": line, "page": "runbook#a-stage-falls-behind"}
     assert found == expected | {"since_ms": 100_000.0, "times": 0, "lately": 0}
@@ -242,7 +242,7 @@ def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(t
             grown = await log.publish(topics.REPORTS, report)
             ago_ms[0] -= 40_000
         async with looking(tmp_path, log) as (client, _):
-            text = text_of(await client.get("/"))
+            text = page_text(await client.get("/"))
             since = clock(grown.timestamp_ms)
             assert (
                 "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
@@ -318,7 +318,7 @@ def test_every_chart_is_also_a_table_that_a_keyboard_opens(tmp_path: Path, over:
     (suite,) = [figure for figure in figures if "<figcaption>Suite dev" in figure]
     assert re.search("v5</th>(<td>[^<]*</td>)?<td>0.6667, 0.2 to 0.9</td>", suite)
     assert charts_in(page)["Suite dev"]["series"][0]["low"] == [0.2] * 8
-    assert "what became of answers as a table" in text_of(page).lower()
+    assert "what became of answers as a table" in page_text(page).lower()
 
 
 def test_runs_are_drawn_over_one_another_each_by_its_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from infra.cli.console.app import HEADERS, MAX_FIELDS
 from infra.cli.console.flow import alarms
 from infra.cli.console.pages import ARCHIVED, BEING_READ, HELP, HOWTO
 from infra.cli.console.reading import IndexState, NotReadYet, Reading
-from infra.cli.console.serve import command_of, source_of
+from infra.cli.console.serve import open_source, rerun_arguments
 from infra.cli.repeat.export import fill as fill_archive
 from infra.cli.repeat.source import ReplaySource
 from infra.cli.settings import Settings
@@ -28,7 +28,19 @@ from infra.store.memory import MemoryStore
 from schemas import Block, EvalResult, Message, PolicyEvent, Span, make_experience, topics
 from schemas.errors import BrokerUnavailable
 from schemas.topics import topic_name
-from tests.infra.cli.console_rig import ANN, BOB, SESSION, fill, filled, live, look, looking, looking_at, text_of, until
+from tests.infra.cli.console_rig import (
+    ANN,
+    BOB,
+    SESSION,
+    fill,
+    filled,
+    live,
+    look,
+    looking,
+    looking_at,
+    page_text,
+    until,
+)
 from tests.names import subject_name
 from tests.trainer.memory_run import CONFIG, FLOOR, filled_log, train
 from trainer.learners.scripted import ScriptedLearner
@@ -85,7 +97,7 @@ def test_every_page_answers_before_anything_is_read_and_says_how_much_there_is_t
                 assert page.status_code == 200 and said in page.text, path
                 assert (BEING_READ in page.text) is (path in ("/", "/flow"))
             page = await client.get(FIRST)
-            assert page.status_code == 503 and "Not read yet: the index is behind the log by" in text_of(page)
+            assert page.status_code == 503 and "Not read yet: the index is behind the log by" in page_text(page)
             bus.here.set()
             await until(lambda: reading.index.note("whole") == 1)
             reading.forget_fresh()
@@ -106,13 +118,13 @@ def test_while_the_broker_is_away_every_page_shows_what_was_known_or_says_why_no
             reading.forget_fresh()
             for path in PAGES:
                 page = await client.get(path)
-                assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in text_of(page))
-                assert "The log cannot be read now. The pages show what was read before." in text_of(page), path
-            assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
+                assert page.status_code == 200 or (page.status_code == 503 and "the broker is away" in page_text(page))
+                assert "The log cannot be read now. The pages show what was read before." in page_text(page), path
+            assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
             bus.is_away = False
             await until(lambda: not reading.index.note("fault"))
             reading.forget_fresh()
-            assert "cannot be read" not in text_of(await client.get(FIRST))
+            assert "cannot be read" not in page_text(await client.get(FIRST))
 
     asyncio.run(main())
 
@@ -124,12 +136,12 @@ def test_a_page_does_not_take_what_is_unread_for_what_is_not_there(tmp_path: Pat
             with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
                 database.execute("DELETE FROM answers")
                 database.execute("DELETE FROM evals")
-            assert "None of them is in the kept log." in text_of(await client.get("/versions/5"))
+            assert "None of them is in the kept log." in page_text(await client.get("/versions/5"))
             reading._held["index"] = (float("inf"), IndexState(left={"batches": 3}, is_whole=True))
-            page = text_of(await client.get("/versions/5"))
+            page = page_text(await client.get("/versions/5"))
             assert "Not read yet: the index is behind the log by 3 of batches." in page
             assert "None of them is in the kept log." not in page and "answered no suite" not in page
-            found = text_of(await client.get("/answers?text=refunds"))
+            found = page_text(await client.get("/answers?text=refunds"))
             assert "Nothing fits what was read. Not read yet: the index is behind" in found
             with pytest.raises(NotReadYet, match="Look again in a moment"):
                 await reading.answer(live(99, "", "").id)
@@ -142,16 +154,16 @@ def test_of_two_consoles_over_one_run_both_show_it_and_one_goes_on_when_the_othe
         log = await filled()
         async with looking(tmp_path, log) as (other, _), looking(tmp_path, log) as (client, _):
             for path in PAGES:
-                assert text_of(await client.get(path)) and (await other.get(path)).status_code == 200
+                assert page_text(await client.get(path)) and (await other.get(path)).status_code == 200
         async with looking(tmp_path, log) as (client, _):
             for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # and a file that is removed is made again
                 (tmp_path / "state" / name).unlink(missing_ok=True)
             new = live(30, "a later wish", "granted")
             await log.publish(topics.EXPERIENCES, Block((new,)))
             async with asyncio.timeout(30):
-                while "granted" not in text_of(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
+                while "granted" not in page_text(await client.get("/answers?text=wish")):  # noqa: ASYNC110 (a page tells no one)
                     await asyncio.sleep(0.05)
-            assert "question 0 about refunds" in text_of(await client.get("/answers?text=refunds"))
+            assert "question 0 about refunds" in page_text(await client.get("/answers?text=refunds"))
 
     asyncio.run(main())
 
@@ -167,7 +179,7 @@ def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_
                 with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
                     database.execute(change)
                 page = await client.get("/answers")
-                assert page.status_code == status and said in text_of(page)
+                assert page.status_code == status and said in page_text(page)
                 assert {name: page.headers.get(name) for name in HEADERS} == HEADERS
 
     asyncio.run(main())
@@ -207,8 +219,8 @@ def test_a_log_whose_beginning_was_removed_shows_what_is_left_and_says_what_is_g
                 await log.bus.delete_records(at, end)
 
     for path, page in zip(PAGES, look(tmp_path, *PAGES, more=remove), strict=True):
-        assert page.status_code == (404 if path == FIRST else 200) and len(text_of(page)) > 20, path
-        assert path != "/versions/5" or "Held back by gate" in text_of(page)
+        assert page.status_code == (404 if path == FIRST else 200) and len(page_text(page)) > 20, path
+        assert path != "/versions/5" or "Held back by gate" in page_text(page)
 
 
 def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_path: Path) -> None:
@@ -219,8 +231,8 @@ def test_who_was_forgotten_is_gone_from_every_page_and_no_key_opens_them(tmp_pat
     bob, ann, *others = look(
         tmp_path, f"/answers/{BOB}", f"/answers/{ANN}", *PAGES, "/answers?text=Theodor", more=forget
     )
-    assert "Forgotten Its user was forgotten: nobody can read it." in text_of(bob) and "Sealed" in text_of(ann)
-    assert not [page for page in (bob, *others) if "Theodor" in text_of(page).replace('value="Theodor"', "")]
+    assert "Forgotten Its user was forgotten: nobody can read it." in page_text(bob) and "Sealed" in page_text(ann)
+    assert not [page for page in (bob, *others) if "Theodor" in page_text(page).replace('value="Theodor"', "")]
 
 
 def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: Path) -> None:
@@ -244,7 +256,7 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
             start = await find_start(log, store, "t", to_step=None)
             archive.finish(await fill_archive(archive, ReplaySource(settings, log, store, "somebody/tiny"), start))
         async with (
-            source_of(file, []) as (read, restored, _, state),
+            open_source(file, []) as (read, restored, _, state),
             looking_at(read, restored, state) as (client, _),
         ):
             page = (await client.get("/versions/1")).text
@@ -253,7 +265,7 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
                 and "0.75" in page
                 and "2 of 4" in page
             )
-            flow = text_of(await client.get("/"))
+            flow = page_text(await client.get("/"))
             assert ARCHIVED in flow and "No alarms." in flow, "roles that are not in it are no alarm"
             learning = (await client.get("/learning")).text
             assert "Suite dev" in learning and "Loss" in learning
@@ -273,7 +285,9 @@ def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -
     }  # fmt: skip
     pages = look(tmp_path, *told, log=log, more=lambda empty: empty.create_topics(partitions=1, keep_ms=-1))
     for page, (path, words) in zip(pages, told.items(), strict=True):
-        assert page.status_code == 200 and (words in text_of(page) or (path == "/" and ARCHIVED in text_of(page))), path
+        assert page.status_code == 200 and (
+            words in page_text(page) or (path == "/" and ARCHIVED in page_text(page))
+        ), path
 
 
 def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tmp_path: Path) -> None:
@@ -291,7 +305,7 @@ def test_where_orders_went_for_the_bound_the_page_says_which_its_counts_cover(tm
                             [(n + 1, 100 + n, "open" if n % 2 else "forget") for n in range(first, last)],
                         )
                     trim(index.database, 0)
-                text = text_of(await client.get("/privacy"))
+                text = page_text(await client.get("/privacy"))
                 assert f"{most // 2:,} times something sealed" in text and "no user was forgotten" not in text
                 assert (f"Counted are the newest {most:,} orders" in text) is (first > 0), (
                     "at the bound nothing went yet"
@@ -365,5 +379,5 @@ def test_a_command_beside_the_console_reads_the_run_with_the_same_settings(tmp_p
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "headrace.toml"
     wanted = ("--config", str(file), "--set", "app=b")
-    assert command_of(file, ["app=b"]) == command_of(file.parent, ["app=b"]) == wanted
-    assert command_of(tmp_path / "run.headrace", []) == ()
+    assert rerun_arguments(file, ["app=b"]) == rerun_arguments(file.parent, ["app=b"]) == wanted
+    assert rerun_arguments(tmp_path / "run.headrace", []) == ()

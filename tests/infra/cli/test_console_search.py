@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cli.console.search import PAGE, Query, choices, query_of, search, terms_of
+from infra.cli.console.search import PAGE, Query, choices, parse_query, search, split_terms
 from infra.log.log import Log
 from schemas import Block, Feedback, PolicyEvent, Score, topics
 from schemas.ids import answer_id
-from tests.infra.cli.console_rig import ANN, SESSION, fill, folded, live, look, steps_of
+from tests.infra.cli.console_rig import ANN, SESSION, fill, folded, live, look, sqlite_steps
 from tests.infra.ledger.test_index import batch
 
 LONG = "x " * 3000 + "behind"
@@ -63,9 +63,9 @@ def test_a_search_finds_what_has_all_of_it_and_nothing_else(
 
 def test_of_many_signs_some_are_searched_for_and_that_is_said() -> None:
     text = " ".join("!" * at for at in range(1, 30))
-    _, faults = query_of({"text": text})
-    assert "the first 16" in faults["text"] and len(terms_of(text)[1]) == 16
-    assert not query_of({"text": "💥 !!! refund"})[1]
+    _, faults = parse_query({"text": text})
+    assert "the first 16" in faults["text"] and len(split_terms(text)[1]) == 16
+    assert not parse_query({"text": "💥 !!! refund"})[1]
 
 
 def test_what_looks_like_an_id_and_is_none_is_searched_for(tmp_path: Path) -> None:
@@ -141,7 +141,9 @@ def test_a_search_for_the_newest_looks_at_no_more_rows_in_a_long_index_and_a_slo
             database.executemany("INSERT INTO answers (n, key, id, fate) VALUES (?, ?, ?, ?)", rows)
         last += many
         queries = (Query(), Query(fate="trained"))
-        found.append([steps_of(index.database, lambda asked, query=query: search(asked, query)) for query in queries])
+        found.append(
+            [sqlite_steps(index.database, lambda asked, query=query: search(asked, query)) for query in queries]
+        )
     assert all(after <= 2 * before for before, after in zip(*found, strict=True)), found
     slow = search(index.database, Query(fate="none"), longest_s=-1.0)
     assert not slow.rows and slow.further is not None and slow.looked_at_ms == 19_501, "it says how far back it looked"
@@ -166,5 +168,5 @@ def test_a_version_names_every_answer_it_learned_from_though_later_ones_did_too(
 
 @given(st.dictionaries(st.sampled_from([field.name for field in msgspec.structs.fields(Query)]), st.text(max_size=30)))
 def test_a_query_takes_whatever_a_form_holds(asked: dict[str, str]) -> None:
-    query, faults = query_of(asked)
+    query, faults = parse_query(asked)
     assert set(faults) <= set(asked) and isinstance(query, Query)

@@ -22,14 +22,14 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import seal_text
 from schemas import Batch, BatchItem, Block, EvalResult, Feedback, PolicyEvent, topics
 from schemas.ids import answer_id
-from tests.infra.cli.console_rig import SESSION, TOML, browser, console, folded, live, look, of_suite, text_of
+from tests.infra.cli.console_rig import SESSION, TOML, browser, console, folded, live, look, page_text, suite_answer
 
 FIRST = f"/answers/{SESSION}.1-0.0-0-0"
 
 
 def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
     (page,) = look(tmp_path, FIRST)
-    text = text_of(page)
+    text = page_text(page)
     assert "question 0 about refunds" in text and "answer 0" in text
     assert page.text.count('class="tok l') > 6 and ' odd"' in page.text, "tokens by chance, and by version"
     assert "exact 1 the whole answer version 1" in text and "Went through validate@1 → exact@1." in text
@@ -43,13 +43,13 @@ def test_one_answers_page_has_its_whole_life(tmp_path: Path) -> None:
 
 def test_an_answer_that_waits_and_one_to_a_suite_say_so(tmp_path: Path) -> None:
     waits, listed, evaluated = look(
-        tmp_path, f"/answers/{live(4, '', '').id}", "/answers?suite=dev", f"/answers/{of_suite(3, 2).id}"
+        tmp_path, f"/answers/{live(4, '', '').id}", "/answers?suite=dev", f"/answers/{suite_answer(3, 2).id}"
     )
-    way = text_of(waits).partition("Its way")[2].partition("Its session")[0]
+    way = page_text(waits).partition("Its way")[2].partition("Its session")[0]
     assert "It was answered. Nothing else has happened to it yet." in way
-    rows = text_of(listed).rpartition("became")[2]
+    rows = page_text(listed).rpartition("became")[2]
     assert rows.count("evaluated") == 48 and "pending" not in rows
-    assert "Not learned from: it was asked to evaluate a version." in text_of(evaluated)
+    assert "Not learned from: it was asked to evaluate a version." in page_text(evaluated)
 
 
 def test_what_the_trainer_dropped_says_so_on_its_page(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_the_trainer_dropped_says_so_on_its_page(tmp_path: Path) -> None:
     item = BatchItem(id=name, partition=0, offset=0, index=0, lane="live", advantage=0.5, min_version=3)
     batch = Batch(run="t", token=1, step=10, version=4, items=(), dropped=(item,), dropped_because=("too old",))
     (page,) = look(tmp_path, f"/answers/{name}", more=lambda log: log.publish(topics.BATCHES, batch))
-    text = text_of(page)
+    text = page_text(page)
     assert "Not learned from: too old." in text and "became too old" in text.partition("Its way")[2]
 
 
@@ -73,7 +73,7 @@ def test_what_was_written_of_an_answer_is_shown_where_it_is_of_nobody_and_else_s
                 topics.VERIFIED, Feedback(ref=answer_id(name), id="w", source="user", rater="r", text=said)
             )
 
-    shown, shut = map(text_of, look(tmp_path, f"/answers/{nobodys.id}", FIRST, more=write))
+    shown, shut = map(page_text, look(tmp_path, f"/answers/{nobodys.id}", FIRST, more=write))
     assert "a fine answer" in shown and "a fine answer" not in shut and "text sealed" in shut
 
 
@@ -100,13 +100,13 @@ def test_beside_an_answer_are_its_group_or_the_turns_of_its_session_around_it(tm
 def test_a_version_that_nobody_decided_says_why_which_version_customers_get_and_the_command(has_gate: bool) -> None:
     gate = '[[master.evals]]\nsuite = "dev"\n[master.gate.suites.dev]\nat_least = 0.5\n' if has_gate else ""
     with console(TOML + gate) as here, browser(here, "look") as client:
-        text = text_of(client.get("/versions/6"))
+        text = page_text(client.get("/versions/6"))
         assert ("No gate is configured ( [master.gate] with suites of [[master.evals]] )" in text) is not has_gate
         assert ("No decision was made about it." in text) is has_gate
         assert "Customers get version 2 ." in text
         assert re.search(r"headrace promote 6 --config \S+headrace.toml", text)
-        assert "Customers get this version." in text_of(client.get("/versions/2"))
-        held = text_of(client.get("/versions/5"))
+        assert "Customers get this version." in page_text(client.get("/versions/2"))
+        held = page_text(client.get("/versions/5"))
         assert "Held back by gate: dev: 0.500, expected at least 0.600. Customers get version 2 ." in held
         assert client.get("/versions/99").status_code == client.get("/versions/x").status_code == 404
 
@@ -129,7 +129,7 @@ def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_pa
     long = "so on " * 500
 
     def said(version: int, task: int, text: str, sample: int = 0) -> Block:
-        answer = of_suite(version, task)
+        answer = suite_answer(version, task)
         both = (answer.messages[0], msgspec.structs.replace(answer.messages[1], content=text))
         name = f"{answer.group}.0-{sample}-0"
         return Block((msgspec.structs.replace(answer, id=name, episode=sample, group_size=2).with_bulk(messages=both),))
@@ -146,7 +146,7 @@ def test_whole_answers_are_compared_and_what_is_not_shown_of_them_is_said(tmp_pa
                 await log.publish(topics.EXPERIENCES, said(version, task, f"version {version}"))
 
     log = Log(MemoryBus(), "t", store=MemoryStore())
-    text = text_of(look(tmp_path, "/versions/compare?a=1&b=4&suite=dev", log=log, more=more)[0])
+    text = page_text(look(tmp_path, "/versions/compare?a=1&b=4&suite=dev", log=log, more=more)[0])
     assert f"{MAX_TASKS + 2} answers differ, 1 are the same" in text
     assert "2 more of these are not shown." in text and "2 more answers are not compared" in text
     assert "They differ only in the 1,001 characters that follow." in text

@@ -65,7 +65,7 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
             return metrics.gauges().get(f"feedback_topic_missing{{source=csat,topic={name}}}") == 1
 
         async def heard() -> bool:
-            return bool([one async for one in log.read_all(topics.VERIFIED)])
+            return bool([message async for message in log.read_all(topics.VERIFIED)])
 
         running = asyncio.create_task(run_sources([source], log, metrics, config.parent / "state"))
         await until(waits)
@@ -73,7 +73,7 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
         assert "nothing was changed" in await asyncio.to_thread(printed, config, "topic", "create", name)
         await bus.send(name, event, key=b"")
         await until(heard)
-        (said,) = [one.value async for one in log.read_all(topics.VERIFIED)]
+        (said,) = [message.value async for message in log.read_all(topics.VERIFIED)]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await bus.close()
@@ -89,8 +89,8 @@ def test_a_source_that_waits_for_its_topic_reads_it_once_the_command_has_made_it
 def asked(number: int, prompt: str, lane: str = "live") -> Experience:
     base = group_block(num_members=1).experiences[0]
     messages = (Message(role="user", content=prompt), Message(role="assistant", content="yes"))
-    one = replace(base.with_bulk(messages=messages), id=f"g{number}.0-0-0", group=f"g{number}", subject="ann")
-    return replace(one, lane=lane)  # type: ignore[arg-type]
+    changed = replace(base.with_bulk(messages=messages), id=f"g{number}.0-0-0", group=f"g{number}", subject="ann")
+    return replace(changed, lane=lane)  # type: ignore[arg-type]
 
 
 def test_the_newest_prompt_comes_first_and_each_once() -> None:
@@ -113,7 +113,7 @@ async def recorded_lanes() -> list[str]:
     await log.create_topics(partitions=2, keep_ms=1)
     for number, lane in enumerate(("live", "usual", "live")):
         await log.publish(topics.EXPERIENCES, Block(experiences=(asked(number, "why?", lane),)))
-    return [one.lane for _, one in await recorded(log)]
+    return [item.lane for _, item in await recorded(log)]
 
 
 def test_only_production_is_taken() -> None:

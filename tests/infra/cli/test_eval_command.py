@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from actors.config import EvalSuite
 from actors.engines.scripted import ScriptedEngine
-from infra.cli.govern.evaluate import check_suite, request, result_of
+from infra.cli.govern.evaluate import check_suite, request, wait_for_result
 from schemas import Directive, EvalResult, PolicyEvent
 from schemas.errors import ConfigError
 from schemas.topics import EVALS, POLICIES
@@ -38,7 +38,7 @@ def test_master_and_explorer_answer_a_request_beside_the_schedule(tmp_path: Path
         ):
             wanted = await request(log, "main", "dev", None)
             async with asyncio.timeout(60):
-                return await result_of(log, "main", "dev", wanted)
+                return await wait_for_result(log, "main", "dev", wanted)
 
     found = asyncio.run(run())
     assert (found.suite, found.version, found.num_tasks, found.num_correct) == ("dev", 3, 4, 4)
@@ -51,20 +51,20 @@ def test_a_version_that_passed_is_refused_unless_its_result_is_there() -> None:
             await log.publish(POLICIES, published(version))
         await log.publish(EVALS, result(3))
         assert await request(log, "main", "dev", 3) == 3
-        assert (await result_of(log, "main", "dev", 3)).num_correct == 3
+        assert (await wait_for_result(log, "main", "dev", 3)).num_correct == 3
         with pytest.raises(ConfigError, match="got 5, expected 7 or more"):
             await request(log, "main", "dev", 5)
         assert await request(log, "main", "dev", 9) == 9
         return [message.value async for message in log.read_all(POLICIES)]
 
-    asked = [one for one in asyncio.run(run()) if isinstance(one, Directive)]
-    assert [(one.order, one.suite, one.version) for one in asked] == [("eval", "dev", 9)]
+    asked = [record for record in asyncio.run(run()) if isinstance(record, Directive)]
+    assert [(item.order, item.suite, item.version) for item in asked] == [("eval", "dev", 9)]
 
 
 def test_where_explorers_passed_the_version_the_later_one_is_the_answer() -> None:
     async def run() -> EvalResult:
         log = await memory_log()
-        waiting = asyncio.create_task(result_of(log, "main", "dev", 7))
+        waiting = asyncio.create_task(wait_for_result(log, "main", "dev", 7))
         await log.publish(EVALS, result(4))
         await log.publish(EVALS, result(8, correct=1))
         async with asyncio.timeout(20):

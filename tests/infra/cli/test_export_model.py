@@ -32,8 +32,11 @@ from trainer.config import LoraConfig
 SMALL = Size(hidden=32, layers=1)
 
 
-def events_of(*versions: int) -> list[PolicyEvent]:
-    return [PolicyEvent(event="published", policy="main", version=one, manifest=f"m{one}", token=0) for one in versions]
+def published_events(*versions: int) -> list[PolicyEvent]:
+    return [
+        PolicyEvent(event="published", policy="main", version=version, manifest=f"m{version}", token=0)
+        for version in versions
+    ]
 
 
 def found(version: str, *events: PolicyEvent) -> PolicyEvent:
@@ -67,7 +70,7 @@ def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_pu
     settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
     num_bytes = export(store, event, settings, tmp_path / "out" / "v7", about(event))
     again = load_model(tmp_path / "out" / "v7")
-    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), trained.parameters(), strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(again.parameters(), trained.parameters(), strict=True))
     assert load_tokenizer(tmp_path / "out" / "v7").encode("1+2") == load_tokenizer(base).encode("1+2")
     assert num_bytes == sum(tensor.num_bytes for tensor in tensors.values())
     assert msgspec.json.decode((tmp_path / "out" / "v7" / ABOUT).read_bytes(), type=ExportedPolicy) == about(event)
@@ -77,7 +80,12 @@ def test_an_exported_version_loads_in_transformers_with_the_weights_that_were_pu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3", "float32"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), *((one, "float32") for one in SEEING)],
+    [
+        ("qwen3", "float32"),
+        ("qwen3_moe", "float32"),
+        ("qwen3_moe", "bfloat16"),
+        *((each_family, "float32") for each_family in SEEING),
+    ],
 )
 def test_plain_transformers_loads_an_exported_version_and_gives_the_probes_logprobs(
     tmp_path: Path, family: str, dtype: str
@@ -161,7 +169,7 @@ def test_a_folder_that_holds_anything_is_refused_and_stays_as_it_is(tmp_path: Pa
 
 
 def test_a_version_that_the_store_no_longer_has_is_named(tmp_path: Path) -> None:
-    (event,) = events_of(3)
+    (event,) = published_events(3)
     settings = Settings(app="t", policy=PolicyConfig(model="base"), folder=tmp_path)
     with pytest.raises(ConfigError, match="version: 3 of main was published, but is not in the store any more"):
         export(MemoryStore(), event, settings, tmp_path / "v3", about(event))
@@ -196,7 +204,7 @@ def test_several_files_have_an_index_that_names_every_tensor_once(tmp_path: Path
 
 
 def test_a_version_is_named_by_its_number_or_by_what_it_is() -> None:
-    events = events_of(1, 2, 3)
+    events = published_events(1, 2, 3)
     moved = PolicyEvent(event="promoted", policy="main", version=2, channel="stable")
     assert found("1", *events).version == 1
     assert found("newest", *events).version == 3
@@ -206,6 +214,6 @@ def test_a_version_is_named_by_its_number_or_by_what_it_is() -> None:
 def test_a_version_that_was_retracted_or_never_was_is_one_line_with_those_there_are() -> None:
     orphaned = PolicyEvent(event="orphaned", policy="main", version=2)
     with pytest.raises(ConfigError, match=r"got 2, which is not published .*; the newest is 3"):
-        found("2", *events_of(1, 2, 3), orphaned)
+        found("2", *published_events(1, 2, 3), orphaned)
     with pytest.raises(ConfigError, match='expected a number, "newest" or "stable"'):
-        found("latest", *events_of(1))
+        found("latest", *published_events(1))

@@ -19,8 +19,8 @@ from actors.rollout.workflow import Workflows
 from infra.chain.processor import Memory
 from infra.cli.demo.init import EXAMPLES, files_of
 from infra.cli.main import app
-from infra.cli.run.roles import webhooks_of
-from infra.cli.run.up import ROLES, roles_of, say_door
+from infra.cli.run.roles import read_webhooks
+from infra.cli.run.up import ROLES, roles_to_start, say_door
 from infra.cli.settings import load_settings
 from infra.settings.plugin import add_plugin_folders, load
 from schemas import Feedback, Message, Task
@@ -70,7 +70,7 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     (shown,) = made.stdout.split()
     key_id = shown.split("-")[1]
     listed = json.loads(headrace("keys", "list", "--json", "-c", str(file)).stdout)
-    assert [(one["id"], one["tenant"], one["scopes"], one["rpm"], one["state"]) for one in listed] == [
+    assert [(item["id"], item["tenant"], item["scopes"], item["rpm"], item["state"]) for item in listed] == [
         (key_id, "acme", ["serve", "admin"], 60, "live")
     ]
     assert shown.split("-", 2)[2] not in (tmp_path / "store" / "gateway" / "keys" / key_id).read_text()
@@ -85,14 +85,14 @@ def test_up_serves_where_there_is_a_gateway_and_shows_a_key_once(tmp_path: Path)
     file = tmp_path / "headrace.toml"
     file.write_text('app = "bot"\n[gateway]\nlisten = "127.0.0.1:8123"\n')
     settings = load_settings(file)
-    assert roles_of(settings) == ("serve", *ROLES)
+    assert roles_to_start(settings) == ("serve", *ROLES)
     with (tmp_path / "said").open("w") as said:
         say_door(settings, Console(file=said))
         say_door(settings, Console(file=said))
     words = (tmp_path / "said").read_text()
     assert words.count("http://127.0.0.1:8123/v1") == 2 and words.count("api_key") == 1
     file.write_text('app = "bot"\n')
-    assert roles_of(load_settings(file)) == ROLES
+    assert roles_to_start(load_settings(file)) == ROLES
 
 
 def test_webhook_secrets_come_from_the_environment_and_their_absence_is_told(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_webhook_secrets_come_from_the_environment_and_their_absence_is_told(tmp
         'from = { webhook = "/zendesk", secret_env = "HEADRACE_TEST_NO_SUCH_SECRET" }\n'
     )
     with pytest.raises(ConfigError, match="HEADRACE_TEST_NO_SUCH_SECRET"):
-        webhooks_of(load_settings(tmp_path / "headrace.toml"))
-    assert webhooks_of(load_settings(_empty(tmp_path))) == ()
+        read_webhooks(load_settings(tmp_path / "headrace.toml"))
+    assert read_webhooks(load_settings(_empty(tmp_path))) == ()
     assert GatewayConfig().train_on == "nothing", "nobody's answers are learned from by default"
 
 
@@ -155,7 +155,9 @@ def test_the_commands_of_an_example_s_readme_are_there(name: str) -> None:
     ]
     for line in filter(None, lines):
         parse(line.split()[1:], name)
-    assert lines and all((EXAMPLES / name / one).exists() for one in re.findall(r"^- `([\w/.]+)`", text, re.MULTILINE))
+    assert lines and all(
+        (EXAMPLES / name / item).exists() for item in re.findall(r"^- `([\w/.]+)`", text, re.MULTILINE)
+    )
 
 
 def test_an_example_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -174,12 +176,12 @@ def test_every_game_of_the_agents_sdk_is_a_task_of_its_own(tmp_path: Path) -> No
     settings = load_settings(copied("openai_agents", tmp_path / "games"))
     read: Any = load("actors.tasksets.files:tasks", {"path": str(tmp_path / "games" / "tasks.jsonl")}, "test")
     rows: list[Task] = list(read())
-    assert [(one.split, one.meta["number"]) for one in rows] == [
+    assert [(row.split, row.meta["number"]) for row in rows] == [
         (split, str(number)) for split in ("train", "all-numbers") for number in range(1, 17)
     ]
-    (dedupe,) = [one for one in build_tasks(settings.streams()) if one.name == "dedupe"]
+    (dedupe,) = [task for task in build_tasks(settings.streams()) if task.name == "dedupe"]
     memory = Memory(dedupe.memory)
-    assert [dedupe.function(one, memory=memory) for one in rows] == rows
+    assert [dedupe.function(row, memory=memory) for row in rows] == rows
 
 
 def plugin(use: str, name: str, tmp_path: Path) -> Any:
@@ -199,7 +201,7 @@ def test_the_sources_and_scores_of_agent_say_what_its_readme_says(tmp_path: Path
 
 def test_sorting_scores_the_words_in_order(tmp_path: Path) -> None:
     tasks = list(plugin("sorting:words_to_sort", "sorting", tmp_path)())
-    assert [sum(one.split == split for one in tasks) for split in ("train", "held-out")] == [2000, 50]
+    assert [sum(task.split == split for task in tasks) for split in ("train", "held-out")] == [2000, 50]
     score: Any = load("sorting:in_order", {}, "test")
 
     def verdict(text: str) -> float:

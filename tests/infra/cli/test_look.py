@@ -73,8 +73,8 @@ def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) 
         for what, num in [*script, ("look", 1)]:
             name = log.name(topics.POLICIES)
             if what == "report":
-                for one in range(num):
-                    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=one))
+                for version in range(num):
+                    await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=version))
             elif what == "other":
                 await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
             elif what == "trim":
@@ -86,7 +86,7 @@ def test_what_is_held_is_what_a_fresh_look_finds(script: list[tuple[str, int]]) 
                 found = await held.newest(topics.POLICIES, LAST, kind)
                 assert found == await newest(log, topics.POLICIES, LAST, kind)
                 assert found == await open_held.newest(topics.POLICIES, LAST, kind)
-                assert kind == "" or all(isinstance(one.value, Directive) for one in found)
+                assert kind == "" or all(isinstance(item.value, Directive) for item in found)
 
     asyncio.run(check())
 
@@ -108,8 +108,8 @@ def test_words_about_a_policy_read_on_are_those_read_at_once() -> None:
         await at_once.read_on(log)
         assert (held.events, held.orders, held.stable) == (at_once.events, at_once.orders, at_once.stable)
         assert (open_held.events, open_held.orders, open_held.stable) == (held.events, held.orders, held.stable)
-        assert [one.version for _, one in held.events] == [0, 1, 2]
-        assert [one.reason for _, one in held.orders] == ["0", "1", "2"]
+        assert [event.version for _, event in held.events] == [0, 1, 2]
+        assert [order.reason for _, order in held.orders] == ["0", "1", "2"]
 
     asyncio.run(check())
 
@@ -126,7 +126,7 @@ def test_the_newest_records_are_the_last_stored_over_all_partitions(partitions: 
         await log.create_topics(partitions=3, keep_ms=-1)
         for sent in ticks(log, *partitions):
             await sent
-        found = [one.value.due_ms for one in await newest(log, topics.VERIFIED, last) if isinstance(one.value, Tick)]
+        found = [item.value.due_ms for item in await newest(log, topics.VERIFIED, last) if isinstance(item.value, Tick)]
         assert found == list(range(len(partitions)))[-last:] if last else found == []
 
     asyncio.run(main())
@@ -149,7 +149,7 @@ def test_reading_on_behind_the_newest_misses_nothing_and_repeats_nothing() -> No
                 later.append(message)
                 if len(later) == 2:
                     break
-        due = [one.value.due_ms for one in (*found, *later) if isinstance(one.value, Tick)]
+        due = [item.value.due_ms for item in (*found, *later) if isinstance(item.value, Tick)]
         assert due[:2] == [2, 3] and sorted(due[2:]) == [10, 11]
 
     asyncio.run(main())
@@ -167,8 +167,8 @@ def test_every_process_of_the_last_hour_is_found_with_its_last_report(
 ) -> None:
     """Each process reports every 90 s while it lives; the log is looked at `looks` times while it grows."""
     said = []
-    for number, (one, other, last) in enumerate([*processes, (0, 7200, "running")]):
-        begin, end = sorted((one, other))
+    for number, (item, other, last) in enumerate([*processes, (0, 7200, "running")]):
+        begin, end = sorted((item, other))
         said += [(second, f"explore/vm/{number}", "running") for second in range(begin, end, 90)]
         said.append((end, f"explore/vm/{number}", last))
     said.sort()
@@ -200,9 +200,9 @@ def message(record: Control | Block) -> LogMessage:
     return LogMessage(Record("t.x", 3, 77, 1_763_715_600_000, b"", data), value=decode(data))
 
 
-def shown(one: LogMessage) -> str:
+def shown(entry: LogMessage) -> str:
     console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    show(console, one, as_json=False)
+    show(console, entry, as_json=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -265,12 +265,12 @@ def test_a_block_whose_text_is_damaged_is_shown_as_unreadable() -> None:
 @settings(max_examples=60)
 @given(controls() | blocks())
 def test_whatever_a_record_holds_it_can_be_shown_and_is_json(record: Control | Block) -> None:
-    one = message(record)
-    assert shown(one).startswith("3/77 ")
+    message_record = message(record)
+    assert shown(message_record).startswith("3/77 ")
     console = Console(file=io.StringIO())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        show(console, one, as_json=True)
+        show(console, message_record, as_json=True)
     (line,) = out.getvalue().rstrip("\n").split("\n")
     assert json.loads(line)["offset"] == 77
 

@@ -38,7 +38,7 @@ dtype = "bfloat16"
 """
 
 
-def app_of(folder: Path, model: str, more: str = "") -> Path:
+def plan_config(folder: Path, model: str, more: str = "") -> Path:
     path = folder / "headrace.toml"
     path.write_text(TOML.format(model=CONFIGS / model, more=more))
     return path
@@ -60,7 +60,10 @@ def test_the_largest_model_is_sized_without_the_memory_it_would_take(tmp_path: P
         "print(peak_mb())"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(app_of(tmp_path, "llama-70b"))], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(plan_config(tmp_path, "llama-70b"))],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert float(ran.stdout.split()[-1]) < 1000, "the weights alone are 141 GB"
 
@@ -76,10 +79,10 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
     weights = dict(learner._model.module.named_parameters())
     masters = [learner._masters[name] for name in weights if learner._masters[name] is not weights[name]]
     held = {
-        "weights": sum(one.nbytes for one in weights.values()),
-        "masters": sum(one.nbytes for one in masters),
+        "weights": sum(value.nbytes for value in weights.values()),
+        "masters": sum(master.nbytes for master in masters),
         # A step lets go of them; they have the shape and dtype of what the optimizer moves.
-        "gradients": sum(one.nbytes for one in learner._masters.values()),
+        "gradients": sum(value.nbytes for value in learner._masters.values()),
         "moments": sum(
             state[key].nbytes for state in learner._optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
         ),
@@ -98,16 +101,16 @@ def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest
     folder = build_family(tmp_path / "qwen3", "qwen3")
     learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype, lora=LoraConfig(rank=4))
     learner.step(batch(0), learning_rate=1e-3, seed=0)
-    app = app_of(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
+    app = plan_config(tmp_path, str(folder), "[trainer.lora]\nrank = 4")
     settings = load_settings(app, [f'trainer.dtype="{dtype}"'])
     found = estimate(settings, Machine(gpu=80e9, host=2e12, shm=1e11, step_s=120.0))
     rows = {row.what: row.num_bytes for row in found.learner.gpu if not row.is_rough}
-    masters = sum(one.nbytes for one in learner._masters.values())
-    assert rows.pop("weights") == sum(one.nbytes for one in learner._model.module.parameters())
+    masters = sum(value.nbytes for value in learner._masters.values())
+    assert rows.pop("weights") == sum(parameter.nbytes for parameter in learner._model.module.parameters())
     assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
     published = sum(tensor.num_bytes for tensor in learner.tensors().values())
     assert found.version.anchor_bytes == published * found.version.versions
-    saved = sum(one.num_bytes for name, one in learner.save().items() if one.shape and name != "adapter")
+    saved = sum(item.num_bytes for name, item in learner.save().items() if item.shape and name != "adapter")
     assert saved == 12 * found.size.trained
 
 
@@ -163,9 +166,9 @@ def test_ranks_that_share_rows_hold_their_part_of_a_microbatch(tmp_path: Path) -
     learner = 'ranks = 4\nlearner = { use = "trainer.learners.deepspeed:DeepSpeedLearner", options = {%s} }'
     found = [
         estimate(
-            load_settings(app_of(tmp_path, "qwen3-8b", learner % one), []), Machine(80e9, 500e9, 1e9, 10.0)
+            load_settings(plan_config(tmp_path, "qwen3-8b", learner % item), []), Machine(80e9, 500e9, 1e9, 10.0)
         ).plan.tokens
-        for one in ("stage = 3", "stage = 3, sequence_parallel = 4")
+        for item in ("stage = 3", "stage = 3, sequence_parallel = 4")
     ]
     assert found == [16384, 4096]
 
@@ -174,12 +177,12 @@ def test_what_will_not_fit_names_the_setting_and_with_that_setting_it_fits(tmp_p
     from infra.cli.settings import load_settings
 
     machine = Machine(gpu=80e9, host=2e12, shm=2e11, step_s=20.0)
-    found = estimate(load_settings(app_of(tmp_path, "qwen3-32b", "activation_checkpointing = true")), machine)
+    found = estimate(load_settings(plan_config(tmp_path, "qwen3-32b", "activation_checkpointing = true")), machine)
     learner, engine, pace = found.problems
     assert "a learner's rank needs" in learner and "stage = 3 } }, trainer.ranks = 16" in learner
     assert "engine.options.tensor_parallel_size = 2" in engine
     assert "pacing.steps_per_version = 4" in pace
-    mended = app_of(
+    mended = plan_config(
         tmp_path,
         "qwen3-32b",
         "activation_checkpointing = true\nranks = 16\n[trainer.learner]\n"
@@ -194,7 +197,7 @@ def planned(config: Path, *arguments: str) -> Result:
 
 
 def test_a_small_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
-    config = app_of(tmp_path, "qwen3-8b", "activation_checkpointing = true")
+    config = plan_config(tmp_path, "qwen3-8b", "activation_checkpointing = true")
     result = planned(config, "--gpu-gb", "200", "--host-gb", "1000", "--shm-gb", "0.064")
     assert result.exit_code == 1
     told = " ".join(result.stdout.split())
@@ -203,5 +206,5 @@ def test_a_small_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    result = planned(app_of(tmp_path, "nowhere"))
+    result = planned(plan_config(tmp_path, "nowhere"))
     assert result.exit_code == 2 and "config.json" in result.stderr

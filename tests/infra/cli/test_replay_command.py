@@ -82,7 +82,7 @@ def exported(
 
 def call(*arguments: object) -> Result:
     env = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
-    return CliRunner().invoke(app, [str(one) for one in arguments], env=env)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
 
 
 def verdict(result: Result) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def other_advantages(log: Log, store: MemoryStore) -> None:
     for at, record in enumerate(records):
         batch = log.decode(record).value
         if isinstance(batch, Batch) and batch.step == 9:
-            items = tuple(msgspec.structs.replace(one, advantage=one.advantage + 1.0) for one in batch.items)
+            items = tuple(msgspec.structs.replace(item, advantage=item.advantage + 1.0) for item in batch.items)
             altered = encode(msgspec.structs.replace(batch, items=items))
             records[at] = msgspec.structs.replace(record, value=altered)
 

@@ -12,8 +12,8 @@ import pytest
 
 from actors.config import GateConfig, MasterConfig, PeopleConfig, ReloadConfig
 from actors.gateway.access.keys import create_key, list_keys
-from infra.cli.connect import store_of
-from infra.cli.options import umask_of
+from infra.cli.connect import app_store
+from infra.cli.options import file_umask
 from infra.cli.run.roles import (
     BEGIN_VARIABLE,
     early,
@@ -137,7 +137,7 @@ def test_what_a_command_makes_is_its_owners_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("told", "mask"), [(None, 0o077), ("027", 0o027), ("0022", 0o022), ("rw", 0o077), ("", 0o077)])
 def test_a_group_may_be_let_in_and_nonsense_lets_nobody_in(told: str | None, mask: int) -> None:
-    assert umask_of({} if told is None else {"HEADRACE_UMASK": told}) == mask
+    assert file_umask({} if told is None else {"HEADRACE_UMASK": told}) == mask
 
 
 def test_secrets_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_is_open_is_told_with_what_to_do(tmp_path: Path) -> None:
 
 def test_what_seals_and_signs_lies_where_the_settings_say_and_nowhere_else(tmp_path: Path) -> None:
     settings = load_settings(settings_file(tmp_path, '[store]\nkeys = "secrets"\n'))
-    store = store_of(settings)
+    store = app_store(settings)
     store.put("policies/main/1", b"weights")
     secret, key_id = app_secret(store), Keys(store).of(SUBJECT).key_id
     create_key(store, tenant="t", scopes=("serve",), train="no", rpm=0, tpm=0)
@@ -234,7 +234,7 @@ def test_an_engine_that_cannot_keep_keys_and_values_is_refused_where_it_is_to() 
 
 
 def test_the_file_has_every_table_of_the_streams_wing_with_its_type_and_default() -> None:
-    of_file = {one.name: one for one in msgspec.structs.fields(Settings)}
+    of_file = {field.name: field for field in msgspec.structs.fields(Settings)}
     for table in msgspec.structs.fields(StreamsConfig):
         assert of_file[table.name] == table
     assert Settings(app="bot").streams() == StreamsConfig()

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from infra.cli.look.expected import Heard, missing, process_of, wanted_of
-from infra.cli.look.kept import FOREVER, Kept, bound_of, kept_of
+from infra.cli.look.expected import Heard, expected_roles, missing, process_name
+from infra.cli.look.kept import FOREVER, Kept, list_kept, topic_bound
 from infra.cli.look.status import alarms, read_status
 from infra.cli.look.status_screen import accuracy_text, show
 from infra.cli.settings import Expect, load_settings
@@ -164,7 +164,7 @@ def test_accuracy_is_the_newest_of_each_suite() -> None:
         for version, suite in ((1, "dev"), (3, "dev"), (2, "held-out"))
     ]
     state = state_of(*results, now_s=1)
-    found = {suite: (one["version"], one["share"]) for suite, one in state["accuracy"].items()}
+    found = {suite: (item["version"], item["share"]) for suite, item in state["accuracy"].items()}
     assert found == {"dev": (3, 0.3), "held-out": (2, 0.2)}
 
 
@@ -282,8 +282,8 @@ def test_a_step_that_fails_more_often_than_it_may_is_an_alarm_that_names_it() ->
 def test_the_release_of_each_role_is_shown_as_the_command_says_its_own() -> None:
     def told(*releases: str) -> str:
         reports = (
-            Progress(role="explore", instance=f"explore/vm/{at}", state="exploring", release=one)
-            for at, one in enumerate(releases)
+            Progress(role="explore", instance=f"explore/vm/{at}", state="exploring", release=release)
+            for at, release in enumerate(releases)
         )
         return shown(state_of(*((0.0, report) for report in reports), now_s=1.0))
 
@@ -422,14 +422,14 @@ def look(folder: Path) -> tuple[dict[str, Kept], str]:
         await log.publish(topics.POLICIES, PolicyEvent(event="published", policy="main", version=1))
         await log.publish(topics.REPORTS, Progress(role="serve", instance="serve/vm/1", gauges=GAUGES))
         state = await read_status(log, now_s=0.0, max_lag=10)
-        kept = await kept_of(log, settings, state["roles"])
-        return {one.what: one for one in kept}, shown({**state, "kept": msgspec.to_builtins(kept)})
+        kept = await list_kept(log, settings, state["roles"])
+        return {item.what: item for item in kept}, shown({**state, "kept": msgspec.to_builtins(kept)})
 
     return asyncio.run(main())
 
 
 def test_every_topic_has_a_bound_or_says_what_it_grows_by() -> None:
-    bounds = {topic.name: bound_of(topic, "9d") for topic in topics.ALL}
+    bounds = {topic.name: topic_bound(topic, "9d") for topic in topics.ALL}
     endless = {name for name, bound in bounds.items() if bound.startswith("for ever: ")}
     assert endless == set(FOREVER) == {
         topic.name for topic in topics.ALL if topic.retention == "forever"
@@ -480,8 +480,8 @@ def test_looking_at_what_is_kept_loads_no_torch() -> None:
 
 NOW_S = 1_763_715_600.0
 GONE_S = 15.0
-ALL = wanted_of(Expect(), serves=False)
-SERVED = wanted_of(Expect(), serves=True)
+ALL = expected_roles(Expect(), serves=False)
+SERVED = expected_roles(Expect(), serves=True)
 VM = socket.gethostname()
 
 
@@ -556,7 +556,7 @@ def test_a_gateway_that_was_killed_and_started_again_misses_nobody() -> None:
     roles = (*OTHERS, heard(named("explore", 11)))
     assert said(*roles, killed, again, wanted=SERVED) == []
     in_a_container = heard(named("serve", 5, epoch="9f00a1b2"), began_s=40.0)
-    assert process_of(killed.instance) == process_of(in_a_container.instance)
+    assert process_name(killed.instance) == process_name(in_a_container.instance)
     assert said(*roles, killed, in_a_container, wanted=SERVED) == []
 
 
@@ -581,16 +581,16 @@ def test_who_died_over_an_hour_ago_is_not_missed() -> None:
 
 
 def test_the_file_may_say_how_many_there_should_be() -> None:
-    wanted = wanted_of(Expect(explore=3), serves=False)
+    wanted = expected_roles(Expect(explore=3), serves=False)
     (line,) = said(*OTHERS, heard(named("explore", 11)), wanted=wanted)
     assert line.startswith("1 of 3 explore run")
     lost = heard(named("explore", 12), ago_s=60.0)
-    wanted = wanted_of(Expect(explore=1), serves=False)
+    wanted = expected_roles(Expect(explore=1), serves=False)
     assert said(*OTHERS, heard(named("explore", 11)), lost, wanted=wanted) == [], "the file comes first"
 
 
 def test_a_run_that_came_to_its_end_misses_nobody() -> None:
-    over = [heard(one.instance, ago_s=900.0, state="stopped") for one in ALIVE[1:]]
+    over = [heard(item.instance, ago_s=900.0, state="stopped") for item in ALIVE[1:]]
     done = heard(named("master", 1), ago_s=900.0, state="done")
     assert said(done, *over) == []
     assert len(said(*over)) == 4, "what was stopped by hand is not running"

@@ -17,9 +17,9 @@ import pytest
 
 from infra.cli.demo.char_model import build_char_model
 from infra.cli.exit_codes import CONFIG_ERROR, is_final, last_error
-from infra.cli.run.roles import gateway_of
+from infra.cli.run.roles import gateway_config
 from infra.cli.run.stay_down import VARIABLE
-from infra.cli.run.up import ROLES, broker_child, failed_of, role_child, roles_of, teller
+from infra.cli.run.up import ROLES, broker_child, failed_roles, role_child, roles_to_start, teller
 from infra.cli.settings import load_settings
 from infra.cli.terminal import Screen
 from infra.local.folder_lock import lock_folder
@@ -65,18 +65,18 @@ def test_a_role_that_another_process_has_taken_over_stays_down_and_counts_as_fai
 
     states = asyncio.run(run()).states
     assert (states["train"].restarts, states["train"].given_up) == (0, False)
-    assert failed_of(states.values()) == ["train"]
+    assert failed_roles(states.values()) == ["train"]
 
 
 def test_a_canary_is_a_second_serve_process_where_the_gateway_has_one(tmp_path: Path) -> None:
     file = settings_file(tmp_path)
-    assert "serve" not in roles_of(load_settings(file))
+    assert "serve" not in roles_to_start(load_settings(file))
     file.write_text('app = "bot"\n[gateway.canary]\nurl = "http://127.0.0.1:8010"\n')
     settings = load_settings(file)
-    assert roles_of(settings)[:2] == ("serve", "canary")
+    assert roles_to_start(settings)[:2] == ("serve", "canary")
     child = role_child(settings, file, (), "canary")
     assert child.name == "canary" and child.argv[3:6] == ("serve", "--channel", "canary")
-    assert gateway_of(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
+    assert gateway_config(load_settings(file, ["gateway.channel=canary"])).listen == "127.0.0.1:8010"
 
 
 def test_a_configured_broker_that_is_away_is_one_line_after_the_deadline(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_every_role_of_a_machine_serves_its_metrics_on_a_port_of_its_own(tmp_pat
 
 
 def up(config: Path, *sets: str) -> subprocess.Popen[str]:
-    overrides = [argument for one in sets or ("console.up=false",) for argument in ("--set", one)]
+    overrides = [argument for override in sets or ("console.up=false",) for argument in ("--set", override)]
     command = [sys.executable, "-m", "infra.cli.main", "up", "-c", str(config), *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -207,7 +207,9 @@ def test_a_role_that_something_else_ends_by_sigterm_is_started_again_with_one_li
             heard.append(line)
             if line.startswith("process started") and heard.count(line) == 1:
                 ready(tmp_path / "logs" / "process.log")  # from then on it surely bears its own command's name
-                (child,) = [one for one in children_of(process.pid) if "process" in command_of(one)]
+                (child,) = [
+                    each_child for each_child in child_pids(process.pid) if "process" in process_command(each_child)
+                ]
                 os.kill(child, signal.SIGTERM)
             elif line.startswith("process was ended"):
                 break
@@ -238,8 +240,10 @@ def test_up_starts_the_console_and_the_link_that_it_prints_opens_the_pages(
             page = answered(client, link)
             assert page.status_code == 200 and "<h1>Flow</h1>" in page.text and app_name in page.text
             assert client.get(f"http://{listen}/enter?link=another").status_code == 401
-        told = [command_of(one) for one in children_of(process.pid)]
-        assert any("console" in one for one in told) and not [one for one in told if link.partition("=")[2] in str(one)]
+        told = [process_command(child) for child in child_pids(process.pid)]
+        assert any("console" in item for item in told) and not [
+            item for item in told if link.partition("=")[2] in str(item)
+        ]
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
         stopper.cancel()
@@ -273,11 +277,11 @@ def small_run(folder: Path, app: str, kafka: str) -> Path:
     return file
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def child_pids(pid: int) -> list[int]:
+    return [int(item) for item in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def command_of(pid: int) -> list[str]:
+def process_command(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.cli.data.forget import duration_of, first_checkpoint
+from infra.cli.data.forget import first_checkpoint, wait_seconds
 from infra.ledger.forget import ForgetReport, complete, destroy, report, tell
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
@@ -242,8 +242,8 @@ def test_forgetting_waits_for_no_trainer_that_does_not_run() -> None:
 
 def test_a_wait_that_is_no_duration_is_told_before_anything_is_destroyed() -> None:
     with pytest.raises(ConfigError, match='--wait: got "soon", expected a duration'):
-        duration_of("soon")
-    assert (duration_of(""), duration_of("90s")) == (0.0, 90.0)
+        wait_seconds("soon")
+    assert (wait_seconds(""), wait_seconds("90s")) == (0.0, 90.0)
 
 
 async def journaled_until(log: Log, enough: Callable[[list[object]], bool]) -> None:

@@ -30,7 +30,7 @@ class VerifiersClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
     async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages as they are sent."""
         prompt, more = await super().to_native_prompt(messages)
-        return [{name: value for name, value in one.items() if value is not None} for one in prompt], more
+        return [{name: value for name, value in item.items() if value is not None} for item in prompt], more
 
 
 class Rollouts:
@@ -54,7 +54,7 @@ class Rollouts:
     def tasks(self) -> list[dict[str, Any]]:
         """The examples as tasks. Raises ValueError for one whose prompt is not of texts alone."""
         return [
-            {"id": f"{self.name}-{split}-{number}", "split": split, "messages": messages_of(row),
+            {"id": f"{self.name}-{split}-{number}", "split": split, "messages": to_messages(row),
              "meta": {"example": number, "of": split}}
             for split, rows in self.rows.items()
             for number, row in rows.items()
@@ -71,18 +71,18 @@ class Rollouts:
             output = await self.environment.run_rollout(
                 row, VerifiersClient(client), asked["model"], {}, state_columns=["trajectory"]
             )
-        return result_of(output)
+        return to_result(output)
 
 
-def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
+def to_messages(row: dict[str, Any]) -> list[dict[str, str]]:
     """The prompt of an example."""
-    messages = [{"role": one["role"], "content": one["content"]} for one in row["prompt"]]
-    if not all(isinstance(one["content"], str) for one in messages):
+    messages = [{"role": item["role"], "content": item["content"]} for item in row["prompt"]]
+    if not all(isinstance(message["content"], str) for message in messages):
         raise ValueError(f"example {row['example_id']}: its prompt has more than texts")
     return messages
 
 
-def result_of(output: dict[str, Any]) -> dict[str, Any]:
+def to_result(output: dict[str, Any]) -> dict[str, Any]:
     """Rewards by name, and what was rewarded turn by turn. Raises RuntimeError for a rollout that failed."""
     if output.get("error"):
         raise RuntimeError(f"the rollout failed: {json.dumps(output['error'], default=str)[:1000]}")
