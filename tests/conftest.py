@@ -1,6 +1,8 @@
 """What tests share: one embedded broker for the whole session (started by the first test that asks), names, folders."""
 
+import asyncio
 import gc
+import inspect
 import os
 import uuid
 from collections.abc import Iterator
@@ -39,6 +41,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(*SEARCHES)
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,6 @@
 """Runs untrusted programs under bubblewrap with a system-call filter, within limits, or not at all.
 
-Guarantees (tests/infra/sandbox and tests/streams/scores/test_code_escapes.py try each): no network, no host file but a
+Guarantees (tests/infra/sandbox and tests/streams/scores/test_code_score.py try each): no network, no host file but a
 read-only runtime, no other process, no new privileges, no namespaces of its own, and an end within `wall_s` that leaves
 no process. **Fails closed**: where that cannot be had, SandboxUnavailable says what to install; nothing runs unconfined.
 """

@@ -136,7 +136,6 @@ class CollectModel:
         self._end(name, now_ms)
 
     def _end(self, name: str, now_ms: int) -> None:
-        """Of a session all turns end together, when all can and none came for a while."""
         group = self.groups[name]
         if not group.session:
             self._close(name)
@@ -208,7 +207,6 @@ def last_words(heard: list[Feedback]) -> dict[tuple[str, str], float]:
 
 
 def means(heard: list[Feedback]) -> dict[str, float]:
-    """What counts of each source: the last word of each rater, averaged."""
     found: dict[str, list[float]] = {}
     for (source, _), value in last_words(heard).items():
         found.setdefault(source, []).append(value)

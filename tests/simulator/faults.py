@@ -1,10 +1,10 @@
-"""What goes wrong in one seed: how often requests fail and processes die, and when processes stall or lose the network.
+"""Faults of one seed, and bytes from outside that would run code in whoever unpickles them (promise I7).
 
 Every seed draws its own mixture (some kinds off, some frequent), so that rare combinations come up. After `calm` nothing
-fails any more, and what was started must come to its end.
-"""
+fails any more, and what was started must come to its end."""
 
 import enum
+import pickle
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -13,10 +13,25 @@ import msgspec
 
 from tests.simulator.virtual_loop import Process
 
+STRUCK: list[str] = []  # what ran is known to the whole process, whoever read the bytes
+
+
+def strike() -> None:
+    STRUCK.append("ran")
+
+
+class Bomb:
+    """Unpickled, it strikes."""
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return strike, ()
+
+
+BOMB = pickle.dumps(Bomb())
+JUNK = (b"HR\x01", b"HR\x01\x00\xff\xff\xff\xff", b"nothing", BOMB, b"HR\x01\x00" + BOMB)
+
 
 class Fate(enum.Enum):
-    """What becomes of one request: lost and unconfirmed fail for the sender, unconfirmed is stored nevertheless."""
-
     FINE = "fine"
     LOST = "lost"
     UNCONFIRMED = "unconfirmed"
@@ -107,7 +122,6 @@ class Faults:
         return delay_s, True
 
     def send_fate(self, process: Process, topic: str) -> Fate:
-        """Of one record."""
         mixture = self.mixture
         point = self._random.random()
         if process in self.safe:
@@ -124,7 +138,6 @@ class Faults:
         return Fate.FINE
 
     def put_fate(self) -> Fate:
-        """Of one object being written."""
         point = self._random.random()
         mixture = self.mixture
         for chance, fate in (
@@ -140,15 +153,12 @@ class Faults:
         return Fate.FINE
 
     def get_fails(self) -> bool:
-        """Whether one read of the store fails."""
         return self.mixture.store_failure > 0 and self._random.random() < self.mixture.store_failure / 4
 
     def get_is_altered(self) -> bool:
-        """Whether one read of the store gives bytes that nobody of ours wrote."""
         return self.mixture.altered > 0 and self._random.random() < self.mixture.altered
 
     def lag_s(self, process: Process, topics: Sequence[str]) -> float:
-        """How much longer a reader waits for what is there."""
         if self.mixture.behind and any(topic.endswith(f".{self.mixture.behind}") for topic in topics):
             return self._random.random() * 8.0
         if self.mixture.lag and self._random.random() < self.mixture.lag:
@@ -156,9 +166,7 @@ class Faults:
         return 0.0
 
     def take_count(self) -> int:
-        """How many records one fetch returns of a partition, at most."""
         return self._random.choice((1, 3, 100, 100))
 
     def shuffle(self, items: list[Any]) -> None:
-        """In place."""
         self._random.shuffle(items)

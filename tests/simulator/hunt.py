@@ -138,7 +138,6 @@ def hunt(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_answer(path: Path) -> tuple[int, str, str]:
-    """What a child found; seed -2 where it died."""
     if not path.exists():
         return -2, "the child died", ""
     seed, promise, what = json.loads(path.read_text())
@@ -146,7 +145,6 @@ def read_answer(path: Path) -> tuple[int, str, str]:
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     names = parser.parse_args().names or sorted(path.stem for path in BUGS.glob("*.toml"))

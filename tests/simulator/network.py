@@ -1,29 +1,33 @@
-"""The simulated log: one broker in memory, and each process's own connection to it with delays, losses and crashes.
+"""The simulated log and object store: one broker and one store in memory, and each process's own connections to them.
 
 A request travels, is applied at the broker in one instant, and its answer travels back; a process may die or stall in
-between. Requests of one process to one partition keep their order. What the broker stored is told to `Watcher`.
-"""
+between. Requests of one process to one partition keep their order. What the broker stored is told to `Watcher`. An object
+under `policies/` never changes, and a policy manifest is written after everything it names."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Protocol
 
+from actors.master.snapshot import series
 from infra.log.bus import CommitRefused, Headers, Partition, Reader, Record, RecordPosition, check_size
 from infra.log.memory import MemoryBus
 from infra.log.placing import partition_for
-from schemas.errors import BrokerUnavailable, OffsetOutOfRange
-from tests.simulator.faults import Fate, Faults
+from infra.policies.manifest import decode_manifest
+from infra.store.memory import MemoryStore
+from infra.store.store import Store
+from schemas.errors import BrokerUnavailable, NotInStore, OffsetOutOfRange, StoreError
+from tests.simulator.faults import BOMB, Fate, Faults
+from tests.simulator.scenario import APP
 from tests.simulator.virtual_loop import Killed, Process
+from tests.simulator.watch import RunWatch
 
 DEADLINE_S = 4.0  # a client gives up on a broker it cannot reach
 EPOCH_MS = 1_700_000_000_000
 
 
 class Watcher(Protocol):
-    """Who is told what happens at the broker and at the clients."""
-
     def stored(self, process: Process, record: Record) -> None:
         """A record is in the log."""
 
@@ -160,11 +164,10 @@ class ClientBus:
         self.process = process
 
     async def start(self) -> None:
-        """See Bus."""
         await self.hop()
 
     async def close(self) -> None:
-        """See Bus."""
+        pass
 
     async def hop(self) -> None:
         """One way over the network."""
@@ -178,7 +181,6 @@ class ClientBus:
     async def send(
         self, topic: str, value: bytes, *, key: bytes, headers: Headers = (), partition: int | None = None
     ) -> RecordPosition:
-        """See Bus."""
         if self.process.is_dead:
             raise Killed
         return await self.cluster.request(self.process, topic, value, key, headers, partition)
@@ -186,13 +188,11 @@ class ClientBus:
     async def assigned(
         self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
     ) -> Reader:
-        """See Bus."""
         for partition in starts:
             self.cluster.log(partition)
         return ClientReader(self, dict(starts), group=group)
 
     async def subscribed(self, topics: Sequence[str], *, group: str) -> Reader:
-        """See Bus."""
         await self.hop()
         for topic in topics:
             await self.cluster.commit_beginnings(group, topic)
@@ -201,16 +201,13 @@ class ClientBus:
         return reader
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
-        """See Bus."""
         return await self.cluster.partitions(topic)
 
     async def beginning_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         await self.hop()
         return await self.cluster.beginning_offsets(topic)
 
     async def end_offsets(self, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         await self.hop()
         ends = await self.cluster.end_offsets(topic)
         for partition, end in ends.items():
@@ -218,30 +215,24 @@ class ClientBus:
         return ends
 
     async def offsets_at(self, topic: str, timestamp_ms: int) -> dict[Partition, int]:
-        """See Bus."""
         await self.hop()
         return await self.cluster.offsets_at(topic, timestamp_ms)
 
     async def committed(self, group: str, topic: str) -> dict[Partition, int]:
-        """See Bus."""
         await self.hop()
         return await self.cluster.committed(group, topic)
 
     async def commit_beginnings(self, group: str, topic: str) -> None:
-        """See Bus."""
         await self.cluster.commit_beginnings(group, topic)
 
     async def held(self, group: str, topic: str) -> set[int]:
-        """See Bus."""
         await self.hop()
         return await self.cluster.held(group, topic)
 
     async def create_topic(self, topic: str, partitions: int, config: Mapping[str, str], replication: int = 0) -> bool:
-        """See Bus."""
         return await self.cluster.create_topic(topic, partitions, config)
 
     async def delete_records(self, partition: Partition, before: int) -> None:
-        """See Bus."""
         await self.hop()
         await self.cluster.delete_records(partition, before)
 
@@ -262,7 +253,6 @@ class ClientReader:
         self._closed = False
 
     async def get_many(self, *, timeout_s: float, max_records: int = 500, topic: str | None = None) -> list[Record]:
-        """See Reader. No role reads one topic of several."""
         assert topic is None
         clock = self._cluster.loop.time
         until_s = clock() + timeout_s
@@ -282,19 +272,16 @@ class ClientReader:
                 return []
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader."""
         self._follow()
         if partition not in self._positions:
             raise ValueError(f"not assigned to this reader: {partition}")
         self._positions[partition] = offset
 
     def positions(self) -> dict[Partition, int]:
-        """See Reader."""
         self._follow()
         return dict(self._positions)
 
     async def commit(self, offsets: Mapping[Partition, int]) -> None:
-        """See Reader."""
         if self._group is None:
             raise ValueError("this reader has no group to commit for")
         generation = self.generation
@@ -306,7 +293,6 @@ class ClientReader:
         await self._bus.hop()
 
     async def close(self) -> None:
-        """See Reader."""
         is_member = self.topics and self._group is not None and not self._closed and not self.process.is_dead
         if is_member and self in self._cluster.group(self._group or "").members:  # type: ignore[comparison-overlap]
             self._cluster.leave(self._group or "", self)  # type: ignore[arg-type]
@@ -349,3 +335,92 @@ class ClientReader:
             self._cluster.watcher.heard(self.process, partition, position + len(records))
             taken += records
         return taken
+
+
+SOUND_READS = 12  # behind one that was altered: who fetches again from the anchor is answered, else nobody ever serves
+
+
+class ClientStore(Store):
+    """The shared store as one process sees it."""
+
+    def __init__(self, shared: MemoryStore, process: Process, faults: Faults, watch: RunWatch) -> None:
+        self._shared = shared
+        self._process = process
+        self._faults = faults
+        self._watch = watch
+        self._sound_reads = 0  # left
+        self._is_actor = process.name.startswith(("explore", "serve", "canary"))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._check_alive()
+        fate = self._faults.put_fate()
+        if fate is Fate.CRASH_BEFORE:
+            self._die()
+        if fate is Fate.LOST:
+            raise StoreError(f"{key}: not stored (simulated)")
+        if fate is Fate.TORN:
+            self._shared.put(key, data[: len(data) // 2])
+            self._die()
+        self._check(key, data)
+        self._shared.put(key, data)
+        if fate is Fate.CRASH_AFTER:
+            self._die()
+        if fate is Fate.UNCONFIRMED:
+            raise StoreError(f"{key}: not confirmed (simulated)")
+
+    def get(self, key: str) -> bytes:
+        self._check_alive()
+        if self._faults.get_fails():
+            raise StoreError(f"{key}: not read (simulated)")
+        if key.startswith("policies/") and self._is_actor:
+            self._sound_reads -= 1
+            if self._sound_reads < 0 and self._faults.get_is_altered():
+                self._sound_reads = SOUND_READS
+                self._watch.altered[self._process] += 1
+                self._watch.happened(self._process, "reads what somebody else put there")
+                return BOMB
+        return self._shared.get(key)
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        return self.get(key)[start : start + length]
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        self._check_alive()
+        yield from list(self._shared.keys(prefix))
+
+    def delete(self, key: str) -> None:
+        self._check_alive()
+        self._shared.delete(key)
+
+    def _check_alive(self) -> None:
+        if self._process.is_dead:
+            raise Killed
+
+    def _die(self) -> None:
+        self._faults.kill(self._process)
+        raise Killed
+
+    def _check(self, key: str, data: bytes) -> None:
+        if key.startswith(f"snapshots/{series(APP)}/"):
+            self._watch.snapshots[key] = data
+        if not key.startswith("policies/"):
+            return
+        try:
+            old = self._shared.get(key)
+        except NotInStore:
+            old = data
+        if old != data and data[: len(old)] != old:  # a torn object may be written anew
+            self._watch.complain("I3 one content", f"{key} was written before with other bytes")
+        if "/manifests/" not in key:
+            return
+        for source in decode_manifest(data).sources:
+            for shard in source.shards:
+                try:
+                    whole = len(self._shared.get(shard.key)) == shard.num_bytes
+                except NotInStore:
+                    whole = False
+                if not whole:
+                    self._watch.complain("I3 complete", f"{key} was written before {shard.key}")

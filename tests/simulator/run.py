@@ -28,8 +28,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class SeedOutcome(msgspec.Struct, frozen=True):
-    """What became of one seed. trace: hash over everything that happened."""
-
     seed: int
     trace: str
     violations: tuple[Violation, ...]
@@ -41,7 +39,6 @@ class SeedOutcome(msgspec.Struct, frozen=True):
     seen: dict[str, int]
 
     def words(self) -> str:
-        """For a person."""
         lines = [f"seed {self.seed}: {len(self.violations)} violations", "", *self.last, ""]
         lines += [f"{one.at_s:10.4f} {one.promise}: {one.what}" for one in self.violations[:5]]
         return "\n".join([*lines, "", f"again: python -m tests.simulator.run --seed {self.seed} --trace"])
@@ -88,7 +85,6 @@ def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[SeedOutcome]:
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0:100", help="from:to")

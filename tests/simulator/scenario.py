@@ -89,7 +89,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def master(self) -> MasterConfig:
-        """Of the master."""
         suite = EvalSuite(suite=SUITE, every=2, tasks=max(1, self.num_suite), score="parity")
         return MasterConfig(
             num_episodes=2,
@@ -109,12 +108,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explore(self) -> ExploreConfig:
-        """Of the explorers."""
         return ExploreConfig(report_s=1.5, linger_s=0.3, drain_s=2.0, eval_hold_s=1.0)
 
     @property
     def trainer(self) -> TrainerConfig:
-        """Of the trainer."""
         return TrainerConfig(
             lanes={
                 "usual": LaneConfig(),
@@ -129,12 +126,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> StreamsConfig:
-        """Of the stages."""
         return _streams(self.late, self.picky, bool(self.num_customers))
 
     @property
     def gateway(self) -> GatewayConfig:
-        """Of the gateways."""
         return GatewayConfig(
             listen="127.0.0.1:0", train_on="consented", send_s=1.0, keys_reload_s=0.5, report_s=1.5, drain_s=2.0
         )

@@ -1,14 +1,129 @@
-"""After the drain: what was evaluated, what was promoted for it, and what customers are served, by rules told anew."""
+"""After the drain: evaluations, promotions, and the version that each gateway served, by independent readings of the log.
 
-from collections.abc import Sequence
+Stable: what was stable when it had read so far, so an older one at most until it hears of the move; before the first
+promotion the newest published. Canary: the version on trial, and without one the stable. While it has not caught up with
+what was there when it began to read: what its folder served last. A version that was promoted and taken back before it heard
+of either is never among these."""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from schemas import Block, Closure, Directive, EvalResult, PolicyEvent, topics
 from schemas.ids import session_of
 from tests.simulator.scenario import SUITE
-from tests.simulator.settlement_choices import served_between, stands, wrong_choices
-from tests.simulator.watch import members_of
+from tests.simulator.virtual_loop import Process
+from tests.simulator.watch import Happened, members_of
 from tests.simulator.world import World
+
+KEPT = 2  # a life may die between a load and the note of it
+
+
+class ChannelState(msgspec.Struct, frozen=True):
+    version: int = -1
+    waiting: int = -1
+    pinned: bool = False
+    trial: int = -1
+
+
+class Stand(msgspec.Struct, frozen=True):
+    channel: ChannelState = ChannelState()
+    published: tuple[int, ...] = ()
+
+    def wanted(self, is_canary: bool) -> int:
+        """The version that a gateway serves, -1 for none."""
+        if is_canary and self.channel.trial >= 0:
+            return self.channel.trial
+        return self.channel.version if self.channel.version >= 0 else max(self.published, default=-1)
+
+
+def step(channel: ChannelState, event: PolicyEvent) -> ChannelState:
+    """The channels after one of their events."""
+    replace = msgspec.structs.replace
+    if event.channel == "canary":
+        trial = -1 if event.version == channel.version else event.version
+        return replace(channel, trial=trial) if event.event == "promoted" else channel
+    if event.channel != "stable":
+        return channel
+    if event.event == "held":
+        return replace(channel, trial=-1) if event.version == channel.trial else channel
+    if event.event == "promoted" and event.version == channel.version and not channel.pinned:
+        return replace(channel, waiting=event.version)
+    if event.event == "promoted":
+        return ChannelState(channel.version if channel.pinned else event.version, event.version, channel.pinned)
+    if event.event == "pinned" and event.version >= 0:
+        return ChannelState(event.version, channel.waiting, True)
+    if event.event == "pinned":
+        return ChannelState(channel.waiting if channel.waiting >= 0 else channel.version, channel.waiting)
+    return ChannelState(event.version, event.version) if event.event == "rolled_back" else channel
+
+
+def stands(policies: Iterable[Any]) -> list[Stand]:
+    """After none, one, two … of the records; what overtaken masters and trainers wrote moves nothing."""
+    stand, lease, master = Stand(), -1, -1
+    found = [stand]
+    for offset, event in enumerate(policies):
+        if isinstance(event, Directive) and event.order == "lease":
+            master = offset
+        elif isinstance(event, PolicyEvent) and not (event.owner == "gate" and event.token < master):
+            channel, published = step(stand.channel, event), stand.published
+            if event.event == "lease":
+                lease = offset
+            elif event.event == "published" and event.token >= lease:
+                published = (*published, event.version)
+            stand = Stand(channel, published)
+        found.append(stand)
+    return found
+
+
+def wrong_loads(
+    course: Sequence[Happened], told: Sequence[Stand], *, is_canary: bool, kept: Sequence[int], refuses: bool = False
+) -> list[str]:
+    """What a gateway loaded and should not have. told: see `stands`. kept: what its folder served last, before this life.
+
+    refuses: it read weights that were altered, so where nothing was promoted it may do with older ones.
+    """
+    end, wrong = 0, []
+    since: list[Stand] = []  # how it stood, as far as it had read, at some moment since the last load
+    for one in course:
+        if one.kind == "asks":
+            end = one.value
+        elif one.kind == "hears":
+            since += [told[one.value]] if one.value >= end else []
+        else:
+            may = {stand.wanted(is_canary) for stand in since} if since else set(kept)
+            if refuses:
+                may |= {version for stand in since if stand.channel.version < 0 for version in stand.published}
+            if one.value not in may:
+                wrong.append(f"version {one.value} at {one.at_s:.4f}, expected one of {sorted(may)}")
+            since = since[-1:]
+    return wrong
+
+
+def served_between(course: Sequence[Happened], from_s: float, to_s: float) -> set[int]:
+    """Versions that an engine may have sampled with in a time; 0 is what it began with."""
+    loads = [(one.at_s, one.value) for one in course if one.kind == "loads" and one.at_s <= to_s]
+    before = [version for at_s, version in loads if at_s < from_s]
+    return {before[-1] if before else 0} | {version for at_s, version in loads if at_s >= from_s}
+
+
+def wrong_choices(
+    courses: dict[Process, list[Happened]],
+    policies: Iterable[Any],
+    folders: dict[Process, str],
+    altered: Iterable[Process],
+) -> list[str]:
+    told, kept, refusing = stands(policies), dict[str, list[int]](), set(altered)
+    wrong = []
+    for process, folder in folders.items():
+        course, before = courses.get(process, []), kept.setdefault(folder, [])
+        is_canary = process.name.startswith("canary")
+        found = wrong_loads(course, told, is_canary=is_canary, kept=before[-KEPT:], refuses=process in refusing)
+        wrong += [f"{process.name} serves {one}" for one in found]
+        before += [one.value for one in course if one.kind == "loads"]
+    return wrong
+
 
 Logged = dict[str, list[tuple[Any, Any]]]
 
@@ -93,7 +208,7 @@ def check_served(world: World, log: Logged) -> None:
 
 
 def check_choices(world: World, log: Logged) -> None:
-    """Every answer is by a version that its gateway may have served then: see `settlement_choices`."""
+    """Every answer is by a version that its gateway may have served then."""
     watch = world.watch
     folders = {process: str(life.folder) for process, life in world.gateways.items()}
     altered = [process for process, count in watch.altered.items() if count]
@@ -110,7 +225,6 @@ def check_choices(world: World, log: Logged) -> None:
 
 
 def check_customers(world: World, log: Logged) -> None:
-    """What is recorded of an answer is what its customer was told, and nothing of those who did not agree."""
     customers = world.customers
     recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
     for name, one in recorded.items():

@@ -27,14 +27,11 @@ class OneThread(asyncio.BaseEventLoop):
     """Refuses callbacks from other threads: virtual time would not wait for their work."""
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
-        """As `call_soon`, from the thread of the loop only."""
         assert self._thread_id in (None, threading.get_ident()), f"a callback from another thread: {callback}"  # type: ignore[attr-defined]
         return self.call_soon(callback, *args, context=context)
 
 
 class VirtualTime(asyncio.BaseEventLoop):
-    """See the module. For code that waits for a log in memory, and for no socket, thread or process."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now_s = START_S
@@ -45,7 +42,6 @@ class VirtualTime(asyncio.BaseEventLoop):
         return self.now_s
 
     def spend(self, seconds: float) -> None:
-        """Called by work for a thread, while it runs: it takes this long."""
         self._spent_s += seconds
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -113,8 +109,6 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class Listening:
-    """What `create_server` gives: no socket behind it. factory: makes a protocol per connection."""
-
     def __init__(self, factory: Callable[[], Any]) -> None:
         self.factory = factory
         self.is_open = True
@@ -128,8 +122,6 @@ class Listening:
 
 
 class VirtualLoop(VirtualTime):
-    """See the module. `random` orders what is ready together and times the work of threads. servers: who listens."""
-
     def __init__(self, random: Random) -> None:
         super().__init__()
         self._random = random
@@ -189,7 +181,6 @@ class VirtualLoop(VirtualTime):
         return task
 
     def _run_ready(self) -> None:
-        """See VirtualTime; but what dead and stalled processes have to do."""
         for handle in self._in_turn():
             if handle._cancelled:
                 continue
@@ -204,7 +195,6 @@ class VirtualLoop(VirtualTime):
                 handle._run()
 
     def _in_turn(self) -> list[asyncio.Handle]:
-        """What is ready: each process's callbacks in their order, the processes mixed."""
         ready = list(self._ready)
         self._ready.clear()
         if len(ready) < 2:

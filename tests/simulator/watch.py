@@ -6,7 +6,7 @@ What is checked here needs the moment (what was there before what); what needs t
 import hashlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,14 +32,22 @@ from schemas import (
 )
 from schemas.errors import BadFrame, HeadraceError
 from schemas.topics import POLICIES, topic_name
-from tests.simulator.hostile import STRUCK
+from tests.simulator.faults import STRUCK
 from tests.simulator.scenario import APP, MAX_USES, Scenario
-from tests.simulator.settlement_choices import Happened, Kind
 from tests.simulator.virtual_loop import Process
 from trainer.batch.assemble import step_seed
 
 LAST_EVENTS = 60
 Identity = tuple[str, object]
+Kind = Literal["asks", "hears", "loads"]
+
+
+class Happened(msgspec.Struct, frozen=True):
+    """Something in the life of a gateway. asks: for the end of `policies`, hears: all before an offset, loads: a version."""
+
+    kind: Kind
+    value: int
+    at_s: float
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -51,8 +59,6 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class RunWatch:
-    """See the module. began_s: when each process was started. seed: of the trainer."""
-
     def __init__(self, scenario: Scenario, store: MemoryStore, clock: Callable[[], float]) -> None:
         self.scenario = scenario
         self.store = store
@@ -106,7 +112,6 @@ class RunWatch:
             self.verbose(line)
 
     def read(self, value: bytes) -> Any:
-        """What a record holds, with the keys of what is sealed; its bytes where they are no record."""
         try:
             return decode(value, self._keys.find)
         except (BadFrame, HeadraceError):
@@ -115,7 +120,6 @@ class RunWatch:
     # ---- at the broker
 
     def stored(self, process: Process, record: Record) -> None:
-        """See network.Watcher."""
         value = self.read(record.value)
         if STRUCK:
             self.complain("I7 nothing foreign runs", f"{len(STRUCK)} times by {process.name} or before it")
@@ -147,7 +151,6 @@ class RunWatch:
             self.master_state = value.state
 
     def confirmed(self, process: Process, record: Record) -> None:
-        """See network.Watcher."""
         topic = record.topic.partition(".")[2]
         if topic not in ("experiences", "experts", "verified"):
             return
@@ -158,17 +161,14 @@ class RunWatch:
             self.acknowledged_stubs.add(value.id)
 
     def failed(self, process: Process, topic: str, key: bytes, value: bytes, stored: bool) -> None:
-        """See network.Watcher."""
         self.note(f"{process.name} was told that {topic} failed{' (it is stored)' if stored else ''}")
         if (name := identity(self.read(value))) is not None:
             self._failed.add((process, name))
 
     def asked_end(self, process: Process, partition: Partition, end: int) -> None:
-        """See network.Watcher."""
         self._course(process, partition, "asks", end)
 
     def heard(self, process: Process, partition: Partition, end: int) -> None:
-        """See network.Watcher."""
         self._course(process, partition, "hears", end)
 
     def _course(self, process: Process, partition: Partition, kind: Kind, end: int) -> None:
@@ -278,7 +278,6 @@ def members_of(value: object) -> tuple[Experience, ...]:
 
 
 def identity(value: object) -> Identity | None:
-    """What makes a record the same one, sent again."""
     if isinstance(value, Closure):
         return "closure", (value.group, value.attempt, value.revision)
     if isinstance(value, Task) and value.issued is not None:
@@ -291,7 +290,6 @@ def identity(value: object) -> Identity | None:
 
 
 def kind_of(value: object) -> str:
-    """What sort of record, as far as it matters to have seen it."""
     if isinstance(value, Closure):
         if "missing at deadline" in value.drops:
             return "missing at deadline"

@@ -21,19 +21,14 @@ from schemas import Feedback, topics
 from schemas.errors import BrokerUnavailable, FencedOut, StoreError
 from streams.stages.stage import causes, process_exit
 from tests.simulator import roles
-from tests.simulator.customers import Customers
-from tests.simulator.disk import ClientStore
+from tests.simulator.customers import Customers, CustomerTraffic, Wire
 from tests.simulator.faults import Faults, Mixture, draw_mixture
-from tests.simulator.gateway_life import GatewayLife, orphans
-from tests.simulator.light_metrics import LightMetrics
-from tests.simulator.network import ClientBus, SimulatedCluster
-from tests.simulator.operator_role import run_operator
+from tests.simulator.network import ClientBus, ClientStore, SimulatedCluster
+from tests.simulator.plugins import LightMetrics
+from tests.simulator.roles import GatewayLife, group_of_topic, orphans, run_operator
 from tests.simulator.scenario import APP, EVENTS, FAULTS_S, PARTITIONS, Scenario
-from tests.simulator.traffic import CustomerTraffic
 from tests.simulator.virtual_loop import PROCESS, Killed, Process, VirtualLoop
 from tests.simulator.watch import RunWatch, members_of
-from tests.simulator.wire import Wire
-from tests.simulator.worker_role import group_of_topic
 
 SESSION_S = 2.0  # after which the group deals a silent member's partitions to others
 GIVE_UP_S = 240.0  # of virtual time, for everything to drain
@@ -54,8 +49,6 @@ class Slot:
 
 
 class World:
-    """See the module."""
-
     def __init__(self, scenario: Scenario, mixture: Mixture | None, folder: Path) -> None:
         seed = scenario.seed
         self.scenario = scenario
@@ -103,7 +96,6 @@ class World:
             copy_context().run(self._abandon)
 
     def _went_wrong(self, context: dict[str, Any]) -> None:
-        """What a callback raised: one that is of no process is our own, and what it left undone looks like a role's fault."""
         handle = context.get("handle")
         if handle is not None and handle._context.get(PROCESS) is None:
             self.watch.complain("the simulation itself is sound", repr(context.get("exception")))
@@ -160,7 +152,6 @@ class World:
         return True
 
     def _live_is_trained(self) -> bool:
-        """What is drawn beside the usual lane needs its steps: it must be gone before issuing ends."""
         if [where for where in self._behind() if where.startswith(EVENTS)]:
             return False
         committed = self.cluster.group(group_of_topic(self.log, topics.VERIFIED)).committed
@@ -198,7 +189,6 @@ class World:
         return self.account
 
     def _unwritten(self) -> list[str]:
-        """What customers were promised is in the log, and is not: answers of gateways that were not killed, feedback."""
         owed = [name for name, process in self.customers.answered.items() if self._is_owed(process)]
         read, records = self.watch.read, self.records
         stored = {one.id for record in records(topics.EXPERIENCES) for one in members_of(read(record.value))}
@@ -340,7 +330,6 @@ class World:
         return self.stops.setdefault(process, asyncio.Event())
 
     def metrics_of(self, process: Process) -> LightMetrics:
-        """What a process counts."""
         return self.metrics.setdefault(process, LightMetrics(process.name))
 
     def draw_seed(self) -> int:
@@ -353,5 +342,4 @@ def _ends(cluster: SimulatedCluster, name: str) -> dict:  # type: ignore[type-ar
 
 
 def _dead(message: str, code: int) -> NoReturn:
-    """How a process ends that is dead already."""
     raise Killed

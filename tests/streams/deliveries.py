@@ -43,7 +43,6 @@ async def stored(log: Log, topic: Topic) -> list[LogMessage]:
 
 
 async def values(log: Log, topic: Topic) -> list[Block | Control | None]:
-    """What the topic's records hold."""
     return [message.value for message in await stored(log, topic)]
 
 

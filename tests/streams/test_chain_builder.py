@@ -158,22 +158,6 @@ def test_a_wrong_setting_is_named_with_its_table(tables: dict[str, Any], message
     assert message in str(caught.value)
 
 
-def test_feedback_reads_as_the_design_shows_it() -> None:
-    settings = config(
-        feedback=[
-            {
-                "name": "csat",
-                "use": "support:csat",
-                "from": {"topic": "zendesk.closed"},
-                "window": "24h",
-                "late": "amend",
-            }
-        ]
-    )
-    assert settings.feedback[0].from_.topic == "zendesk.closed"
-    assert settings.feedback[0].default == "unlabelled"
-
-
 def test_two_scores_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match='score: a step "exact" is there already'):
         build_verify(config(score=[EXACT, EXACT]))
@@ -209,8 +193,6 @@ def test_a_reward_of_ones_own_replaces_the_blend_and_may_hang_alone() -> None:
 
 
 def test_a_score_with_other_options_asks_another_question() -> None:
-    """What an instance holds cannot be read back: its verdicts are reused only under the options they were given under."""
-
     def question(instruction: str) -> str:
         endpoint = {"url": "http://127.0.0.1:1/v1", "model": "judge-1"}
         options = {"endpoint": endpoint, "instruction": instruction}

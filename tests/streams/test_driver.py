@@ -61,139 +61,118 @@ async def fed(log: Log, number: int) -> list[Record]:
     return [message.record for message in await stored(log, EXPERIENCES)]
 
 
-def test_records_are_acknowledged_in_order_whatever_finishes_first() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            stage = GatedStage()
-            driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
-            deliveries = [KeptDelivery(record) for record in await fed(log, 3)]
-            for delivery in deliveries:
-                await driver.accept(delivery)
-            stage.open(2)
-            stage.open(1)
-            await until(lambda: len(stage.gates) == 3)
-            assert not any(delivery.is_acknowledged for delivery in deliveries)
-            stage.open(0)
-            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-
-    asyncio.run(run())
-
-
-def test_a_full_window_holds_its_partition_back() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            stage = GatedStage()
-            driver = WindowDriver("gated", stage, log, Metrics("process"), tasks, limit=2)
-            first, second, third = (KeptDelivery(record) for record in await fed(log, 3))
-            await driver.accept(first)
-            await driver.accept(second)
-            waiting = tasks.create_task(driver.accept(third))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            stage.open(0)
-            await waiting
-            assert first.is_acknowledged
-            stage.open(1)
-            stage.open(2)
-
-    asyncio.run(run())
-
-
-def test_a_stage_that_raises_becomes_a_dead_letter_and_its_neighbours_go_on() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            stage = GatedStage()
-            stage.errors[1] = RuntimeError("no such thing")
-            metrics = Metrics("process")
-            driver = WindowDriver("gated", stage, log, metrics, tasks)
-            deliveries = [KeptDelivery(record) for record in await fed(log, 3)]
-            for delivery in deliveries:
-                await driver.accept(delivery)
-                stage.open(delivery.record.offset)
-            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-            assert len(await values(log, TASKSET)) == 2
-            (dead,) = await values(log, DEAD_LETTERS)
-            assert isinstance(dead, DeadLetter)
-            assert (dead.topic, dead.offset, dead.reason) == ("experiences", 1, "stage failed")
-            assert metrics.counters()["dropped{reason=stage failed}"] == 1
-
-    asyncio.run(run())
-
-
-def test_a_stage_that_hangs_is_given_up_after_its_timeout() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            driver = WindowDriver("gated", GatedStage(), log, Metrics("process"), tasks, timeout_s=0.01)
-            (record,) = await fed(log, 1)
-            delivery = KeptDelivery(record)
+async def test_records_are_acknowledged_in_order_whatever_finishes_first() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
+        deliveries = [KeptDelivery(record) for record in await fed(log, 3)]
+        for delivery in deliveries:
             await driver.accept(delivery)
-            await until(lambda: delivery.is_acknowledged)
-            (dead,) = await values(log, DEAD_LETTERS)
-            assert isinstance(dead, DeadLetter)
-            assert dead.reason == "timed out"
-
-    asyncio.run(run())
-
-
-def test_what_was_in_flight_before_a_rebalance_is_not_acknowledged_after_it() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            stage = GatedStage()
-            driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
-            (record,) = await fed(log, 1)
-            slow, again = KeptDelivery(record, generation=1), KeptDelivery(record, generation=2)
-            await driver.accept(slow)
-            driver.abandon()
-            assert slow.is_abandoned
-            await driver.accept(again)
-            stage.open(0)
-            await until(lambda: again.is_acknowledged)
-            assert not slow.is_acknowledged
-            assert stage.num_forgets == 2
-
-    asyncio.run(run())
+        stage.open(2)
+        stage.open(1)
+        await until(lambda: len(stage.gates) == 3)
+        assert not any(delivery.is_acknowledged for delivery in deliveries)
+        stage.open(0)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
 
 
-def test_outputs_of_one_key_keep_the_order_of_the_records() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            stage = GatedStage()
-            driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
-            for _ in range(2):
-                await log.publish(EXPERIENCES, block(answer("t.0", 0)))
-            deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
-            for delivery in deliveries:
-                await driver.accept(delivery)
-            stage.open(1)
-            await asyncio.sleep(0.01)
-            assert await values(log, TASKSET) == []
-            stage.open(0)
-            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-            tasks_out = [task for task in await values(log, TASKSET) if isinstance(task, Task)]
-            assert [task.id for task in tasks_out] == ["task-0", "task-1"]
-
-    asyncio.run(run())
+async def test_a_full_window_holds_its_partition_back() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks, limit=2)
+        first, second, third = (KeptDelivery(record) for record in await fed(log, 3))
+        await driver.accept(first)
+        await driver.accept(second)
+        waiting = tasks.create_task(driver.accept(third))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stage.open(0)
+        await waiting
+        assert first.is_acknowledged
+        stage.open(1)
+        stage.open(2)
 
 
-def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> None:
-    async def run() -> None:
-        async with memory_log() as log, asyncio.TaskGroup() as tasks:
-            driver = WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks)
+async def test_a_stage_that_raises_becomes_a_dead_letter_and_its_neighbours_go_on() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        stage.errors[1] = RuntimeError("no such thing")
+        metrics = Metrics("process")
+        driver = WindowDriver("gated", stage, log, metrics, tasks)
+        deliveries = [KeptDelivery(record) for record in await fed(log, 3)]
+        for delivery in deliveries:
+            await driver.accept(delivery)
+            stage.open(delivery.record.offset)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+        assert len(await values(log, TASKSET)) == 2
+        (dead,) = await values(log, DEAD_LETTERS)
+        assert isinstance(dead, DeadLetter)
+        assert (dead.topic, dead.offset, dead.reason) == ("experiences", 1, "stage failed")
+        assert metrics.counters()["dropped{reason=stage failed}"] == 1
+
+
+async def test_a_stage_that_hangs_is_given_up_after_its_timeout() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        driver = WindowDriver("gated", GatedStage(), log, Metrics("process"), tasks, timeout_s=0.01)
+        (record,) = await fed(log, 1)
+        delivery = KeptDelivery(record)
+        await driver.accept(delivery)
+        await until(lambda: delivery.is_acknowledged)
+        (dead,) = await values(log, DEAD_LETTERS)
+        assert isinstance(dead, DeadLetter)
+        assert dead.reason == "timed out"
+
+
+async def test_what_was_in_flight_before_a_rebalance_is_not_acknowledged_after_it() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
+        (record,) = await fed(log, 1)
+        slow, again = KeptDelivery(record, generation=1), KeptDelivery(record, generation=2)
+        await driver.accept(slow)
+        driver.abandon()
+        assert slow.is_abandoned
+        await driver.accept(again)
+        stage.open(0)
+        await until(lambda: again.is_acknowledged)
+        assert not slow.is_acknowledged
+        assert stage.num_forgets == 2
+
+
+async def test_outputs_of_one_key_keep_the_order_of_the_records() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        stage = GatedStage()
+        driver = WindowDriver("gated", stage, log, Metrics("process"), tasks)
+        for _ in range(2):
             await log.publish(EXPERIENCES, block(answer("t.0", 0)))
-            await log.bus.send(log.name(EXPERIENCES), b"HR\x01\x00garbage", key=b"t.0")
-            await log.publish(EXPERIENCES, block(answer("t.0", 1)))
-            deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
-            for delivery in deliveries:
-                await driver.accept(delivery)
-            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-            sent = await values(log, VERIFIED)
-            assert [one.experiences[0].episode for one in sent if isinstance(one, Block)] == [0, 1]
-            assert not any(isinstance(one, DropMarker) for one in sent)
-            (dead,) = await values(log, DEAD_LETTERS)
-            assert isinstance(dead, DeadLetter)
-            assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")
+        deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
+        for delivery in deliveries:
+            await driver.accept(delivery)
+        stage.open(1)
+        await asyncio.sleep(0.01)
+        assert await values(log, TASKSET) == []
+        stage.open(0)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+        tasks_out = [task for task in await values(log, TASKSET) if isinstance(task, Task)]
+        assert [task.id for task in tasks_out] == ["task-0", "task-1"]
 
-    asyncio.run(run())
+
+async def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> None:
+    async with memory_log() as log, asyncio.TaskGroup() as tasks:
+        driver = WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks)
+        await log.publish(EXPERIENCES, block(answer("t.0", 0)))
+        await log.bus.send(log.name(EXPERIENCES), b"HR\x01\x00garbage", key=b"t.0")
+        await log.publish(EXPERIENCES, block(answer("t.0", 1)))
+        deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
+        for delivery in deliveries:
+            await driver.accept(delivery)
+        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+        sent = await values(log, VERIFIED)
+        assert [one.experiences[0].episode for one in sent if isinstance(one, Block)] == [0, 1]
+        assert not any(isinstance(one, DropMarker) for one in sent)
+        (dead,) = await values(log, DEAD_LETTERS)
+        assert isinstance(dead, DeadLetter)
+        assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")
 
 
 def taken(window: Window[int], partition: int, offset: int, generation: int = 1) -> Ticket:
@@ -217,46 +196,16 @@ def test_handles_come_back_in_offset_order_whatever_finishes_first(order: list[i
     assert window.num_in_flight() == 0
 
 
-def test_partitions_do_not_wait_for_each_other() -> None:
-    window: Window[int] = Window(64)
-    taken(window, 0, 5)
-    assert window.complete(taken(window, 1, 9)) == [9]
-
-
-def test_gaps_between_offsets_do_not_hold_acks_back() -> None:
-    window: Window[int] = Window(64)
-    first, second = taken(window, 0, 5), taken(window, 0, 9)
-    assert window.complete(second) == []
-    assert window.complete(first) == [5, 9]
-
-
-def test_late_completion_of_a_revoked_generation_acks_nothing() -> None:
+def test_a_window_acks_each_record_of_the_newest_generation_once() -> None:
     window: Window[int] = Window(64)
     stale = taken(window, 0, 5, generation=1)
-    fresh = taken(window, 0, 5, generation=2)
-    assert window.complete(stale) == []
-    assert window.complete(fresh) == [5]
-
-
-def test_a_record_of_an_older_generation_is_not_taken() -> None:
-    window: Window[int] = Window(64)
-    taken(window, 0, 5, generation=2)
-    assert window.take(0, 6, 1, 6) is None
-
-
-def test_the_same_record_is_in_flight_once_per_generation() -> None:
-    window: Window[int] = Window(64)
-    ticket = taken(window, 0, 5)
-    assert window.take(0, 5, 1, 5) is None
-    assert window.complete(ticket) == [5]
-    assert window.take(0, 5, 1, 5) is None
-
-
-def test_completing_twice_acks_once() -> None:
-    window: Window[int] = Window(64)
-    ticket = taken(window, 0, 5)
-    assert window.complete(ticket) == [5]
-    assert window.complete(ticket) == []
+    first, second = taken(window, 0, 5, generation=2), taken(window, 0, 9, generation=2)
+    assert window.take(0, 10, 1, 10) is None, "delivered by an older generation"
+    assert window.take(0, 9, 2, 9) is None, "in flight already"
+    assert window.complete(taken(window, 1, 7)) == [7], "partitions do not wait for each other"
+    assert window.complete(stale) == window.complete(second) == []
+    assert window.complete(first) == [5, 9], "gaps between offsets hold nothing back"
+    assert window.complete(first) == []
 
 
 def test_forgotten_records_are_never_acked_and_block_nothing() -> None:
@@ -335,12 +284,6 @@ def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None
         for n in (1, 3)
     ]
     assert result.dropped == {"odd": 2}
-
-
-def test_a_block_whose_members_are_all_dropped_sends_stubs_only() -> None:
-    result = handled(block(answer("t.0", 1)), even_only)
-    assert result.first == ()
-    assert [type(output.record) for output in result.then] == [DropMarker]
 
 
 def test_a_duplicate_is_counted_and_closes_nobodys_place() -> None:

@@ -1,14 +1,22 @@
-"""Scores of Langfuse as feedback: each counts once, changed ones anew, and whatever Langfuse does costs nothing but time."""
+"""Feedback from Langfuse and from OpenTelemetry."""
 
 import asyncio
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from google.protobuf.json_format import MessageToDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry._logs import LogRecord
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
@@ -17,10 +25,11 @@ from infra.settings.plugin import load
 from schemas import Feedback
 from schemas.errors import ConfigError
 from streams.config import LangfuseConfig, StreamsConfig
-from streams.sources import langfuse
+from streams.sources import langfuse, otel
 from streams.sources.event import EventSource
 from streams.sources.langfuse import LangfuseAway, LangfuseState, langfuse_score, load_state, run_langfuse, take_round
-from streams.sources.source import build_sources
+from streams.sources.otel import EVENT, evaluation_result, split_otlp
+from streams.sources.source import build_sources, run_sources
 from tests.fake_langfuse import PUBLIC, SECRET, FakeLangfuse, ago, fake_langfuse
 from tests.streams.test_source import opened, stored, until
 
@@ -94,82 +103,67 @@ def test_an_answer_is_named_in_the_metadata_or_by_what_the_score_is_of() -> None
         assert read({**value, **unnamed}) is None
 
 
-def test_each_score_counts_once_across_rounds_and_restarts_and_a_changed_one_anew(
+async def test_each_score_counts_once_across_rounds_and_restarts_and_a_changed_one_anew(
     fake: FakeLangfuse, tmp_path: Path
 ) -> None:
-    async def scene() -> None:
-        log = await opened()
-        reader = SourceRounds(source(fake), log, tmp_path)
-        fake.score("s1", 1.0, seconds_ago=20, **NAMED)
-        fake.score("s2", 0.5, **NAMED)
-        fake.score("other", 0.5, name="latency", **NAMED)
-        fake.score("unnamed", 0.5)
+    log = await opened()
+    reader = SourceRounds(source(fake), log, tmp_path)
+    fake.score("s1", 1.0, seconds_ago=20, **NAMED)
+    fake.score("s2", 0.5, **NAMED)
+    fake.score("other", 0.5, name="latency", **NAMED)
+    fake.score("unnamed", 0.5)
+    await reader.round()
+    await reader.round()
+    assert await reader.said() == [("s1", 1.0), ("s2", 0.5)]
+    assert reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"] == 1
+    again = SourceRounds(source(fake), log, tmp_path)
+    fake.score("s1", 0.0, seconds_ago=20, updatedAt=ago(-1), **NAMED)
+    fake.score("late", 0.25, seconds_ago=1800, **NAMED)  # of a time that was read before
+    await again.round()
+    assert await again.said() == [("s1", 1.0), ("s2", 0.5), ("late", 0.25), ("s1", 0.0)]
+
+
+async def test_what_was_not_saved_is_published_again_with_the_same_id(fake: FakeLangfuse, tmp_path: Path) -> None:
+    log = await opened()
+    fake.score("s1", 1.0, **NAMED)
+    (tmp_path / "lost").mkdir()
+    await SourceRounds(source(fake), log, tmp_path / "lost").round()
+    await SourceRounds(source(fake), log, tmp_path).round()
+    first, second = (await stored(log))[0]
+    assert first == second
+
+
+async def test_more_than_a_page_is_read_whole_and_in_order(fake: FakeLangfuse, tmp_path: Path) -> None:
+    reader = SourceRounds(source(fake), await opened(), tmp_path)
+    for number in range(250):
+        fake.score(f"s{number:03}", number / 250, seconds_ago=300 - number // 2, **NAMED)
+    await reader.round()
+    assert [name for name, _ in await reader.said()] == [f"s{number:03}" for number in range(250)]
+    assert len(fake.asked) == 3
+
+
+async def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, tmp_path: Path) -> None:
+    reader = SourceRounds(source(fake), await opened(), tmp_path)
+    fake.most = 4
+    for number in range(langfuse.MAX_PAGES * fake.most + 20):
+        fake.score(f"s{number:05}", 1.0, seconds_ago=72_000 - 150 * number)
+    seen = []
+    while not seen or seen[-1] < len(fake.scores):
         await reader.round()
+        seen.append(int(reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"]))
+    assert 0 < seen[0] < len(fake.scores) and seen == sorted(set(seen))
+
+
+async def test_a_cursor_that_never_ends_stops_at_a_last_page_and_loses_nothing(
+    fake: FakeLangfuse, tmp_path: Path
+) -> None:
+    reader = SourceRounds(source(fake, since="1s"), await opened(), tmp_path)
+    fake.score("s1", 1.0, **NAMED)
+    fake.broken = [(200, b'{"data": [], "meta": {"cursor": "again"}}')] * 2000
+    with pytest.raises(LangfuseAway, match="has more scores than 1000 pages") as caught:
         await reader.round()
-        assert await reader.said() == [("s1", 1.0), ("s2", 0.5)]
-        assert reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"] == 1
-        again = SourceRounds(source(fake), log, tmp_path)
-        fake.score("s1", 0.0, seconds_ago=20, updatedAt=ago(-1), **NAMED)
-        fake.score("late", 0.25, seconds_ago=1800, **NAMED)  # of a time that was read before
-        await again.round()
-        assert await again.said() == [("s1", 1.0), ("s2", 0.5), ("late", 0.25), ("s1", 0.0)]
-
-    asyncio.run(scene())
-
-
-def test_what_was_not_saved_is_published_again_with_the_same_id(fake: FakeLangfuse, tmp_path: Path) -> None:
-    async def scene() -> None:
-        log = await opened()
-        fake.score("s1", 1.0, **NAMED)
-        (tmp_path / "lost").mkdir()
-        await SourceRounds(source(fake), log, tmp_path / "lost").round()
-        await SourceRounds(source(fake), log, tmp_path).round()
-        first, second = (await stored(log))[0]
-        assert first == second
-
-    asyncio.run(scene())
-
-
-def test_more_than_a_page_is_read_whole_and_in_order(fake: FakeLangfuse, tmp_path: Path) -> None:
-    async def scene() -> None:
-        reader = SourceRounds(source(fake), await opened(), tmp_path)
-        for number in range(250):
-            fake.score(f"s{number:03}", number / 250, seconds_ago=300 - number // 2, **NAMED)
-        await reader.round()
-        assert [name for name, _ in await reader.said()] == [f"s{number:03}" for number in range(250)]
-        assert len(fake.asked) == 3
-
-    asyncio.run(scene())
-
-
-def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLangfuse, tmp_path: Path) -> None:
-    """Of 20 hours, more pages than a round takes: the first reads a part of the time, those behind it the rest."""
-
-    async def scene() -> None:
-        reader = SourceRounds(source(fake), await opened(), tmp_path)
-        fake.most = 4
-        for number in range(langfuse.MAX_PAGES * fake.most + 20):
-            fake.score(f"s{number:05}", 1.0, seconds_ago=72_000 - 150 * number)
-        seen = []
-        while not seen or seen[-1] < len(fake.scores):
-            await reader.round()
-            seen.append(int(reader.metrics.counters()["feedback_events{outcome=ignored,source=csat}"]))
-        assert 0 < seen[0] < len(fake.scores) and seen == sorted(set(seen))
-
-    asyncio.run(scene())
-
-
-def test_a_cursor_that_never_ends_stops_at_a_last_page_and_loses_nothing(fake: FakeLangfuse, tmp_path: Path) -> None:
-    async def scene() -> None:
-        reader = SourceRounds(source(fake, since="1s"), await opened(), tmp_path)
-        fake.score("s1", 1.0, **NAMED)
-        fake.broken = [(200, b'{"data": [], "meta": {"cursor": "again"}}')] * 2000
-        with pytest.raises(LangfuseAway, match="has more scores than 1000 pages") as caught:
-            await reader.round()
-        assert caught.value.reason == "no last page" and len(fake.asked) == langfuse.LAST_PAGES
-        assert reader.known == LangfuseState()
-
-    asyncio.run(scene())
+    assert caught.value.reason == "no last page" and len(fake.asked) == langfuse.LAST_PAGES
+    assert reader.known == LangfuseState()
 
 
 @pytest.mark.parametrize(
@@ -186,39 +180,35 @@ def test_a_cursor_that_never_ends_stops_at_a_last_page_and_loses_nothing(fake: F
         (200, b" " * (langfuse.MAX_PAGE_BYTES + 1), "page refused"),
     ],
 )
-def test_while_langfuse_is_away_nothing_is_passed_over(
+async def test_while_langfuse_is_away_nothing_is_passed_over(
     fake: FakeLangfuse, tmp_path: Path, status: int, body: bytes, reason: str
 ) -> None:
-    async def scene() -> None:
-        reader = SourceRounds(source(fake), await opened(), tmp_path)
-        fake.score("s1", 1.0, **NAMED)
-        fake.broken = [(status, body)]
-        with pytest.raises(LangfuseAway) as away:
-            await reader.round()
-        assert away.value.reason == reason and reader.known == LangfuseState()
+    reader = SourceRounds(source(fake), await opened(), tmp_path)
+    fake.score("s1", 1.0, **NAMED)
+    fake.broken = [(status, body)]
+    with pytest.raises(LangfuseAway) as away:
         await reader.round()
-        assert await reader.said() == [("s1", 1.0)]
+    assert away.value.reason == reason and reader.known == LangfuseState()
+    await reader.round()
+    assert await reader.said() == [("s1", 1.0)]
 
-    asyncio.run(scene())
 
-
-def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on(fake: FakeLangfuse, tmp_path: Path) -> None:
-    async def scene() -> None:
-        reader = SourceRounds(source(fake), await opened(), tmp_path)
-        fake.score("bad", 7.0, seconds_ago=20, **NAMED)
-        fake.score("worse", None, seconds_ago=15, timestamp=ago(15), **NAMED)
-        fake.score("worst", 1.0, seconds_ago=12, **NAMED)
-        fake.scores["worst"]["id"] = None
-        fake.score("good", 1.0, **NAMED)
-        await reader.round()
-        said, dead = await stored(reader.log)
-        assert [one.id.partition("@")[0] for one in said] == ["good"]
-        assert [(one.topic, one.reason) for one in dead] == [
-            ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"), ("langfuse:csat", "event failed"),
-        ]  # fmt: skip
-        assert "from 0 to 1" in dead[0].error and b"bad" in dead[0].value
-
-    asyncio.run(scene())
+async def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on(
+    fake: FakeLangfuse, tmp_path: Path
+) -> None:
+    reader = SourceRounds(source(fake), await opened(), tmp_path)
+    fake.score("bad", 7.0, seconds_ago=20, **NAMED)
+    fake.score("worse", None, seconds_ago=15, timestamp=ago(15), **NAMED)
+    fake.score("worst", 1.0, seconds_ago=12, **NAMED)
+    fake.scores["worst"]["id"] = None
+    fake.score("good", 1.0, **NAMED)
+    await reader.round()
+    said, dead = await stored(reader.log)
+    assert [one.id.partition("@")[0] for one in said] == ["good"]
+    assert [(one.topic, one.reason) for one in dead] == [
+        ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"), ("langfuse:csat", "event failed"),
+    ]  # fmt: skip
+    assert "from 0 to 1" in dead[0].error and b"bad" in dead[0].value
 
 
 def test_a_source_runs_until_it_is_ended_and_counts_what_failed(fake: FakeLangfuse, tmp_path: Path) -> None:
@@ -267,3 +257,103 @@ def test_a_damaged_state_stops_the_source(tmp_path: Path) -> None:
     (tmp_path / "feedback-csat.json").write_text("{")
     with pytest.raises(msgspec.DecodeError):
         load_state(tmp_path / "feedback-csat.json")
+
+
+def emitted(*events: Mapping[str, Any], name: str = EVENT) -> bytes:
+    exporter = InMemoryLogRecordExporter()
+    provider = LoggerProvider()
+    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    for number, attributes in enumerate(events):
+        record = LogRecord(timestamp=1_772_000_000_000_000_000 + number, event_name=name, attributes=dict(attributes))
+        provider.get_logger("judge").emit(record)
+    return json.dumps(MessageToDict(encode_logs(exporter.get_finished_logs()))).encode()
+
+
+def result(value: float | None = None, **more: Any) -> dict[str, Any]:
+    said = {"gen_ai.evaluation.name": "helpful", "gen_ai.response.id": REF, **more}
+    return said if value is None else {**said, "gen_ai.evaluation.score.value": value}
+
+
+def read_event(attributes: Mapping[str, Any], *, event: str = EVENT, **options: Any) -> Feedback | None:
+    (record,) = split_otlp(emitted(attributes, name=event))
+    found = evaluation_result(json.loads(record), name="helpful", **options)
+    assert found is None or isinstance(found, Feedback)
+    return found
+
+
+def test_an_evaluation_becomes_feedback_on_the_answer_that_its_response_id_names() -> None:
+    plain = read_event(result(0.75))
+    assert plain is not None and (plain.ref, plain.type, plain.value) == (REF, "value", 0.75)
+    stars = read_event(result(4), lowest=1.0, highest=5.0)
+    assert stars is not None and stars.value == 0.75
+    labelled = result(**{"gen_ai.evaluation.score.label": "pass"})
+    valued, label = read_event(labelled, labels={"pass": 1.0}), read_event(labelled)
+    assert valued is not None and valued.value == 1.0
+    assert label is not None and (label.type, label.text) == ("label", "pass")
+    named = read_event(result(1.0, **{"log.record.uid": "e-17"}))
+    assert named is not None and named.id == "e-17"
+
+
+def test_other_events_and_other_evaluations_are_ignored() -> None:
+    assert read_event(result(1.0), event="gen_ai.client.inference.operation.details") is None
+    assert read_event({**result(1.0), "gen_ai.evaluation.name": "brief"}) is None
+    assert evaluation_result({"body": {"stringValue": "a line of a log"}}, name="helpful") is None
+
+
+def test_an_event_has_the_same_id_however_often_it_is_delivered_and_others_have_others() -> None:
+    first, again, other = (read_event(result(value)) for value in (1.0, 1.0, 0.5))
+    assert first is not None and again is not None and other is not None
+    assert first.id == again.id != other.id
+
+
+@settings(deadline=None)
+@given(
+    st.binary(max_size=200) | st.recursive(st.none() | st.text(), lambda of: st.dictionaries(st.text(), of)).map(repr)
+)
+def test_whatever_is_no_message_of_otlp_is_left_as_it_is(value: bytes | str) -> None:
+    found = value.encode("utf-8", "replace") if isinstance(value, str) else value
+    assert split_otlp(found) == [found]
+
+
+async def test_a_topic_that_a_collector_writes_is_read_event_by_event(tmp_path: Path) -> None:
+    table = {
+        "name": "helpful",
+        "use": "streams.sources.otel:evaluation_result",
+        "options": {"name": "helpful"},
+        "from": {"topic": "otel.logs", "otlp": True},
+    }
+    sources = build_sources(decode({"feedback": [table]}, StreamsConfig, "bot.toml").feedback, tmp_path)
+
+    def uid(number: int) -> dict[str, Any]:
+        return {"log.record.uid": str(number)}
+
+    log, metrics = await opened(), Metrics("process")
+    await log.bus.create_topic("otel.logs", 1, {})
+    running = asyncio.create_task(run_sources(sources, log, metrics, tmp_path))
+    broken = result(7.0, **uid(3))
+    mine = [result(1.0, **uid(1)), broken, {"gen_ai.evaluation.name": "brief"}, result(0.5, **uid(2))]
+    await log.bus.send("otel.logs", emitted(*mine), key=b"")
+    for wrong in (b'{"resourceLogs": 7}', b"no JSON"):
+        await log.bus.send("otel.logs", wrong, key=b"")
+    await log.bus.send("otel.logs", emitted(result(0.25, **uid(4))), key=b"")
+    await until(log, ["1", "2", "4"])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    dead = (await stored(log))[1]
+    reasons = sorted((one.offset, one.reason) for one in dead)
+    assert reasons == [(0, "event invalid"), (1, "event failed"), (2, "event invalid")]
+    assert metrics.counters()["feedback_events{outcome=ignored,source=helpful}"] == 1
+    (letter,) = [one for one in dead if one.offset == 0]
+    assert split_otlp(letter.value) == [letter.value] and b'"3"' in letter.value, "one event, to be delivered again"
+
+
+def test_a_message_of_very_many_records_is_one_dead_letter() -> None:
+    assert len(split_otlp(emitted(*[{}] * otel.MAX_RECORDS))) == otel.MAX_RECORDS
+    flood = emitted(*[{}] * (otel.MAX_RECORDS + 1))
+    assert split_otlp(flood) == [flood]
+
+
+def test_otlp_is_of_a_topic() -> None:
+    table = {"name": "a", "use": "a:b", "from": {"file": "e.jsonl", "otlp": True}}
+    with pytest.raises(ConfigError, match="got otlp = true without topic"):
+        decode({"feedback": [table]}, StreamsConfig, "bot.toml")

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,16 +9,15 @@ import pytest
 
 from infra.chain.chain import ChainTurn, make_step
 from infra.chain.processor import Memory, processor
-from infra.log.bus import Partition, Reader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from schemas import Block, DropMarker, Experience, Score
-from schemas.topics import EXPERIENCES, MAX_RECORD_BYTES, VERIFIED
+from schemas.topics import EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, ProcessorConfig, ScoreConfig, StreamsConfig
 from streams.processors.filter import dedupe
 from streams.stages.driver import WindowDriver
-from streams.stages.recall import CHUNK_RECORDS, FETCH_BYTES, recall
+from streams.stages.recall import recall
 from streams.stages.verify import Verifier
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
@@ -62,124 +60,81 @@ async def drive(log: Log, stage: Verifier, deliveries: list[KeptDelivery]) -> No
         await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
 
 
-def test_a_duplicate_after_a_restart_is_still_a_duplicate() -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            for group in ("a.0", "b.0", "a.0"):
-                await log.publish(EXPERIENCES, block(answer(group, 0)))
-            records = [message.record for message in await stored(log, EXPERIENCES)]
-            await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[:2]])
-            await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[2:]])
-            sent = await values(log, VERIFIED)
-            assert [one.group for one in sent if isinstance(one, Block)] == ["a.0", "b.0"]
-
-    asyncio.run(run())
+async def test_a_duplicate_after_a_restart_is_still_a_duplicate() -> None:
+    async with memory_log() as log:
+        for group in ("a.0", "b.0", "a.0"):
+            await log.publish(EXPERIENCES, block(answer(group, 0)))
+        records = [message.record for message in await stored(log, EXPERIENCES)]
+        await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[:2]])
+        await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[2:]])
+        sent = await values(log, VERIFIED)
+        assert [one.group for one in sent if isinstance(one, Block)] == ["a.0", "b.0"]
 
 
-def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handled() -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            for number in range(6):
-                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0)))
-            records = [message.record for message in await stored(log, EXPERIENCES)]
-            stage = verifier(numbered)
-            async with asyncio.TaskGroup() as tasks:
-                driver = WindowDriver("verify", stage, log, Metrics("process"), tasks)
-                first = [KeptDelivery(record) for record in records[:4]]
-                for delivery in first:
-                    await driver.accept(delivery)
-                await until(lambda: all(delivery.is_acknowledged for delivery in first))
-                again = [KeptDelivery(record, generation=2) for record in records[2:]]
-                for delivery in again:
-                    await driver.accept(delivery)
-                await until(lambda: all(delivery.is_acknowledged for delivery in again))
-            sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
-            assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(6)}
-
-    asyncio.run(run())
-
-
-def test_reading_back_ends_where_the_memory_reaches() -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            for number in range(40):
-                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0), answer(f"g{number}.0", 1)))
-            stage = Verifier([msgspec.structs.replace(make_step("dedupe", dedupe), memory=10)])
-            taken: list[int] = []
-
-            class Counting:
-                reach = stage.reach
-
-                async def recall(self, message) -> None:  # type: ignore[no-untyped-def]
-                    taken.append(message.offset)
-                    await stage.recall(message)
-
-            await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
-            assert taken == [25, 26, 27, 28, 29]
-
-    asyncio.run(run())
-
-
-class AskedBus(MemoryBus):
-    """Keeps how much each reader lets the broker send ahead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[int] = []
-
-    async def assigned(
-        self, starts: Mapping[Partition, int], *, group: str | None = None, fetch_bytes: int = 0
-    ) -> Reader:
-        self.asked.append(fetch_bytes)
-        return await super().assigned(starts, group=group, fetch_bytes=fetch_bytes)
-
-
-def test_who_reads_back_is_sent_no_more_ahead_than_a_chunk_takes() -> None:
-    async def run() -> None:
-        bus = AskedBus()
-        log = Log(bus, "app")
-        await log.create_topics(partitions=1, keep_ms=-1)
-        for number in range(2 * CHUNK_RECORDS):
+async def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handled() -> None:
+    async with memory_log() as log:
+        for number in range(6):
             await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0)))
-        await recall(log, verifier(dedupe), log.name(EXPERIENCES), 0, 2 * CHUNK_RECORDS)
-        assert len(bus.asked) == 3, "two chunks backwards, and all of it forwards"
-        assert set(bus.asked) == {FETCH_BYTES} and FETCH_BYTES < MAX_RECORD_BYTES / 8
-
-    asyncio.run(run())
-
-
-def test_memories_see_records_in_log_order_whatever_overtakes_before() -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            for number in range(12):
-                await log.publish(EXPERIENCES, block(answer(f"g{number}.0", number % 2)))
-            deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
-            await drive(log, verifier(slow_if_odd, numbered), deliveries)
-            sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
-            assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(12)}
-
-    asyncio.run(run())
+        records = [message.record for message in await stored(log, EXPERIENCES)]
+        stage = verifier(numbered)
+        async with asyncio.TaskGroup() as tasks:
+            driver = WindowDriver("verify", stage, log, Metrics("process"), tasks)
+            first = [KeptDelivery(record) for record in records[:4]]
+            for delivery in first:
+                await driver.accept(delivery)
+            await until(lambda: all(delivery.is_acknowledged for delivery in first))
+            again = [KeptDelivery(record, generation=2) for record in records[2:]]
+            for delivery in again:
+                await driver.accept(delivery)
+            await until(lambda: all(delivery.is_acknowledged for delivery in again))
+        sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
+        assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(6)}
 
 
-def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
-    async def run() -> None:
-        first = ChainTurn()
-        second = ChainTurn(first)
-        third = ChainTurn(second)
-        second.end()
-        assert not second.is_over
-        async with asyncio.timeout(0.05) as limit:
-            third.limit = limit
-            waiting = asyncio.create_task(third.wait())
-            await asyncio.sleep(0)
-            assert limit.when() is None
-            first.end()
-            await waiting
-            assert limit.when() is not None
-        third.end()
-        assert third.is_over
+async def test_reading_back_ends_where_the_memory_reaches() -> None:
+    async with memory_log() as log:
+        for number in range(40):
+            await log.publish(EXPERIENCES, block(answer(f"g{number}.0", 0), answer(f"g{number}.0", 1)))
+        stage = Verifier([msgspec.structs.replace(make_step("dedupe", dedupe), memory=10)])
+        taken: list[int] = []
 
-    asyncio.run(run())
+        class Counting:
+            reach = stage.reach
+
+            async def recall(self, message) -> None:  # type: ignore[no-untyped-def]
+                taken.append(message.offset)
+                await stage.recall(message)
+
+        await recall(log, Counting(), log.name(EXPERIENCES), 0, 30)
+        assert taken == [25, 26, 27, 28, 29]
+
+
+async def test_memories_see_records_in_log_order_whatever_overtakes_before() -> None:
+    async with memory_log() as log:
+        for number in range(12):
+            await log.publish(EXPERIENCES, block(answer(f"g{number}.0", number % 2)))
+        deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
+        await drive(log, verifier(slow_if_odd, numbered), deliveries)
+        sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
+        assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(12)}
+
+
+async def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
+    first = ChainTurn()
+    second = ChainTurn(first)
+    third = ChainTurn(second)
+    second.end()
+    assert not second.is_over
+    async with asyncio.timeout(0.05) as limit:
+        third.limit = limit
+        waiting = asyncio.create_task(third.wait())
+        await asyncio.sleep(0)
+        assert limit.when() is None
+        first.end()
+        await waiting
+        assert limit.when() is not None
+    third.end()
+    assert third.is_over
 
 
 def traffic(seed: int) -> list[Block]:

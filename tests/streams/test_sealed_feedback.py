@@ -1,31 +1,43 @@
-"""What people write about answers is sealed in every topic and file it passes, read where it is needed, and forgotten."""
+"""What people write about answers is redacted, sealed in every topic and file, and forgotten."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from infra.chain.chain import make_step
 from infra.chain.processor import feedback
+from infra.ledger.forget import complete, destroy
+from infra.ledger.index import LogIndex
 from infra.ledger.trace import legible
-from infra.log.bus import Record
+from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.seal import Keys, open_event, open_text, seal_event, seal_text
-from schemas import BadFrame, Block, Feedback, Received
+from infra.store.seal import FORGOTTEN, Keys, open_event, open_text, seal_event, seal_text
+from schemas import BadFrame, Block, DeadLetter, Feedback, Received
 from schemas.errors import Sealed
 from schemas.ids import answer_id, experience_id, request_group
-from schemas.topics import ALL, FEEDBACK, VERIFIED
+from schemas.topics import ALL, DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
 from streams.processors.correct import Correct
+from streams.reprocess.letters import redeliver
+from streams.reprocess.ranges import Range
+from streams.sources import received, topic
 from streams.sources.event import EventSource
+from streams.sources.file import FilePosition
+from streams.sources.file import take_once as take_from_file
 from streams.sources.received import GROUP, rating, take_once
+from tests.actors.gateway.gateway_rig import RunningGateway, engine, says, serving
+from tests.actors.gateway.test_gateway_feedback import HOOK, signature
 from tests.names import session_name
 from tests.streams.collect.collecting import answer, block
 from tests.streams.collect.test_corrections import Letters
@@ -85,7 +97,6 @@ def test_what_was_never_sealed_stays_as_it_is() -> None:
 
 
 def correction(keys: Keys) -> Received:
-    """As the gateway writes it."""
     body = {"answer_id": answer_id(ANSWER), "id": "f-1", "kind": "correction", "rater": "ann"}
     body["correction"] = seal_text(WRITTEN, keys, ANSWER)
     return Received(path="/v1/feedback", body=msgspec.json.encode(body), id="f-1", ref=answer_id(ANSWER))
@@ -146,30 +157,24 @@ def test_an_edit_is_learned_from_and_lies_nowhere_in_the_clear(tmp_path: Path) -
     assert files and not [file for file in files if b"WILHELMINA" in file.read_bytes()]
 
 
-def test_an_edit_whose_key_is_destroyed_is_counted_and_teaches_nothing(tmp_path: Path) -> None:
-    async def check() -> None:
-        log, keys, _ = await log_with(answered=True)
-        await heard(log)
-        keys.destroy(SESSION)
-        sent, counters = await collected(log, tmp_path)
-        assert not [one for made in sent for one in made.experiences if one.lane in ("expert", "human")]
-        assert counters["dropped{reason=forgotten}"] >= 1
-
-    asyncio.run(check())
+async def test_an_edit_whose_key_is_destroyed_is_counted_and_teaches_nothing(tmp_path: Path) -> None:
+    log, keys, _ = await log_with(answered=True)
+    await heard(log)
+    keys.destroy(SESSION)
+    sent, counters = await collected(log, tmp_path)
+    assert not [one for made in sent for one in made.experiences if one.lane in ("expert", "human")]
+    assert counters["dropped{reason=forgotten}"] >= 1
 
 
-def test_feedback_that_was_forgotten_before_it_was_read_is_counted_and_goes_no_further() -> None:
-    async def check() -> None:
-        log, keys, _ = await log_with(answered=False)
-        keys.destroy(SESSION)
-        metrics = await heard(log)
-        assert [m async for m in log.read_all(VERIFIED)] == []
-        assert metrics.counters()["feedback_events{outcome=forgotten,source=user}"] == 1
-
-    asyncio.run(check())
+async def test_feedback_that_was_forgotten_before_it_was_read_is_counted_and_goes_no_further() -> None:
+    log, keys, _ = await log_with(answered=False)
+    keys.destroy(SESSION)
+    metrics = await heard(log)
+    assert [m async for m in log.read_all(VERIFIED)] == []
+    assert metrics.counters()["feedback_events{outcome=forgotten,source=user}"] == 1
 
 
-def test_a_source_of_ones_own_reads_the_text_and_a_dead_letter_holds_it_sealed() -> None:
+async def test_a_source_of_ones_own_reads_the_text_and_a_dead_letter_holds_it_sealed() -> None:
     read = []
 
     @feedback(version=1)
@@ -177,10 +182,142 @@ def test_a_source_of_ones_own_reads_the_text_and_a_dead_letter_holds_it_sealed()
         read.append(said["correction"])
         raise RuntimeError("it cannot be said")
 
-    async def check() -> None:
-        log, _, _ = await log_with(answered=False)
-        metrics = await heard(log, careful)
-        assert metrics.counters()["feedback_events{outcome=failed,source=user}"] == 1
-        assert read == [WRITTEN] and b"WILHELMINA" not in await everything(log)
+    log, _, _ = await log_with(answered=False)
+    metrics = await heard(log, careful)
+    assert metrics.counters()["feedback_events{outcome=failed,source=user}"] == 1
+    assert read == [WRITTEN] and b"WILHELMINA" not in await everything(log)
 
-    asyncio.run(check())
+
+Way = Literal["webhook", "topic", "file"]
+TENANT, USER, FOREIGN = "acme", "ann@example.org", "zendesk.closed"
+NOTE = "it should say WILHELMINA, ask ada@lovelace.example"
+
+
+@feedback(version=1)
+def note(event: dict[str, Any]) -> Feedback | None:
+    """A correction, or an exception that repeats what was written."""
+    if event["broken"]:
+        raise ValueError(f"cannot read {event['note']}")
+    return Feedback(ref=event["answer_id"], id=event["id"], type="correction", text=event["note"], rater=event["mail"])
+
+
+def events(answer: str) -> list[bytes]:
+    told = {"answer_id": answer, "note": NOTE, "mail": "bob@example.org"}
+    return [json.dumps({**told, "id": f"e{broken}", "broken": broken}).encode() for broken in (False, True)]
+
+
+async def said(way: Way, served: RunningGateway, answer: str, log: Log) -> Metrics:
+    """Two events by one way, and what a worker makes of them."""
+    metrics, source = Metrics("process"), EventSource(name="note", function=note)
+    if way == "webhook":
+        async with served.http() as http:
+            for body in events(answer):
+                told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+                assert told.status_code == 202
+        await heard_events(source, log, metrics)
+    elif way == "topic":
+        await log.bus.create_topic(FOREIGN, 1, {})
+        for body in events(answer):
+            await log.bus.send(FOREIGN, body, key=b"")
+        reader = await log.bus.subscribed([FOREIGN], group="t")
+        await topic.take_once(source, reader, log, metrics)
+        await reader.close()
+    else:
+        source.file = served.folder.parent / "events.jsonl"
+        source.file.write_bytes(b"\n".join([*events(answer), b""]))
+        await take_from_file(source, FilePosition(), log, metrics, served.folder.parent / "state")
+    return metrics
+
+
+async def heard_events(source: EventSource, log: Log, metrics: Metrics, group: str = received.GROUP) -> None:
+    reader = await log.subscribed(FEEDBACK, group=group)
+    while await received.take_once({"/zendesk": source}, reader, log, metrics, poll_s=0.01):
+        pass
+    await reader.close()
+
+
+@asynccontextmanager
+async def answered(folder: Path) -> AsyncIterator[tuple[RunningGateway, str]]:
+    """A gateway with a webhook, and the id of an answer it gave to a named user."""
+    async with serving(folder, engine(says("Hello.")), webhooks=(HOOK,), store=MemoryStore()) as served:
+        key = served.key(tenant=TENANT)
+        await served.keys_read()
+        client = served.client(key)
+        done = await client.completions.create(model="m", prompt="Hi", user=USER, extra_headers={"x-session-id": "s"})
+        await served.recorded(1)
+        yield served, done.id
+
+
+async def forgotten(log: Log, folder: Path) -> None:
+    assert log.store is not None
+    keys = Keys(log.store)
+    key_ids = destroy(keys, TENANT, USER)
+    index = LogIndex(folder / "trace.sqlite", run="test", policy="main")
+    assert (await complete(log, index, keys, "9f", key_ids)).texts == 1
+    index.close()
+
+
+async def written(log: Log) -> tuple[Feedback, DeadLetter]:
+    (one,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
+    (letter,) = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
+    return one, letter
+
+
+@pytest.mark.parametrize("way", ["webhook", "topic", "file"])
+async def test_what_an_event_says_is_in_no_topic_in_the_clear_and_cannot_be_read_once_its_user_is_forgotten(
+    tmp_path: Path, way: Way
+) -> None:
+    async with answered(tmp_path / "gateway") as (served, answer):
+        log = served.log
+        metrics = await said(way, served, answer, log)
+        one, letter = await written(log)
+        assert legible(one, log.keys).text == "it should say WILHELMINA, ask [email]"
+        assert letter.error == "note failed: ValueError", "an exception may repeat what was written"
+        assert metrics.counters()["feedback_events{outcome=failed,source=note}"] == 1
+        found = await everything(log)
+        files = [path for path in served.folder.rglob("*") if path.is_file() and "keys" not in path.parts]
+        found += b"".join([path.read_bytes() for path in files])
+        assert not [word for word in (b"WILHELMINA", b"ada@", b"bob@", b"ann@") if word in found]
+        await forgotten(log, tmp_path)
+        later = Log(log.bus, "test", store=served.store)
+        assert legible(one, later.keys).text == FORGOTTEN
+        if way == "webhook":
+            again = Metrics("process")
+            await heard_events(EventSource(name="note", function=note), later, again, group="later")
+            assert again.counters() == {"feedback_events{outcome=forgotten,source=note}": 2.0}
+
+
+def broken_event(answer: str) -> bytes:
+    return events(answer)[1]
+
+
+@pytest.mark.parametrize(
+    ("left", "forget", "delivered"),
+    [(True, False, broken_event), (False, False, None), (True, True, None)],
+    ids=["still in its topic", "trimmed there", "forgotten"],
+)
+async def test_a_sealed_letter_goes_back_to_its_topic_unless_its_user_is_forgotten(
+    tmp_path: Path, left: bool, forget: bool, delivered: Callable[[str], bytes] | None
+) -> None:
+    async with answered(tmp_path / "gateway") as (served, answer):
+        log = served.log
+        assert isinstance(log.bus, MemoryBus)
+        await said("topic", served, answer, log)
+        if not left:
+            await log.bus.delete_records(Partition(FOREIGN, 0), 2)
+        if forget:
+            await forgotten(log, tmp_path)
+        later = Log(log.bus, "test", store=served.store)
+        places = await log.bus.end_offsets(log.name(DEAD_LETTERS))
+        ranges = [Range(DEAD_LETTERS, place.index, 0, end) for place, end in places.items()]
+        report = await redeliver(later, ranges, lambda count: None)
+        if forget:
+            assert report.refused == {"still does not decode": 1} and "forgotten" in report.examples[0]
+            return
+        assert report.delivered == {FOREIGN: 1}
+        reader = await log.bus.assigned({place: 2 for place in await log.bus.end_offsets(FOREIGN)})
+        (record,) = await reader.get_many(timeout_s=5.0)
+        await reader.close()
+        event = json.loads(record.value)
+        assert event["note"] == (NOTE if left else "it should say WILHELMINA, ask [email]")
+        assert event["answer_id"] == answer

@@ -4,28 +4,34 @@ import asyncio
 import json
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from infra.chain.processor import feedback
-from infra.log.bus import CommitRefused, Partition
+from infra.log.bus import CommitRefused, Headers, Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.log.placing import key_of
 from infra.observe.metrics import Metrics
 from infra.settings.config import decode
-from schemas import DeadLetter, Feedback, Received
+from infra.store.memory import MemoryStore
+from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
 from streams.config import FEEDBACK_PATH, StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
+from streams.sources.received import GROUP, rating
 from streams.sources.received import take_once as received_once
 from streams.sources.source import build_sources, run_sources
 from streams.sources.topic import take_once
+from streams.stages.verify import REDELIVERED
 from tests.actors.gateway.test_gateway_clock_and_disk import full_disk
 from tests.streams.deliveries import memory_log, values
 
@@ -130,27 +136,24 @@ def test_a_hanging_function_is_given_up() -> None:
         release.set()
 
 
-def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters() -> None:
-    async def scene() -> None:
-        log, metrics = await opened(), Metrics("process")
-        values = [ticket(id="1", csat=1), b"{", b"{}", ticket(id="2", csat=5)]
-        await publish_events(source(), events(*values), log, metrics)
-        said, (dead,) = await stored(log)
-        assert [one.id for one in said] == ["1", "2"]
-        assert (dead.topic, dead.offset, dead.stage, dead.reason) == (
-            "zendesk.closed",
-            1,
-            "feedback csat",
-            "event invalid",
-        )
-        assert dead.value == b"{"
-        assert metrics.counters() == {
-            "feedback_events{outcome=accepted,source=csat}": 2.0,
-            "feedback_events{outcome=ignored,source=csat}": 1.0,
-            "feedback_events{outcome=invalid,source=csat}": 1.0,
-        }
-
-    asyncio.run(scene())
+async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters() -> None:
+    log, metrics = await opened(), Metrics("process")
+    values = [ticket(id="1", csat=1), b"{", b"{}", ticket(id="2", csat=5)]
+    await publish_events(source(), events(*values), log, metrics)
+    said, (dead,) = await stored(log)
+    assert [one.id for one in said] == ["1", "2"]
+    assert (dead.topic, dead.offset, dead.stage, dead.reason) == (
+        "zendesk.closed",
+        1,
+        "feedback csat",
+        "event invalid",
+    )
+    assert dead.value == b"{"
+    assert metrics.counters() == {
+        "feedback_events{outcome=accepted,source=csat}": 2.0,
+        "feedback_events{outcome=ignored,source=csat}": 1.0,
+        "feedback_events{outcome=invalid,source=csat}": 1.0,
+    }
 
 
 async def until(log: Log, ids: Sequence[str]) -> None:
@@ -161,23 +164,20 @@ async def until(log: Log, ids: Sequence[str]) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_was_left(tmp_path: Path) -> None:
-    async def scene() -> None:
-        log, metrics = await opened(), Metrics("process")
-        await log.bus.create_topic("zendesk.closed", 1, {})
-        await log.bus.send("zendesk.closed", ticket(id="1"), key=b"")
-        for number in ("2", "3"):
-            running = asyncio.create_task(run_sources([source()], log, metrics, tmp_path))
-            await log.bus.send("zendesk.closed", ticket(id=number), key=b"")
-            await until(log, ["1", "2", "3"][: int(number)])
+async def test_a_topic_is_followed_from_its_beginning_and_again_from_where_it_was_left(tmp_path: Path) -> None:
+    log, metrics = await opened(), Metrics("process")
+    await log.bus.create_topic("zendesk.closed", 1, {})
+    await log.bus.send("zendesk.closed", ticket(id="1"), key=b"")
+    for number in ("2", "3"):
+        running = asyncio.create_task(run_sources([source()], log, metrics, tmp_path))
+        await log.bus.send("zendesk.closed", ticket(id=number), key=b"")
+        await until(log, ["1", "2", "3"][: int(number)])
+        committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
+        while set(committed.values()) != {int(number)}:
+            await asyncio.sleep(0.01)
             committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
-            while set(committed.values()) != {int(number)}:
-                await asyncio.sleep(0.01)
-                committed = await log.bus.committed("bot.feedback.csat", "zendesk.closed")
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scene())
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_is_then_read_whole(
@@ -207,63 +207,39 @@ def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_i
     assert "headrace topic create zendesk.closed" in told[0]
 
 
-def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:
+async def test_a_file_is_followed_across_restarts_and_half_lines_wait(tmp_path: Path) -> None:
     path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
 
-    async def scene() -> None:
-        log, metrics = await opened(), Metrics("process")
-        mine = source(topic="", file=path)
-        assert await take_from_file(mine, FilePosition(), log, metrics, state) == FilePosition()
-        path.write_bytes(ticket(id="1") + b"\n\n" + ticket(id="2")[:10])
-        position = await take_from_file(mine, FilePosition(), log, metrics, state)
-        await until(log, ["1"])
-        assert load_position(state.with_suffix(".json")) == position
-        with path.open("ab") as file:
-            file.write(ticket(id="2")[10:] + b"\n{\n")
-        position = await take_from_file(mine, load_position(state.with_suffix(".json")), log, metrics, state)
-        await until(log, ["1", "2"])
-        assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
-        assert await take_from_file(mine, position, log, metrics, state) == position
-
-    asyncio.run(scene())
+    log, metrics = await opened(), Metrics("process")
+    mine = source(topic="", file=path)
+    assert await take_from_file(mine, FilePosition(), log, metrics, state) == FilePosition()
+    path.write_bytes(ticket(id="1") + b"\n\n" + ticket(id="2")[:10])
+    position = await take_from_file(mine, FilePosition(), log, metrics, state)
+    await until(log, ["1"])
+    assert load_position(state.with_suffix(".json")) == position
+    with path.open("ab") as file:
+        file.write(ticket(id="2")[10:] + b"\n{\n")
+    position = await take_from_file(mine, load_position(state.with_suffix(".json")), log, metrics, state)
+    await until(log, ["1", "2"])
+    assert (await stored(log))[1][0].offset == len(ticket(id="1")) + 2 + len(ticket(id="2")) + 1
+    assert await take_from_file(mine, position, log, metrics, state) == position
 
 
-def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not_remember(tmp_path: Path) -> None:
+async def test_a_file_source_on_a_full_disk_goes_on_and_counts_what_it_could_not_remember(tmp_path: Path) -> None:
     path, state = tmp_path / "events.jsonl", tmp_path / "feedback-csat"
 
-    async def scene() -> None:
-        log, metrics = await opened(), Metrics("process")
-        mine = source(topic="", file=path)
-        path.write_bytes(ticket(id="1") + b"\n")
-        before = await take_from_file(mine, FilePosition(), log, metrics, state)
-        with path.open("ab") as file:
-            file.write(ticket(id="2") + b"\n")
-        with full_disk():
-            after = await take_from_file(mine, before, log, metrics, state)
-        await until(log, ["1", "2"])
-        assert metrics.counters()["feedback_position_not_saved{source=csat}"] == 1
-        assert load_position(state.with_suffix(".json")) == before != after
-        assert await take_from_file(mine, after, log, metrics, state) == after
-
-    asyncio.run(scene())
-
-
-def test_a_running_file_source_picks_up_what_is_appended(tmp_path: Path) -> None:
-    async def scene() -> None:
-        log = await opened()
-        path = tmp_path / "events.jsonl"
-        path.write_bytes(ticket(id="1") + b"\n")
-        running = asyncio.create_task(
-            run_sources([source(topic="", file=path)], log, Metrics("process"), tmp_path / "s")
-        )
-        await until(log, ["1"])
-        with path.open("ab") as file:
-            file.write(ticket(id="2") + b"\n")
-        await until(log, ["1", "2"])
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scene())
+    log, metrics = await opened(), Metrics("process")
+    mine = source(topic="", file=path)
+    path.write_bytes(ticket(id="1") + b"\n")
+    before = await take_from_file(mine, FilePosition(), log, metrics, state)
+    with path.open("ab") as file:
+        file.write(ticket(id="2") + b"\n")
+    with full_disk():
+        after = await take_from_file(mine, before, log, metrics, state)
+    await until(log, ["1", "2"])
+    assert metrics.counters()["feedback_position_not_saved{source=csat}"] == 1
+    assert load_position(state.with_suffix(".json")) == before != after
+    assert await take_from_file(mine, after, log, metrics, state) == after
 
 
 def test_a_replaced_or_cut_file_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -318,27 +294,115 @@ class LosingReader:
         raise CommitRefused("the group has rebalanced")
 
 
-def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None:
-    async def main() -> None:
-        async with memory_log() as log:
-            await log.bus.create_topic("tickets", 1, {})
-            await log.bus.send("tickets", ticket(), key=b"k")
-            reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
-            listening = EventSource(name="csat", function=csat, topic="tickets")
-            assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
-            assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
-
-    asyncio.run(main())
+async def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None:
+    async with memory_log() as log:
+        await log.bus.create_topic("tickets", 1, {})
+        await log.bus.send("tickets", ticket(), key=b"k")
+        reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
+        listening = EventSource(name="csat", function=csat, topic="tickets")
+        assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
+        assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
 
 
-def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() -> None:
-    async def main() -> None:
-        async with memory_log() as log:
-            received = Received(path=FEEDBACK_PATH, body=ticket(), id="f", ref="hr-a.0-0-0")
-            at = await log.publish(FEEDBACK, received)
-            reader = await log.assigned(FEEDBACK, {at.partition: at.offset}, group="g")
-            by_path = {FEEDBACK_PATH: EventSource(name="user", function=csat, webhook=FEEDBACK_PATH)}
-            assert await received_once(by_path, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
-            assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
+async def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() -> None:
+    async with memory_log() as log:
+        received = Received(path=FEEDBACK_PATH, body=ticket(), id="f", ref="hr-a.0-0-0")
+        at = await log.publish(FEEDBACK, received)
+        reader = await log.assigned(FEEDBACK, {at.partition: at.offset}, group="g")
+        by_path = {FEEDBACK_PATH: EventSource(name="user", function=csat, webhook=FEEDBACK_PATH)}
+        assert await received_once(by_path, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
+        assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
 
-    asyncio.run(main())
+
+ANSWERED = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
+
+
+def said(**fields: Any) -> Received:
+    body = msgspec.json.encode({"answer_id": ANSWERED, "id": "f-1", **fields})
+    return Received(path="/v1/feedback", body=body, id="f-1", ref=ANSWERED)
+
+
+async def read(
+    records: list[Received], *sources: EventSource, more_headers: Headers = ()
+) -> tuple[list[Feedback], list[DeadLetter]]:
+    log = Log(MemoryBus(), "bot", store=MemoryStore())
+    await log.create_topics(partitions=2, keep_ms=3_600_000)
+    for record in records:
+        headers = (*kafka_headers(record), *more_headers)
+        await log.bus.send(log.name(FEEDBACK), encode(record), key=key_of(FEEDBACK, record), headers=headers)
+    by_path = {source.webhook: source for source in sources}
+    reader = await log.subscribed(FEEDBACK, group=GROUP)
+    seen: OrderedDict[str, None] = OrderedDict()
+    while await received_once(by_path, reader, log, Metrics("process"), seen, poll_s=0.01):
+        pass
+    await reader.close()
+    found = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
+    dead = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
+    return found, dead
+
+
+USER = EventSource(name="user", function=rating, webhook="/v1/feedback")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"value": 0.5, "kind": "value"}, {"value": 0.5}),
+        ({"value": True, "kind": "value", "rater": "ann"}, {"value": 1.0, "rater": "ann"}),
+        ({"label": "rude", "kind": "label"}, {"type": "label", "text": "rude"}),
+        ({"correction": "42", "kind": "correction"}, {"type": "correction", "text": "42"}),
+        ({"retract": True, "kind": "retraction"}, {"type": "retraction"}),
+    ],
+)
+def test_what_a_client_said_is_feedback_of_its_source(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    found, dead = asyncio.run(read([said(**fields)], USER))
+    assert found == [Feedback(ref=ANSWERED, id="f-1", source="user", **expected)] and not dead
+
+
+def test_a_webhooks_event_that_was_sent_again_is_read_once_unless_a_person_delivers_it_again() -> None:
+    source = EventSource(name="csat", function=csat, webhook="/zendesk")
+    body = msgspec.json.encode({"answer_id": ANSWERED, "id": "t-1", "csat": 4})
+    events = [Received(path="/zendesk", body=body, id=name) for name in ("x", "x", "y", "x")]
+    assert len(asyncio.run(read(events, source))[0]) == 2
+    assert len(asyncio.run(read(events, source, more_headers=((REDELIVERED, b"dead-letters/0@7"),)))[0]) == 4
+
+
+@pytest.mark.parametrize("forged", ["sealed:a-0123456789abcdef:AAA", "sealed:a-0123456789abcdef:AAAA"])
+def test_what_only_looks_like_a_seal_harms_nobody_but_who_sent_it(forged: str) -> None:
+    path = {"path": "/zendesk", "id": "x"}
+    source = EventSource(name="csat", function=csat, webhook="/zendesk")
+    whole = Received(body=msgspec.json.encode(forged), **path)
+    found, dead = asyncio.run(
+        read([said(value=1, kind="value", rater=forged), whole, said(value=0, kind="value")], USER, source)
+    )
+    assert [one.value for one in found] == [0.0] and len(dead) <= 2
+
+
+def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> None:
+    found, dead = asyncio.run(read([Received(path="/gone", body=b"{}", id="x"), said(value=1, kind="value")], USER))
+    assert len(found) == 1
+    assert [(one.reason, "/gone" in one.error) for one in dead] == [("no source for this webhook", True)]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({}, "expected one of"),
+        ({"topic": "a", "webhook": "/b", "secret_env": "X"}, "expected one of"),
+        ({"webhook": "zendesk", "secret_env": "X"}, "expected a path"),
+        ({"webhook": "/zendesk"}, "secret_env"),
+        ({"webhook": "/v1/models", "secret_env": "X"}, "the gateway's own"),
+        ({"webhook": "/openapi.json", "secret_env": "X"}, "the gateway's own"),
+        ({"webhook": "/v1/feedback", "secret_env": "X"}, "secret_env"),
+    ],
+)
+def test_a_source_that_listens_nowhere_or_twice_is_refused(where: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        decode({"feedback": [{"name": "a", "use": f"{HERE}:csat", "from": where}]}, StreamsConfig, "x.toml")
+
+
+def test_two_sources_of_one_webhook_are_refused() -> None:
+    one = {"use": f"{HERE}:csat", "from": {"webhook": "/z", "secret_env": "X"}}
+    config = decode({"feedback": [{"name": "a", **one}, {"name": "b", **one}]}, StreamsConfig, "x.toml")
+    with pytest.raises(ConfigError, match="listens to"):
+        build_sources(config.feedback, Path())

@@ -1,8 +1,9 @@
-"""Around the stages: folders nobody shares, movement told from standing still, settings turned into rules."""
+"""Worker: watchdog, clock, rules from settings, and the message it ends with."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -20,6 +21,7 @@ from infra.observe.metrics import Metrics
 from infra.roles.process import EXIT_STUCK, ClaimedFolder
 from infra.settings.config import Floor, Keep, decode
 from schemas import Block, Closure, Experience, Message, Progress
+from schemas.errors import BrokerUnavailable, StoreError
 from schemas.experience import pair_fault
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, VERIFIED
 from streams.collect.fold import chain_of, fold
@@ -29,7 +31,7 @@ from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.driver import WindowDriver
 from streams.stages.hosted import BrokerLogin, HostedStage
-from streams.stages.stage import process_exit
+from streams.stages.stage import EXIT_BROKER, EXIT_BUG, end_for, process_exit
 from streams.stages.verify import Verifier
 from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, report, rules_of, watch
 from tests.actors.rig import CharTokenizer
@@ -151,19 +153,15 @@ def test_a_repeated_message_is_logged_once_in_a_while() -> None:
     assert [quiet.filter(record), quiet.filter(record), quiet.filter(other)] == [True, False, True]
 
 
-def test_a_stage_whose_consumer_has_not_begun_holds_nothing_and_does_not_fail(tmp_path: Path) -> None:
+async def test_a_stage_whose_consumer_has_not_begun_holds_nothing_and_does_not_fail(tmp_path: Path) -> None:
     """Faust starts the thread of its consumer after it has said that it is started; reports ask in between."""
-
-    async def main() -> None:
-        log = Log(MemoryBus(), "test")
-        async with asyncio.TaskGroup() as tasks:
-            stage = HostedStage(log, BrokerLogin("127.0.0.1:9", PLAINTEXT), "verify", tmp_path, "")
-            for topic in (EXPERIENCES, EXPERTS):
-                stage.add(topic, WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks))
-            assert stage.assignment() == {"test.experiences": set(), "test.experts": set()}
-            assert stage.partitions() == ()
-
-    asyncio.run(main())
+    log = Log(MemoryBus(), "test")
+    async with asyncio.TaskGroup() as tasks:
+        stage = HostedStage(log, BrokerLogin("127.0.0.1:9", PLAINTEXT), "verify", tmp_path, "")
+        for topic in (EXPERIENCES, EXPERTS):
+            stage.add(topic, WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks))
+        assert stage.assignment() == {"test.experiences": set(), "test.experts": set()}
+        assert stage.partitions() == ()
 
 
 HOURS_MS = 2 * 3_600_000
@@ -272,3 +270,53 @@ def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
     (block,) = decision.blocks
     assert pair_fault(block.experiences) == ""
     assert [(one.reward, one.advantage, one.scores) for one in block.experiences] == [(None, None, ())] * 2
+
+
+class ProcessEnded(BaseException):
+    """Instead of the end of the process."""
+
+
+@contextmanager
+def kept_exit() -> Iterator[list[tuple[str, int]]]:
+    said: list[tuple[str, int]] = []
+
+    def end(message: str, code: int) -> NoReturn:
+        said.append((message, code))
+        raise ProcessEnded
+
+    token = process_exit.set(end)
+    try:
+        yield said
+    finally:
+        process_exit.reset(token)
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    with kept_exit() as said, pytest.raises(ProcessEnded):
+        end_for(error, "verify: app.experiences/0 981")
+    return said[0]
+
+
+def test_the_last_words_name_what_failed_in_a_group_of_tasks_and_not_the_group() -> None:
+    denied = StoreError("put claims/ab: got AccessDenied, expected a key that may write")
+    inner = BaseExceptionGroup("unhandled errors in a TaskGroup", [denied, ValueError("no such topic")])
+    message, code = last_words(BaseExceptionGroup("unhandled errors in a TaskGroup", [inner]))
+    assert message == (
+        "verify: app.experiences/0 981: StoreError: put claims/ab: got AccessDenied, expected a key that may write; "
+        "ValueError: no such topic; stopped before the acknowledgement"
+    )
+    assert code == EXIT_BUG
+
+
+def test_what_failed_many_times_alike_is_said_once_and_many_causes_are_counted() -> None:
+    alike = [StoreError("put claims/ab: refused") for _ in range(64)]
+    assert "StoreError: put claims/ab: refused; stopped" in last_words(BaseExceptionGroup("", alike))[0]
+    unlike = [StoreError(f"put claims/{number}: refused") for number in range(64)]
+    message, _ = last_words(BaseExceptionGroup("", unlike))
+    assert "claims/0: refused" in message and "and 61 other errors" in message and "claims/40" not in message
+
+
+def test_a_broker_that_is_away_is_said_as_such_wherever_it_lies_in_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    away = BrokerUnavailable("kafka:9092 did not answer within 120 s")
+    assert last_words(BaseExceptionGroup("", [ValueError("one"), away])) == (str(away), EXIT_BROKER)

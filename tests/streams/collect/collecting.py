@@ -22,12 +22,28 @@ from schemas import (
 )
 from schemas.ids import experience_id
 from streams.collect.decision import Decision, Folded
+from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import fold, wanted
 from streams.collect.rules import Arrival, Rules
 from streams.collect.state import State
 
 DEADLINE_MS = 1_000
+WINDOW_MS = 5_000
 RULES = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000)
+REF = "hr-a1b2.0.0-0-0"  # the answer that `live` records
+
+
+def rules(
+    late: str = "amend",
+    discount: float = 0.0,
+    *,
+    default: float | None = None,
+    window_ms: int = WINDOW_MS,
+    sources: Sequence[str] = ("csat",),
+    **more: object,
+) -> Rules:
+    source = FeedbackRules(window_ms=window_ms, default=default, late=late, discount=discount)  # type: ignore[arg-type]
+    return msgspec.structs.replace(RULES, sources=dict.fromkeys(sources, source), **more)
 
 
 def answer(
@@ -52,6 +68,10 @@ def answer(
 
 def block(*experiences: Experience) -> Block:
     return Block(experiences=experiences)
+
+
+def live(group: str = "a1b2.0") -> Block:
+    return block(answer(group, 0, size=1, lane="live"))
 
 
 def stub(group: str, episode: int, *, attempt: int = 0, size: int = 2, reason: str = "too short") -> DropMarker:

@@ -1,24 +1,27 @@
-"""One partition's collector on a log: rebuilt from it, never sending twice, ticking when idle."""
+"""Collector: rebuilt from the log, sends nothing twice, ticks when idle, applies changed settings to waiting groups."""
 
 import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from infra.log.bus import Partition
 from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
-from schemas import Block, Closure, DeadLetter, Message, Tick
+from schemas import Block, Closure, DeadLetter, FeedbackWait, Message, Tick
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings, TakenAway
 from streams.collect.feedback import FeedbackRules
 from streams.collect.inbox import CollectDriver
 from streams.collect.pending import PendingFile
-from streams.collect.rules import Rules
+from streams.collect.rules import APART_MS, PORTION, Rules, go_by
+from streams.collect.state import State
 from tests.names import subject_name
-from tests.streams.collect.collecting import answer, block, said
+from tests.streams.collect.collecting import FakePartition, answer, block, decisions, folded, said, tick
 from tests.streams.deliveries import KeptDelivery, memory_log, stored, until, values
 
 RULES = Rules(deadline_ms=3_600_000, keep_ms=86_400_000)
@@ -60,305 +63,359 @@ async def feed(log: Log, *groups: str) -> None:
             await log.publish(VERIFIED, block(answer(group, episode)))
 
 
-def test_a_group_reaches_the_buffer_and_its_closure_progress(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0", "u.0")
-            collector = await opened(log, tmp_path)
-            await fold_everything(log, collector)
-            collector.close()
-            assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
-
-    asyncio.run(run())
-
-
-def test_a_missing_file_is_rebuilt_without_sending_anything_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
-            await log.publish(VERIFIED, block(answer("u.0", 0)))
-            first = await opened(log, tmp_path / "a")
-            await fold_everything(log, first)
-            first.close()
-            second = await opened(log, tmp_path / "b", committed=3)
-            assert second.next_offset == 3
-            await log.publish(VERIFIED, block(answer("u.0", 1)))
-            await fold_everything(log, second)
-            second.close()
-            assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
-
-    asyncio.run(run())
+async def test_a_missing_file_is_rebuilt_without_sending_anything_again(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0")
+        await log.publish(VERIFIED, block(answer("u.0", 0)))
+        first = await opened(log, tmp_path / "a")
+        await fold_everything(log, first)
+        first.close()
+        second = await opened(log, tmp_path / "b", committed=3)
+        assert second.next_offset == 3
+        await log.publish(VERIFIED, block(answer("u.0", 1)))
+        await fold_everything(log, second)
+        second.close()
+        assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
 
 
-def test_an_older_file_is_brought_up_to_the_groups_offset(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await log.publish(VERIFIED, block(answer("u.0", 0)))
-            old = await opened(log, tmp_path / "a")
-            await fold_everything(log, old)
-            old.close()
-            other = await opened(log, tmp_path / "b", committed=1)
-            await log.publish(VERIFIED, block(answer("u.0", 1)))
-            await fold_everything(log, other)
-            other.close()
-            back = await opened(log, tmp_path / "a", committed=2)
-            assert (back.next_offset, back.num_open()) == (2, 0)
-            back.close()
-            assert await groups_in(log) == ["u.0"]
-
-    asyncio.run(run())
+async def test_an_older_file_is_brought_up_to_the_groups_offset(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await log.publish(VERIFIED, block(answer("u.0", 0)))
+        old = await opened(log, tmp_path / "a")
+        await fold_everything(log, old)
+        old.close()
+        other = await opened(log, tmp_path / "b", committed=1)
+        await log.publish(VERIFIED, block(answer("u.0", 1)))
+        await fold_everything(log, other)
+        other.close()
+        back = await opened(log, tmp_path / "a", committed=2)
+        assert (back.next_offset, back.num_open()) == (2, 0)
+        back.close()
+        assert await groups_in(log) == ["u.0"]
 
 
-def test_outputs_without_a_closure_are_sent_when_a_dead_worker_left_them_out(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
-            # The group's offset is past the records, but their closure never reached the log.
-            collector = await opened(log, tmp_path, committed=2)
-            collector.close()
-            assert await groups_in(log) == await closed_groups(log) == ["t.0"]
-
-    asyncio.run(run())
+async def test_outputs_without_a_closure_are_sent_when_a_dead_worker_left_them_out(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0")
+        # The group's offset is past the records, but their closure never reached the log.
+        collector = await opened(log, tmp_path, committed=2)
+        collector.close()
+        assert await groups_in(log) == await closed_groups(log) == ["t.0"]
 
 
-def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
-            died = await opened(log, tmp_path / "a")
-            await fold_everything(log, died)
-            died.close()
-            # Another worker starts from an empty folder and the offset before the batch.
-            after = await opened(log, tmp_path / "b", committed=0)
-            await fold_everything(log, after)
-            after.close()
-            assert await closed_groups(log) == ["t.0"]
-            assert await groups_in(log) == ["t.0"]
-
-    asyncio.run(run())
+async def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0")
+        died = await opened(log, tmp_path / "a")
+        await fold_everything(log, died)
+        died.close()
+        # Another worker starts from an empty folder and the offset before the batch.
+        after = await opened(log, tmp_path / "b", committed=0)
+        await fold_everything(log, after)
+        after.close()
+        assert await closed_groups(log) == ["t.0"]
+        assert await groups_in(log) == ["t.0"]
 
 
-def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_of_what_the_other_closed_after_it(
+async def test_a_worker_that_closed_late_what_another_had_closed_sends_nothing_of_what_the_other_closed_after_it(
     tmp_path: Path,
 ) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
-            slow = await opened(log, tmp_path / "a")
-            await feed(log, "u.0")
-            other = await opened(log, tmp_path / "b")
-            await fold_everything(log, other)
-            other.close()
-            records = [message.record for message in await stored(log, VERIFIED)]
-            await slow.take(records[:2])  # it did not know yet that the partition was another's
-            slow.close()
-            assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
-            back = await opened(log, tmp_path / "a", committed=4)
-            back.close()
-            assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
-
-    asyncio.run(run())
+    async with memory_log() as log:
+        await feed(log, "t.0")
+        slow = await opened(log, tmp_path / "a")
+        await feed(log, "u.0")
+        other = await opened(log, tmp_path / "b")
+        await fold_everything(log, other)
+        other.close()
+        records = [message.record for message in await stored(log, VERIFIED)]
+        await slow.take(records[:2])  # it did not know yet that the partition was another's
+        slow.close()
+        assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
+        back = await opened(log, tmp_path / "a", committed=4)
+        back.close()
+        assert await closed_groups(log) == ["t.0", "u.0", "t.0"]
 
 
-def test_how_far_closures_are_known_moves_on_while_a_worker_goes_on(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            collector = Collector(log, Metrics("process"), 0, msgspec.structs.replace(settings(tmp_path), mark_every=2))
-            await collector.recover(0, lambda: False)
-            for number in range(8):
-                await feed(log, f"t{number}.0")
-                await fold_everything(log, collector)
-            collector.close()
-            assert closures_known_to(tmp_path) >= 6
-            back = await opened(log, tmp_path, committed=16)
-            back.close()
-            assert closures_known_to(tmp_path) >= 6
-            assert len(await closed_groups(log)) == 8
-
-    asyncio.run(run())
-
-
-def test_a_file_of_another_log_is_not_believed(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0", "u.0")
-            collector = await opened(log, tmp_path)
+async def test_how_far_closures_are_known_moves_on_while_a_worker_goes_on(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        collector = Collector(log, Metrics("process"), 0, msgspec.structs.replace(settings(tmp_path), mark_every=2))
+        await collector.recover(0, lambda: False)
+        for number in range(8):
+            await feed(log, f"t{number}.0")
             await fold_everything(log, collector)
+        collector.close()
+        assert closures_known_to(tmp_path) >= 6
+        back = await opened(log, tmp_path, committed=16)
+        back.close()
+        assert closures_known_to(tmp_path) >= 6
+        assert len(await closed_groups(log)) == 8
+
+
+async def test_a_file_of_another_log_is_not_believed(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0", "u.0")
+        collector = await opened(log, tmp_path)
+        await fold_everything(log, collector)
+        collector.close()
+    async with memory_log() as log:
+        await log.publish(VERIFIED, block(answer("v.0", 0)))
+        collector = await opened(log, tmp_path)
+        assert collector.next_offset == 0
+        collector.close()
+
+
+async def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0", "u.0")
+        collector = await opened(log, tmp_path)
+        records = [message.record for message in await stored(log, VERIFIED)]
+        await collector.take(records[3:])
+        await collector.take(records)
+        collector.close()
+        assert await groups_in(log) == ["t.0", "u.0"]
+
+
+async def test_a_rebuild_stops_when_the_partition_is_taken_away(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0")
+        collector = Collector(log, Metrics("process"), 0, settings(tmp_path))
+        try:
+            await collector.recover(2, lambda: True)
+        except TakenAway:
+            pass
+        else:
+            raise AssertionError("the rebuild went on")
+        finally:
             collector.close()
-        async with memory_log() as log:
-            await log.publish(VERIFIED, block(answer("v.0", 0)))
-            collector = await opened(log, tmp_path)
-            assert collector.next_offset == 0
-            collector.close()
-
-    asyncio.run(run())
+        assert await groups_in(log) == []
 
 
-def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0", "u.0")
-            collector = await opened(log, tmp_path)
-            records = [message.record for message in await stored(log, VERIFIED)]
-            await collector.take(records[3:])
-            await collector.take(records)
-            collector.close()
-            assert await groups_in(log) == ["t.0", "u.0"]
-
-    asyncio.run(run())
-
-
-def test_a_rebuild_stops_when_the_partition_is_taken_away(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
-            collector = Collector(log, Metrics("process"), 0, settings(tmp_path))
-            try:
-                await collector.recover(2, lambda: True)
-            except TakenAway:
-                pass
-            else:
-                raise AssertionError("the rebuild went on")
-            finally:
-                collector.close()
-            assert await groups_in(log) == []
-
-    asyncio.run(run())
+async def test_an_idle_partition_ticks_once_its_deadline_is_due(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await log.publish(VERIFIED, block(answer("t.0", 0)))
+        collector = await opened(log, tmp_path)
+        await fold_everything(log, collector)
+        due_ms = collector.next_due_ms()
+        assert not await collector.tick(due_ms - 1)
+        assert await collector.tick(due_ms)
+        collector.close()
+        last = (await values(log, VERIFIED))[-1]
+        assert last == Tick(partition=0, due_ms=due_ms)
 
 
-def test_an_idle_partition_ticks_once_its_deadline_is_due(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await log.publish(VERIFIED, block(answer("t.0", 0)))
-            collector = await opened(log, tmp_path)
-            await fold_everything(log, collector)
-            due_ms = collector.next_due_ms()
-            assert not await collector.tick(due_ms - 1)
-            assert await collector.tick(due_ms)
-            collector.close()
-            last = (await values(log, VERIFIED))[-1]
-            assert last == Tick(partition=0, due_ms=due_ms)
-
-    asyncio.run(run())
+async def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_folded(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await log.publish(VERIFIED, block(answer("t.0", 0)))
+        await log.bus.send(log.name(VERIFIED), b"HR\x01\x00nonsense", key=b"t.0")
+        await log.publish(VERIFIED, block(answer("t.0", 1)))
+        collector = await opened(log, tmp_path)
+        await fold_everything(log, collector)
+        collector.close()
+        assert await groups_in(log) == ["t.0"]
+        (dead,) = await values(log, DEAD_LETTERS)
+        assert isinstance(dead, DeadLetter)
+        assert (dead.topic, dead.offset, dead.stage) == ("verified", 1, "collect")
 
 
-def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_folded(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await log.publish(VERIFIED, block(answer("t.0", 0)))
-            await log.bus.send(log.name(VERIFIED), b"HR\x01\x00nonsense", key=b"t.0")
-            await log.publish(VERIFIED, block(answer("t.0", 1)))
-            collector = await opened(log, tmp_path)
-            await fold_everything(log, collector)
-            collector.close()
-            assert await groups_in(log) == ["t.0"]
-            (dead,) = await values(log, DEAD_LETTERS)
-            assert isinstance(dead, DeadLetter)
-            assert (dead.topic, dead.offset, dead.stage) == ("verified", 1, "collect")
-
-    asyncio.run(run())
-
-
-def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_path: Path) -> None:
+async def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_path: Path) -> None:
     source = FeedbackRules(window_ms=3_600_000, late="amend")
     rules = msgspec.structs.replace(RULES, sources={"csat": source})
 
-    async def run() -> None:
-        async with memory_log() as log:
-            await log.publish(VERIFIED, block(answer("live.0", 0, size=1, lane="live")))
-            await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.8))
-            collector = await opened(log, tmp_path, rules=rules)
-            await fold_everything(log, collector)
-            collector.close()
-            await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.2, id="later"))
-            collector = await opened(log, tmp_path, committed=2, rules=rules)
-            await fold_everything(log, collector)
-            collector.close()
-            sent = [one.experiences[0] for one in await values(log, BUFFER) if isinstance(one, Block)]
-            assert [(one.revision, one.score("csat")) for one in sent] == [(0, 0.8), (1, 0.2)]
-
-    asyncio.run(run())
+    async with memory_log() as log:
+        await log.publish(VERIFIED, block(answer("live.0", 0, size=1, lane="live")))
+        await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.8))
+        collector = await opened(log, tmp_path, rules=rules)
+        await fold_everything(log, collector)
+        collector.close()
+        await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.2, id="later"))
+        collector = await opened(log, tmp_path, committed=2, rules=rules)
+        await fold_everything(log, collector)
+        collector.close()
+        sent = [one.experiences[0] for one in await values(log, BUFFER) if isinstance(one, Block)]
+        assert [(one.revision, one.score("csat")) for one in sent] == [(0, 0.8), (1, 0.2)]
 
 
-def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0", "u.0")
+async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0", "u.0")
 
-            async def committed(partition: int) -> int:
-                return (await log.bus.beginning_offsets(log.name(VERIFIED)))[Partition(log.name(VERIFIED), partition)]
+        async def committed(partition: int) -> int:
+            return (await log.bus.beginning_offsets(log.name(VERIFIED)))[Partition(log.name(VERIFIED), partition)]
 
-            async with asyncio.TaskGroup() as tasks:
-                driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
-                driver.assigned({0}, 1)
-                deliveries = [KeptDelivery(message.record) for message in await stored(log, VERIFIED)]
-                for delivery in deliveries[:3]:
-                    await driver.accept(delivery)
-                await until(lambda: all(delivery.is_acknowledged for delivery in deliveries[:3]))
-                driver.retire()
-                late = KeptDelivery(deliveries[3].record)
-                await driver.accept(late)
-                assert late.is_abandoned
-                again = [KeptDelivery(delivery.record, generation=2) for delivery in deliveries]
-                for delivery in again:
-                    await driver.accept(delivery)
-                await until(lambda: all(delivery.is_acknowledged for delivery in again))
-                await driver.finish()
-            assert sorted(await closed_groups(log)) == ["t.0", "u.0"]
-
-    asyncio.run(run())
+        async with asyncio.TaskGroup() as tasks:
+            driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
+            driver.assigned({0}, 1)
+            deliveries = [KeptDelivery(message.record) for message in await stored(log, VERIFIED)]
+            for delivery in deliveries[:3]:
+                await driver.accept(delivery)
+            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries[:3]))
+            driver.retire()
+            late = KeptDelivery(deliveries[3].record)
+            await driver.accept(late)
+            assert late.is_abandoned
+            again = [KeptDelivery(delivery.record, generation=2) for delivery in deliveries]
+            for delivery in again:
+                await driver.accept(delivery)
+            await until(lambda: all(delivery.is_acknowledged for delivery in again))
+            await driver.finish()
+        assert sorted(await closed_groups(log)) == ["t.0", "u.0"]
 
 
-def test_letting_go_of_one_generation_leaves_the_next_at_work(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as log:
-            await feed(log, "t.0")
+async def test_letting_go_of_one_generation_leaves_the_next_at_work(tmp_path: Path) -> None:
+    async with memory_log() as log:
+        await feed(log, "t.0")
 
-            async def committed(partition: int) -> int:
-                return 0
+        async def committed(partition: int) -> int:
+            return 0
 
-            async with asyncio.TaskGroup() as tasks:
-                driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
-                driver.assigned({0}, 1)
-                driver.assigned({0}, 2)
-                driver.retire(1)
-                deliveries = [KeptDelivery(message.record, generation=2) for message in await stored(log, VERIFIED)]
-                for delivery in deliveries:
-                    await driver.accept(delivery)
-                await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-                assert driver.marks() == {0: 2}
-                await driver.finish()
-
-    asyncio.run(run())
+        async with asyncio.TaskGroup() as tasks:
+            driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
+            driver.assigned({0}, 1)
+            driver.assigned({0}, 2)
+            driver.retire(1)
+            deliveries = [KeptDelivery(message.record, generation=2) for message in await stored(log, VERIFIED)]
+            for delivery in deliveries:
+                await driver.accept(delivery)
+            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
+            assert driver.marks() == {0: 2}
+            await driver.finish()
 
 
 def everything_in(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
 
 
-def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_state_file(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with memory_log() as plain:
-            store = MemoryStore()
-            log, keys = Log(plain.bus, plain.app, store=store), Keys(store)
-            subject = subject_name("acme", "ann")
-            said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
-            for episode in range(2):
-                one = answer("t.0", episode).with_bulk(messages=said_by_ann)
-                sent = sealed(block(msgspec.structs.replace(one, subject=subject)), keys, subject)
-                await log.publish(VERIFIED, sent)
-            first, last = (message.record for message in await stored(log, VERIFIED))
-            collector = await opened(log, tmp_path)
-            await collector.take([first])
-            collector.close()
-            assert b"WILHELMINA" not in everything_in(tmp_path)
-            keys.destroy(subject)
-            again = Log(log.bus, log.app, store=store)  # a worker that restarts
-            collector = await opened(again, tmp_path)
-            await collector.take([last])
-            collector.close()
-            assert not await groups_in(again)
-            (end,) = [end for end in await values(again, PROGRESS) if isinstance(end, Closure)]
-            assert (end.outcome, end.reason, end.drops) == ("dropped", "forgotten", {"forgotten": 2})
+async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in_the_state_file(tmp_path: Path) -> None:
+    async with memory_log() as plain:
+        store = MemoryStore()
+        log, keys = Log(plain.bus, plain.app, store=store), Keys(store)
+        subject = subject_name("acme", "ann")
+        said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
+        for episode in range(2):
+            one = answer("t.0", episode).with_bulk(messages=said_by_ann)
+            sent = sealed(block(msgspec.structs.replace(one, subject=subject)), keys, subject)
+            await log.publish(VERIFIED, sent)
+        first, last = (message.record for message in await stored(log, VERIFIED))
+        collector = await opened(log, tmp_path)
+        await collector.take([first])
+        collector.close()
+        assert b"WILHELMINA" not in everything_in(tmp_path)
+        keys.destroy(subject)
+        again = Log(log.bus, log.app, store=store)  # a worker that restarts
+        collector = await opened(again, tmp_path)
+        await collector.take([last])
+        collector.close()
+        assert not await groups_in(again)
+        (end,) = [end for end in await values(again, PROGRESS) if isinstance(end, Closure)]
+        assert (end.outcome, end.reason, end.drops) == ("dropped", "forgotten", {"forgotten": 2})
 
-    asyncio.run(run())
+
+DAY_MS, HOUR_MS = 86_400_000, 3_600_000
+START_MS = 1_763_715_600_000
+REF = "hr-a1b2.0.0-0-0"
+
+
+class Clock:
+    """Log-append milliseconds, set by hand."""
+
+    now_ms = START_MS
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def rules(**windows_ms: int) -> Rules:
+    sources = {name: FeedbackRules(window_ms=window_ms) for name, window_ms in windows_ms.items()}
+    return Rules(deadline_ms=10 * DAY_MS, keep_ms=30 * DAY_MS, sources=sources)
+
+
+async def log_by(clock: Clock) -> Log:
+    log = Log(MemoryBus(clock), "app")
+    await log.create_topics(partitions=1, keep_ms=-1)
+    await log.publish(VERIFIED, block(answer("a1b2.0", 0, size=1, lane="live")))
+    return log
+
+
+async def begun_anew(log: Log, folder: Path, before: Rules, now: Rules) -> Collector:
+    """A collector with the second rules, of a file that one with the first left."""
+    first = await opened(log, folder, rules=before)
+    await fold_everything(log, first)
+    first.close()
+    assert await closed_groups(log) == []
+    return await opened(log, folder, rules=now)
+
+
+async def ended_at(log: Log, collector: Collector, clock: Clock, now_ms: int) -> list[str]:
+    clock.now_ms = now_ms
+    if await collector.tick(now_ms):
+        await fold_everything(log, collector)
+    return await closed_groups(log)
+
+
+async def test_a_shorter_window_closes_what_waits_for_the_longer_one(tmp_path: Path) -> None:
+    clock = Clock()
+    log = await log_by(clock)
+    second = await begun_anew(log, tmp_path, rules(csat=DAY_MS), rules(csat=HOUR_MS))
+    assert second.waits() == FeedbackWait(1, START_MS + HOUR_MS)
+    assert await ended_at(log, second, clock, START_MS + HOUR_MS - 1) == []
+    assert await ended_at(log, second, clock, START_MS + HOUR_MS) == ["a1b2.0"]
+    assert second.waits() == FeedbackWait()
+    second.close()
+
+
+async def test_a_longer_window_keeps_what_waits_open(tmp_path: Path) -> None:
+    clock = Clock()
+    log = await log_by(clock)
+    second = await begun_anew(log, tmp_path, rules(csat=HOUR_MS), rules(csat=DAY_MS))
+    assert second.waits() == FeedbackWait(1, START_MS + DAY_MS)
+    assert await ended_at(log, second, clock, START_MS + HOUR_MS) == []
+    assert await ended_at(log, second, clock, START_MS + DAY_MS) == ["a1b2.0"]
+    second.close()
+
+
+@pytest.mark.parametrize("is_rated", [True, False])
+async def test_a_source_that_was_taken_out_is_waited_for_no_more(tmp_path: Path, is_rated: bool) -> None:
+    clock = Clock()
+    log = await log_by(clock)
+    if is_rated:
+        await log.publish(VERIFIED, said(REF, 1.0, source="user"))
+    second = await begun_anew(log, tmp_path, rules(user=HOUR_MS, csat=DAY_MS), rules(user=HOUR_MS))
+    assert await ended_at(log, second, clock, START_MS + 1) == (["a1b2.0"] if is_rated else [])
+    assert await ended_at(log, second, clock, START_MS + HOUR_MS) == ["a1b2.0"]
+    second.close()
+
+
+def test_of_several_answers_of_a_group_all_must_be_rated_before_it_closes() -> None:
+    """A group that may have all it waits for is looked at again, and not just closed."""
+    inbox = FakePartition().extend([block(*(answer("a1b2.0", at, size=2, lane="live") for at in range(2)))])
+    inbox.extend([said(REF, 1.0), said("hr-a1b2.0.0-9-0", 1.0)])
+    state = State()
+    assert not decisions(folded(inbox, rules(csat=DAY_MS, user=HOUR_MS), state=state))
+    assert go_by(state, rules(csat=DAY_MS)) == 1, "as many words as answers, though one is about none of them"
+    inbox.append(tick())
+    assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
+    assert state.waits() == FeedbackWait(2, state.oldest_ms() + DAY_MS)
+
+
+def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:
+    count = 2 * PORTION + 500
+    inbox = FakePartition(step_ms=1).extend(block(answer(f"a{at}.0", 0, size=1, lane="live")) for at in range(count))
+    state, now = State(), rules(csat=1)
+    assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
+    assert go_by(state, now) == count
+    closed = []
+    for _ in range(4):
+        inbox.append(tick(), after_ms=APART_MS if closed else 0)
+        closed.append(len(decisions(folded(inbox, now, state=state))))
+    assert closed == [PORTION + 1, PORTION + 1, 498, 0], "and the last two when their own time comes"
+    assert state.waits() == FeedbackWait()
+
+
+def test_rules_that_did_not_change_move_nothing() -> None:
+    waiting = block(answer("a1b2.0", 0, size=1, lane="live"))
+    inbox = FakePartition().extend([said("hr-none.0.0-0-0", 1.0), block(answer("t.0", 0)), waiting, said(REF, 1.0)])
+    given, state = rules(csat=DAY_MS, user=HOUR_MS), State()
+    folded(inbox, given, state=state)
+    before = {name: group.due_ms for name, group in state.groups.items()}
+    assert len(before) == 3 and go_by(state, given) == 0
+    assert {name: group.due_ms for name, group in state.groups.items()} == before

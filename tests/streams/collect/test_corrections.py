@@ -1,9 +1,11 @@
-"""Edited answers: a demonstration and a preference pair, replaced by a newer edit and gone when the edit is taken back."""
+"""Edited answers and late feedback, up to what a trainer draws."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from infra.chain.chain import make_step
 from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
@@ -14,12 +16,23 @@ from streams.collect.fold import chain_of, fold, wanted
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
-from tests.streams.collect.collecting import DEADLINE_MS, FakePartition, answer, block, said, tick
+from tests.streams.collect.collecting import (
+    DEADLINE_MS,
+    REF,
+    WINDOW_MS,
+    FakePartition,
+    answer,
+    block,
+    decisions,
+    folded,
+    rules,
+    said,
+    tick,
+)
+from tests.streams.collect.test_fold_turns import ref, turn
 from tests.streams.processors.by_default import reward
 from trainer.buffer.buffer import Buffer
 
-WINDOW_MS = 5_000
-REF = "hr-a1b2.0.0-0-0"
 SOURCE = FeedbackRules(window_ms=WINDOW_MS, late="amend")
 RULES = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": SOURCE}, corrects=True)
 
@@ -63,7 +76,6 @@ def sent(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...
 
 
 def held_by_a_trainer(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
-    """What a trainer that was asleep all the time may draw from."""
     buffer = Buffer({"live": 1, "expert": 4, "human": 1})
     for offset, one in enumerate(one for decision in decisions for one in decision.blocks):
         buffer.add(offset, encode(one), one)
@@ -135,7 +147,6 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
 
 
 def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
-    """What may not be trained on is not in the log, so there is nothing an edit could be made of."""
     inbox, state = FakePartition().extend([edit("ok", id="1")]), State()
     inbox.append(tick(), after_ms=WINDOW_MS)
     results = [asyncio.run(fold(state, arrival, RULES, chain_of(STEPS))) for arrival in inbox.arrivals]
@@ -163,3 +174,64 @@ def test_what_redaction_finds_in_an_edit_is_masked_before_it_is_spelled() -> Non
     (_, shown, chosen, _) = Correct(speller=Letters(), kinds=("email",))((marked,))
     assert shown.response == chosen.response == "ask [email]"
     assert bytes(shown.tokens[shown.num_prompt : -1].tolist()) == b"ask [email]"
+
+
+LANES = ("live", "human")
+
+
+def trained(inbox: FakePartition, given: Rules, max_uses: int = 1) -> Counter[str]:
+    """Group to how often it was trained, by a trainer that trains whatever there is after each block."""
+    buffer, uses = Buffer(dict.fromkeys(LANES, max_uses)), Counter[str]()
+    sent: Sequence[Block] = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
+    for offset, one in enumerate(sent):
+        buffer.add(offset, encode(one), one)
+        for lane in LANES:
+            while waiting := buffer.candidates(lane):
+                buffer.take(waiting)
+                uses.update(candidate.group for candidate in waiting)
+    return uses
+
+
+@pytest.mark.parametrize(("late", "expected"), [("amend", 1), ("retrain", 3)])
+def test_two_hundred_late_words_of_one_rater_train_an_answer_no_more_than_the_settings_say(
+    late: str, expected: int
+) -> None:
+    inbox = FakePartition(step_ms=1).extend([block(answer("a1b2.0", 0, size=1, lane="live"))])
+    inbox.extend(said(REF, number % 2, id=str(number), rater="ann") for number in range(201))
+    assert trained(inbox, rules(late)) == {"a1b2.0": expected}
+
+
+def waiting(inbox: FakePartition, given: Rules) -> list[tuple[str, int]]:
+    """(lane, how often retrained) of what a trainer that was asleep all the time may draw."""
+    buffer = Buffer(dict.fromkeys(LANES, 1))
+    for offset, one in enumerate(one for decision in decisions(folded(inbox, given)) for one in decision.blocks):
+        buffer.add(offset, encode(one), one)
+    return [(lane, one.experiences[0].retrained) for lane in LANES for one in buffer.look_at(buffer.candidates(lane))]
+
+
+def test_retrain_takes_the_place_of_a_copy_that_was_not_drawn_yet_and_a_retraction_leaves_none() -> None:
+    words = [said(REF, value, id=str(value), rater="ann") for value in (0.5, 0.25, 0.75)]
+    inbox = FakePartition().extend([block(answer("a1b2.0", 0, size=1, lane="live")), *words])
+    assert waiting(inbox, rules("retrain")) == [("human", 2)]
+    unscored = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=())
+    back = said(REF, 0.0, id="back", rater="ann", type="retraction")
+    assert waiting(FakePartition().extend([block(unscored), *words, back]), rules("retrain")) == []
+
+
+TURNS = 5
+
+
+def test_a_session_of_five_turns_rated_as_it_goes_trains_each_turn_once_whenever_it_is_drawn() -> None:
+    inbox = FakePartition()
+    for number in range(TURNS):
+        inbox.extend([turn(number), said(ref(number), 1.0)])
+    blocks = [block for one in decisions(folded(inbox, rules("amend", 0.9))) for block in one.blocks]
+    assert len(blocks) > TURNS, "turns were amended"
+    for every in (1, 2, 4, len(blocks)):
+        buffer, trained = Buffer({"live": 1}), []
+        for offset, one in enumerate(blocks):
+            buffer.add(offset, encode(one), one)
+            if (offset + 1) % every == 0 or offset + 1 == len(blocks):
+                trained += [drawn.group for drawn in buffer.candidates("live")]
+                buffer.take(buffer.candidates("live"))
+        assert sorted(trained) == sorted({one.group for one in blocks}) and len(trained) == TURNS, every

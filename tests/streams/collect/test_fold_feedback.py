@@ -1,16 +1,42 @@
-"""collect and feedback: who it is credited to, how long answers wait, and what late words do."""
+"""Fold and feedback: credit, waiting, ratings, late feedback and its limits."""
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
 
 import msgspec
 import pytest
 
 from actors.config import PeopleConfig
 from actors.master.gate.counts import Counts
-from schemas import Block
-from streams.collect.feedback import FeedbackRules, take_feedback, values_of
-from streams.collect.group import AnswerFeedback, LoggedFeedback
+from infra.chain.processor import Memory
+from schemas import Closure, Experience, Feedback, Rating
+from streams.collect.feedback import (
+    MAX_COUNTED,
+    MAX_KNOWN,
+    MAX_RATINGS,
+    NEUTRAL,
+    TOO_MANY,
+    USUAL_PRIOR,
+    USUAL_WINDOW,
+    FeedbackRules,
+    answer_of,
+    credited,
+    edit_of,
+    is_repeat,
+    learn_usual,
+    ratings,
+    returns,
+    take_feedback,
+    usual_of,
+    values_of,
+)  # fmt: skip  # fmt: skip
+from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.collect.rules import Rules
+from streams.collect.state import State
 from tests.streams.collect.collecting import (
-    DEADLINE_MS,
+    REF,
+    WINDOW_MS,
     FakePartition,
     answer,
     block,
@@ -18,23 +44,12 @@ from tests.streams.collect.collecting import (
     decisions,
     drops,
     folded,
+    live,
+    rules,
     said,
     tick,
 )
-
-WINDOW_MS = 5_000
-
-
-def rules(late: str = "drop", default: float | None = None, *sources: str) -> Rules:
-    source = FeedbackRules(window_ms=WINDOW_MS, default=default, late=late)  # type: ignore[arg-type]
-    return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=dict.fromkeys(sources or ("csat",), source))
-
-
-def live(group: str = "a1b2.0") -> Block:
-    return block(answer(group, 0, size=1, lane="live"))
-
-
-REF = "hr-a1b2.0.0-0-0"
+from tests.streams.collect.test_fold_turns import group_of_turn, ref, turn
 
 
 def rewards(inbox: FakePartition, given: Rules) -> dict[tuple[str, int], float | None]:
@@ -43,14 +58,14 @@ def rewards(inbox: FakePartition, given: Rules) -> dict[tuple[str, int], float |
 
 def test_a_live_answer_waits_for_its_feedback() -> None:
     inbox = FakePartition().extend([live()])
-    assert not decisions(folded(inbox, rules()))
+    assert not decisions(folded(inbox, rules("drop")))
     inbox.append(said(REF, 0.8))
-    assert rewards(inbox, rules()) == {("a1b2.0", 0): 0.8}
+    assert rewards(inbox, rules("drop")) == {("a1b2.0", 0): 0.8}
 
 
 def test_feedback_before_its_answer_waits_for_it() -> None:
     inbox = FakePartition().extend([said(REF, 0.8), live()])
-    assert rewards(inbox, rules()) == {("a1b2.0", 0): 0.8}
+    assert rewards(inbox, rules("drop")) == {("a1b2.0", 0): 0.8}
 
 
 def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
@@ -64,34 +79,34 @@ def test_feedback_whose_own_time_closes_the_window_is_late_feedback() -> None:
 def test_feedback_without_an_answer_is_counted_and_dead_lettered() -> None:
     inbox = FakePartition().extend([said(REF, 0.8)])
     inbox.append(tick(), after_ms=WINDOW_MS)
-    results = folded(inbox, rules())
+    results = folded(inbox, rules("drop"))
     assert drops(results) == {"feedback without an answer": 1}
     assert [letter.offset for result in results for letter in result.letters] == [0]
 
 
 def test_feedback_with_a_bad_ref_is_dead_lettered() -> None:
-    results = folded(FakePartition().extend([said("nonsense", 0.8)]), rules())
+    results = folded(FakePartition().extend([said("nonsense", 0.8)]), rules("drop"))
     assert [letter.reason for result in results for letter in result.letters] == ["bad ref"]
 
 
 def test_silence_differs_from_zero() -> None:
     silent, zero = FakePartition().extend([live()]), FakePartition().extend([live(), said(REF, 0.0)])
     silent.append(tick(), after_ms=WINDOW_MS)
-    assert rewards(zero, rules()) == {("a1b2.0", 0): 0.0}
-    experience = decisions(folded(silent, rules()))[0].blocks[0].experiences[0]
+    assert rewards(zero, rules("drop")) == {("a1b2.0", 0): 0.0}
+    experience = decisions(folded(silent, rules("drop")))[0].blocks[0].experiences[0]
     assert experience.score("csat") is None
 
 
 def test_silence_takes_the_default_when_the_window_closes() -> None:
     inbox = FakePartition().extend([live()])
     inbox.append(tick(), after_ms=WINDOW_MS - 1)
-    assert not rewards(inbox, rules("drop", 0.25))
+    assert not rewards(inbox, rules("drop", default=0.25))
     inbox.append(tick(), after_ms=1)
-    assert rewards(inbox, rules("drop", 0.25)) == {("a1b2.0", 0): 0.25}
+    assert rewards(inbox, rules("drop", default=0.25)) == {("a1b2.0", 0): 0.25}
 
 
 def test_an_answer_waits_for_every_source() -> None:
-    given = rules("drop", None, "csat", "thumbs")
+    given = rules("drop", sources=("csat", "thumbs"))
     inbox = FakePartition().extend([live(), said(REF, 0.8)])
     assert not rewards(inbox, given)
     inbox.append(said(REF, 0.2, source="thumbs"))
@@ -100,19 +115,19 @@ def test_an_answer_waits_for_every_source() -> None:
 
 def test_rollouts_do_not_wait_for_feedback() -> None:
     inbox = FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))])
-    assert len(decisions(folded(inbox, rules()))) == 1
+    assert len(decisions(folded(inbox, rules("drop")))) == 1
 
 
 def test_feedback_is_credited_to_the_answer_it_names_and_to_no_other() -> None:
     answers = block(*(answer("a1b2.0", episode, size=2, lane="live") for episode in range(2)))
     inbox = FakePartition().extend([answers, said("a1b2.0.0-1-0", 0.7)])
     inbox.append(tick(), after_ms=WINDOW_MS)
-    assert buffered(folded(inbox, rules())) == {("a1b2.0", 0): [("a1b2.0.0-0-0", 0.0), ("a1b2.0.0-1-0", 0.7)]}
+    assert buffered(folded(inbox, rules("drop"))) == {("a1b2.0", 0): [("a1b2.0.0-0-0", 0.0), ("a1b2.0.0-1-0", 0.7)]}
 
 
 def test_feedback_for_an_answer_that_never_was_is_counted() -> None:
     inbox = FakePartition().extend([said("a1b2.0.0-9-0", 0.7), live(), said(REF, 0.5)])
-    assert drops(folded(inbox, rules())) == {"feedback for an unknown answer": 1}
+    assert drops(folded(inbox, rules("drop"))) == {"feedback for an unknown answer": 1}
 
 
 def test_the_same_feedback_twice_counts_once() -> None:
@@ -154,19 +169,6 @@ def test_late_feedback_about_an_answer_the_log_no_longer_holds_is_counted() -> N
     assert len(decisions(results)) == 1
 
 
-def test_raters_are_averaged_and_each_may_revise() -> None:
-    words = AnswerFeedback()
-    for item in (
-        said(REF, 0.0, id="1", rater="ann"),
-        said(REF, 1.0, id="2", rater="bob"),
-        said(REF, 0.5, id="3", rater="ann"),
-    ):
-        take_feedback(words, LoggedFeedback(item, 0, 0))
-    assert values_of(words) == {"csat": 0.75}
-    take_feedback(words, LoggedFeedback(said(REF, 0.0, id="4", rater="bob", type="retraction"), 0, 0))
-    assert values_of(words) == {"csat": 0.5}
-
-
 def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answer_anew_without_one() -> None:
     asked = msgspec.structs.replace(answer("a1b2.0", 0, size=1, lane="live"), scores=(), trial=7)
     withdrawn = said(REF, 0.0, id="2", type="retraction")
@@ -178,10 +180,345 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     ]
     assert [
         decision.closure.trial
-        for decision in decisions(folded(FakePartition().extend([live(), said(REF, 1.0)]), rules()))
+        for decision in decisions(folded(FakePartition().extend([live(), said(REF, 1.0)]), rules("drop")))
     ] == [-1]
     counts, heard = Counts(PeopleConfig(rating_window="1h")), []
     for closure in closures:
         counts.closure(closure, closure.answered_ms)
         heard.append([[*row] for sums in counts.comparison(7).rated.values() for row in sums.values()])
     assert heard == [[[1, 1]], [[0, 0]]]
+
+
+RULES = rules(discount=0.9)
+
+
+def closures(inbox: FakePartition, given: Rules = RULES) -> list[Closure]:
+    return [decision.closure for decision in decisions(folded(inbox, given))]
+
+
+def newest(inbox: FakePartition, given: Rules = RULES) -> dict[str, Closure]:
+    return {closure.group: closure for closure in closures(inbox, given)}
+
+
+def values(closure: Closure) -> list[tuple[str, float]]:
+    assert closure.ratings is not None
+    return [(rating.rater, rating.value) for rating in closure.ratings]
+
+
+def live_inbox() -> FakePartition:
+    return FakePartition().extend([live()])
+
+
+def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_is_bad() -> None:
+    inbox = FakePartition()
+    for session in range(4):
+        name = "bcdf" * 15 + "bcd" + "fhjq"[session]
+        inbox.extend(turn(number, name) for number in range(10))
+        inbox.append(said(f"hr-{group_of_turn(9, name)}.0-0-0", 1.0, rater="ann"))
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    ended = newest(inbox)
+    assert len(ended) == 40
+    assert sum(closure.mean_reward is not None for closure in ended.values()) == 40, "all of them learn of it"
+    rated = [rating for closure in ended.values() for rating in closure.ratings or ()]
+    assert [rating.value for rating in rated] == [1.0] * 4
+
+
+def test_a_revision_that_an_echo_alone_causes_leaves_the_ratings_as_they_were() -> None:
+    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 1.0, rater="ann"), said(ref(1), 0.0, rater="ann")])
+    inbox.append(said(ref(1), 1.0, id="changed", rater="ann"))
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    first = [closure for closure in closures(inbox) if closure.group == group_of_turn(0)]
+    assert len(first) > 1 and first[-1].mean_reward != 1.0
+    assert [values(closure) for closure in first] == [[("ann", 1.0)]] * len(first)
+
+
+def test_a_rating_is_what_stands_of_each_source_and_rater() -> None:
+    inbox = live_inbox().extend(
+        [
+            said(REF, 0.0, id="1", rater="ann"),
+            said(REF, 1.0, id="2", rater="bob"),
+            said(REF, 0.5, id="3", rater="ann"),
+            said(REF, 0.0, id="4", rater="bob", type="retraction"),
+        ]
+    )
+    assert [values(closure) for closure in closures(inbox)] == [
+        [("ann", 0.0)],
+        [("ann", 0.0), ("bob", 1.0)],
+        [("bob", 1.0), ("ann", 0.5)],
+        [("ann", 0.5)],
+    ]
+
+
+def test_a_rating_says_when_it_was_given_and_a_closure_when_the_answer_was() -> None:
+    inbox = live_inbox().extend([said(REF, 0.25, rater="ann")])
+    (closure,) = closures(inbox)
+    answered, rated = (arrival.timestamp_ms for arrival in inbox.arrivals)
+    assert closure.answered_ms == answered
+    assert closure.ratings == (Rating(source="csat", value=0.25, rater="ann", time_ms=rated),)
+
+
+def test_silence_and_its_default_are_no_rating() -> None:
+    inbox = live_inbox()
+    inbox.append(tick(), after_ms=WINDOW_MS)
+    (closure,) = closures(inbox, rules(default=0.7))
+    assert (closure.mean_reward, closure.ratings) == (0.7, ())
+
+
+def test_a_rollout_was_not_answered_in_production() -> None:
+    (closure,) = closures(FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))]))
+    assert (closure.answered_ms, closure.ratings) == (-1, ())
+
+
+def answered_with(words: Sequence[Feedback]) -> FakePartition:
+    """An answer, and what is said about it; the first word closes it."""
+    return FakePartition(step_ms=1).extend([block(answer("a1b2.0", 0, size=1, lane="live")), *words])
+
+
+def words(*values: float, raters: Sequence[str] = ("ann",)) -> list[Feedback]:
+    each = enumerate(zip(values, raters * len(values), strict=False))
+    return [said(REF, value, id=str(number), rater=rater) for number, (value, rater) in each]
+
+
+def sent(inbox: FakePartition, given: Rules) -> list[Experience]:
+    """Without what only takes back."""
+    blocks = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
+    return [one for sent in blocks for one in sent.experiences if one.kind != "withdrawal"]
+
+
+@pytest.mark.parametrize("late", ["amend", "retrain"])
+def test_the_same_value_again_makes_no_new_revision(late: str) -> None:
+    again = answered_with(words(0.5, 0.5, 0.5))
+    assert [closure.revision for closure in closures(again, rules(late))] == [0]
+    assert not drops(folded(again, rules(late)))
+
+
+@pytest.mark.parametrize("late", ["amend", "retrain"])
+def test_another_rater_of_the_same_mind_is_a_rating_and_trains_nothing_anew(late: str) -> None:
+    inbox = answered_with(words(0.5, 0.5, raters=("ann", "bob")))
+    ended = closures(inbox, rules(late))
+    assert [(one.revision, len(one.ratings or ())) for one in ended] == [(0, 1), (1, 2)]
+    assert [(one.revision, one.lane) for one in sent(inbox, rules(late))] == [(0, "live")]
+
+
+def test_amend_never_marks_an_answer_as_to_be_trained_again() -> None:
+    inbox = answered_with(words(0.5, 0.25, 0.75))
+    found = [(one.revision, one.lane, one.retrained) for one in sent(inbox, rules("amend"))]
+    assert found == [(0, "live", 0), (1, "live", 0), (2, "live", 0)]
+
+
+def test_retrain_trains_again_once_per_verdict_and_no_more_than_so_often() -> None:
+    inbox = answered_with(words(0.5, 0.25, 0.25, 0.75, 0.5, 0.25))
+    found = [(one.revision, one.lane, one.retrained) for one in sent(inbox, rules("retrain", retrainings=2))]
+    # Past the bound, later verdicts change the copy that was not drawn yet.
+    assert found == [(0, "live", 0), (1, "human", 1), (2, "human", 2), (3, "human", 2), (4, "human", 2)]
+    assert drops(folded(inbox, rules("retrain", retrainings=2))) == {"retrained often enough": 2}
+
+
+def test_a_credit_of_later_turns_trains_no_turn_again() -> None:
+    inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0)])
+    found = [(one.group[-1], one.revision, one.lane, one.retrained) for one in sent(inbox, rules("retrain", 0.5))]
+    assert found == [("0", 0, "live", 0), ("1", 0, "live", 0), ("0", 1, "live", 0)]
+
+
+def test_a_later_turn_of_the_same_credit_makes_no_revision() -> None:
+    inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0, rater="ann")])
+    inbox.extend([said(ref(1), 1.0, id="again", rater="ann"), said(ref(1), 1.0, id="other", rater="bob")])
+    revisions = [(one.group[-1], one.revision) for one in closures(inbox, rules("amend", 0.5))]
+    assert revisions == [("0", 0), ("1", 0), ("0", 1), ("1", 1)]
+
+
+def test_late_words_close_an_answer_anew_no_more_than_so_often_and_the_rest_is_counted() -> None:
+    flips = answered_with(words(*(number % 2 for number in range(201))))
+    assert closures(flips, rules("amend", revisions=16))[-1].revision == 16
+    assert drops(folded(flips, rules("amend", revisions=16))) == {"revised often enough": 200 - 16}
+
+
+def test_what_is_taken_back_is_taken_back_however_often_an_answer_was_revised() -> None:
+    back = said(REF, 0.0, id="back", rater="ann", type="retraction")
+    ended = closures(answered_with([*words(0.0, 1.0, 0.0, 1.0), back]), rules("amend", revisions=2))
+    assert [(one.revision, len(one.ratings or ())) for one in ended] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+
+
+def test_of_many_raters_the_first_stand_and_the_others_are_counted() -> None:
+    number = 3 * MAX_COUNTED
+    raters = [f"r{index}" for index in range(number)]
+    inbox = FakePartition().extend(
+        [*words(*[1.0] * number, raters=raters), block(answer("a1b2.0", 0, size=1, lane="live"))]
+    )
+    (closure,) = closures(inbox, rules("amend"))
+    assert [rating.rater for rating in closure.ratings or ()] == raters[:MAX_COUNTED]
+    assert drops(folded(inbox, rules("amend"))) == {TOO_MANY: number - MAX_COUNTED}
+
+
+def lines_run(inbox: FakePartition, given: Rules, state: State) -> int:
+    """Lines of Python that folding takes: work, whatever the machine does beside it."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        folded(inbox, given, state)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("raters", [("ann",), tuple(f"r{number}" for number in range(2000))], ids=["one", "many"])
+def test_a_flood_of_feedback_about_one_answer_costs_the_same_for_each_word(raters: tuple[str, ...]) -> None:
+    def flood(number: int) -> tuple[int, int]:
+        inbox, state = answered_with(words(*(index % 2 for index in range(number)), raters=raters)), State()
+        work = lines_run(inbox, rules("amend"), state)
+        return work, len(msgspec.msgpack.encode(state.groups["a1b2.0"]))
+
+    few, many = flood(250), flood(1000)
+    assert many[0] < 4.2 * few[0], "four times the words, four times the work"
+    assert many[1] < 1.1 * few[1], "and no more to save each time"
+
+
+ANSWER = "a.0.0-0-0"
+
+
+def take(on_answer: AnswerFeedback, number: int, value: float | None = None, **more: object) -> str:
+    given = {"ref": ANSWER, "id": str(number), "value": value, "source": "csat", **more}
+    return take_feedback(on_answer, LoggedFeedback(msgspec.convert(given, Feedback), number, 1_000 + number))
+
+
+def edit(on_answer: AnswerFeedback, number: int, text: str, **more: object) -> str:
+    return take(on_answer, number, type="correction", text=text, **more)
+
+
+def test_the_last_words_are_known_and_older_ones_are_forgotten() -> None:
+    on_answer = AnswerFeedback()
+    for number in range(MAX_KNOWN + 1):
+        assert take(on_answer, number, number / 1000) == ""
+    assert len(on_answer.known) == MAX_KNOWN == 256
+    known = [is_repeat(on_answer, Feedback(ref=ANSWER, id=str(number), source="csat")) for number in (0, 1, MAX_KNOWN)]
+    assert known == [False, True, True]
+    assert is_repeat(on_answer, Feedback(ref=ANSWER, id="1", source="other")) is False
+    assert is_repeat(None, Feedback(ref=ANSWER, id="1")) is False
+    assert len(on_answer.counted) == 1 and values_of(on_answer) == {"csat": 0.256}
+
+
+def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses() -> None:
+    on_answer = AnswerFeedback()
+    take(on_answer, 1, 0.5, rater="ann")
+    edit(on_answer, 2, "better", rater="ann")
+    take(on_answer, 3, 0.5, rater="bob")
+    take(on_answer, 4, 0.5, rater="ann", source="other")
+    assert on_answer.edits == 1
+    take(on_answer, 4, type="retraction", rater="dan")
+    assert on_answer.edits == 1 and len(on_answer.counted) == 4, "he had said nothing"
+    assert take(on_answer, 5, type="retraction", rater="ann") == ""
+    assert [said.offset for said in on_answer.counted] == [3, 4] and on_answer.edits == 2
+    take(on_answer, 6, type="retraction", rater="bob")
+    assert on_answer.edits == 2, "no edit was among them"
+
+
+def test_an_edit_counts_once_for_each_change_of_what_stands() -> None:
+    on_answer = AnswerFeedback()
+    assert edit_of(on_answer) is None
+    for number, (text, rater, edits) in enumerate(
+        [("one", "ann", 1), ("one", "bob", 1), ("two", "bob", 2), ("two", "ann", 2), ("", "ann", 2)]
+    ):
+        edit(on_answer, number, text, rater=rater)
+        assert on_answer.edits == edits
+    assert edit_of(on_answer) == "two"
+
+
+def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
+    on_answer, asked = AnswerFeedback(), []
+    edit(on_answer, 1, "old", rater="ann", ref=f"hr-{ANSWER}")
+    edit(on_answer, 2, "new", rater="bob")
+    take(on_answer, 3, rater="cid", type="label", text="no edit")
+
+    def opened(text: str, of: str) -> str | None:
+        asked.append((text, of))
+        return None if text == "new" else text.upper()
+
+    assert edit_of(on_answer, opened) == "OLD" and asked == [("new", ANSWER), ("old", ANSWER)]
+    assert edit_of(on_answer, lambda text, of: None) is None
+    assert answer_of(f"hr-{ANSWER}") == answer_of(ANSWER) == ANSWER
+
+
+def test_of_several_values_of_a_source_the_mean_counts_and_words_without_a_value_count_for_nothing() -> None:
+    on_answer = AnswerFeedback()
+    for number, value in enumerate((0.25, 1.0, 0.5)):
+        take(on_answer, number, value, rater=f"r{number}")
+    take(on_answer, 9, None, type="label", text="x", source="note")
+    assert values_of(on_answer) == {"csat": pytest.approx(1.75 / 3)} and values_of(None) == {}
+
+
+def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> None:
+    first, second = AnswerFeedback(), AnswerFeedback()
+    take(first, 1, 0.5, rater="ann")
+    take(first, 5, 0.75, rater="ann", type="label", text="x")
+    take(second, 3, 0.25, rater="ann")
+    take(second, 4, None, rater="bob", type="label", text="x")
+    assert ratings((first, second)) == (
+        Rating(source="csat", value=0.25, rater="ann", time_ms=1_003),
+        Rating(source="csat", value=0.75, rater="ann", time_ms=1_005),
+    )
+    many = [AnswerFeedback() for _ in range(MAX_RATINGS + 6)]
+    for number, on_answer in enumerate(many):
+        take(on_answer, number, 0.5)
+    assert [one.time_ms - 1_000 for one in ratings(reversed(many))] == list(range(6, 70)) and MAX_RATINGS == 64
+
+
+SOURCES = {
+    "csat": FeedbackRules(window_ms=10, default=0.25, discount=0.5),
+    "judge": FeedbackRules(window_ms=10),
+    "thumb": FeedbackRules(window_ms=10, default=0.0),
+}
+
+
+def test_an_answer_is_credited_with_what_later_ones_differ_from_the_usual_by() -> None:
+    on_answer = AnswerFeedback()
+    take(on_answer, 1, 0.5)
+    credits = [LaterCredit(2, {"csat": 1.0}), LaterCredit(1, {"csat": 0.25, "gone": 1.0})]
+    assert returns(on_answer, credits, SOURCES) == {"csat": pytest.approx(0.5 + 0.5 * -0.25 + 0.25 * 0.5)}
+    assert returns(None, credits[:1], SOURCES) == {"csat": pytest.approx(0.5 + 0.25 * 0.5)}
+    usual = {"csat": 0.75}.__getitem__
+    assert returns(None, credits[:1], SOURCES, usual) == {"csat": pytest.approx(0.75 + 0.25 * 0.25)}
+    assert returns(None, [], SOURCES) == {}
+    assert credited(answer("a.0", 0), None, SOURCES, False, credits[:1]).score("csat") == pytest.approx(0.625)
+
+
+def test_the_usual_verdict_begins_neutral_and_is_then_the_mean_of_the_last_ones() -> None:
+    memories: dict[str, Memory] = {}
+    assert usual_of(memories, "acme", "csat") == NEUTRAL == 0.5
+    assert USUAL_PRIOR == 8 and USUAL_WINDOW == 256
+    for number in range(1, 20):
+        learn_usual(memories, "acme", {}, {"csat": 1.0})
+        neutral = max(0, 8 - number)
+        assert usual_of(memories, "acme", "csat") == pytest.approx((number + neutral * 0.5) / (number + neutral))
+    assert usual_of(memories, "acme", "judge") == usual_of(memories, "other", "csat") == 0.5
+    learn_usual(memories, "acme", {"csat": 1.0}, {"csat": 0.0})
+    assert usual_of(memories, "acme", "csat") == pytest.approx(18 / 19), "a verdict that is changed counts as it stands"
+
+
+def test_rating_one_answer_and_taking_it_back_moves_nothing() -> None:
+    memories: dict[str, Memory] = {}
+    for _ in range(100):
+        learn_usual(memories, "acme", {}, {"csat": 1.0})
+        learn_usual(memories, "acme", {"csat": 1.0}, {})
+    assert usual_of(memories, "acme", "csat") == 0.5
+    for number in range(2 * USUAL_WINDOW):
+        learn_usual(memories, "acme", {}, {"csat": number % 2})
+    before = usual_of(memories, "acme", "csat")
+    for _ in range(100):
+        learn_usual(memories, "acme", {}, {"csat": 1.0})
+        learn_usual(memories, "acme", {"csat": 1.0}, {})
+    assert usual_of(memories, "acme", "csat") == pytest.approx(before)
+
+
+def test_the_usual_verdict_follows_the_last_ones_with_a_fixed_share() -> None:
+    memories: dict[str, Memory] = {}
+    for value in [1.0] * USUAL_WINDOW + [0.0] * 3:
+        learn_usual(memories, "acme", {}, {"csat": value, "judge": 0.5})
+    assert usual_of(memories, "acme", "csat") == pytest.approx((1 - 1 / USUAL_WINDOW) ** 3)
+    assert usual_of(memories, "acme", "judge") == 0.5

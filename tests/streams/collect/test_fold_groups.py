@@ -1,4 +1,4 @@
-"""collect, group by group: what completes one, what closes one, and that it happens once."""
+"""Fold: what completes a group, what closes it, and that both happen once."""
 
 import asyncio
 import gc
@@ -7,20 +7,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from infra.chain.chain import ChainResult, Context, Dropped
-from schemas import Block, Closure, Experience, encode
+from schemas import Closure, Experience, encode
 from schemas.experience import MAX_MEMBERS, is_withdrawal
 from schemas.ids import request_group
 from schemas.wire.block import blocks_of
 from streams.collect.decision import (
     Chain,
     Decision,
-    dead_letter,
     judged,
 )
-from streams.collect.feedback import take_feedback
+from streams.collect.feedback import FeedbackRules, take_feedback
+from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
+from streams.collect.limits import DayLimits
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
@@ -36,9 +38,11 @@ from tests.streams.collect.collecting import (
     drops,
     folded,
     said,
+    scored,
     stub,
     tick,
 )
+from tests.streams.collect.test_fold_turns import ref, turn
 
 
 def closures(inbox: FakePartition, rules: Rules = RULES) -> list[tuple[str, int, str, str]]:
@@ -176,12 +180,6 @@ def test_closed_groups_are_forgotten_after_keep() -> None:
     inbox.append(tick(), after_ms=5_001)
     folded(inbox, rules, state)
     assert not state.groups
-
-
-def test_a_dead_letter_says_where_it_lay_and_holds_no_more_than_64_kib() -> None:
-    letter = dead_letter(3, 9, "bad ref", "ref: got x", bytes(70_000))
-    assert (letter.topic, letter.partition, letter.offset, letter.stage) == ("verified", 3, 9, "collect")
-    assert (letter.reason, letter.error, len(letter.value)) == ("bad ref", "ref: got x", 65_536)
 
 
 def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
@@ -343,56 +341,169 @@ def test_decoded_blocks_are_kept_up_to_a_bound_the_oldest_going_first() -> None:
     assert frames.get(4) is frames.get(5) is one and saved == [0], "what was removed takes no room"
 
 
-def test_something_else_than_a_block_is_never_taken_for_one() -> None:
-    with pytest.raises(AssertionError, match="frame 5 is no block"):
-        Frames(lambda offset: encode(stub("a.0", 0))).get(5)
-    assert isinstance(Frames(lambda offset: encode(block(answer("a.0", 0)))).get(5), Block)
+def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
+    sources = {"csat": FeedbackRules(window_ms=window_ms, late=late)}  # type: ignore[arg-type]
+    return Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, **more)  # type: ignore[arg-type]
 
 
-def state_of(**due_ms: int) -> State:
+def test_a_record_that_does_not_belong_here_is_put_aside_and_named() -> None:
+    inbox = FakePartition().extend([Closure(group="a.0", outcome="dropped"), None])
     state = State()
-    for name, due in due_ms.items():
-        state.add(Group(name))
-        state.schedule(state.groups[name], due)
-    return state
+    first, second = folded(inbox, RULES, state)
+    (letter,) = first.letters
+    assert (letter.reason, letter.error, letter.offset) == ("unexpected record", "Closure", 0)
+    assert not second.letters and (state.next_offset, state.last_ms) == (2, inbox.time_ms)
 
 
-def test_a_group_that_is_put_back_has_its_moment_and_its_place_among_turns() -> None:
-    name = request_group(session_name("acme", "chat"), 7, 3)
+def test_words_wait_for_an_answer_as_long_as_a_deadline_where_that_is_longer() -> None:
+    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0)])
+    inbox.append(tick(), after_ms=DEADLINE_MS - 1)
+    inbox.append(tick(), after_ms=1)
+    assert [bool(one.letters) for one in folded(inbox, rules(window_ms=10))] == [False, False, True]
+
+
+def test_what_was_said_and_taken_back_of_an_answer_that_never_came_counts_once() -> None:
+    inbox = FakePartition().extend([said("a.0.0-0-0", 1.0), said("a.0.0-0-0", 0.0, id="back", type="retraction")])
+    inbox.append(tick(), after_ms=20_000)
+    assert folded(inbox, rules())[-1].dropped == {"feedback without an answer": 1}
+
+
+def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
+    inbox = FakePartition(step_ms=0).extend(
+        said(f"a.0.0-{number}-0", 1.0, rater="ann") for number in range(MAX_ANSWERS + 1)
+    )
+    inbox.append(said("a.0.0-0-0", 0.0, id="again", rater="ann"))
     state = State()
-    state.restore(Group(name, due_ms=4))
-    state.restore(Group("a.0"))
-    assert state.next_due_ms() == 4 and [turn.id for turn in state.turns(name)] == [name] and state.turns("a.0") == []
-    other = request_group(session_name("acme", "chat"), 7, 1)
-    state.add(Group(other))
-    assert [turn.id for turn in state.turns(name)] == [other, name]
-    state.remove(name)
-    state.remove("a.0")
-    assert [turn.id for turn in state.turns(name)] == [other]
-    state.remove(other)
-    assert state.turns(name) == [] and not state.groups and not vars(state)["_sessions"], "what is over takes no room"
+    results = folded(inbox, rules(limits=DayLimits(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
+    assert drops(results) == {"feedback about too many answers of a group": 1} and MAX_ANSWERS == 1024
+    assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
 
 
-def test_closed_groups_are_known_for_a_while_and_then_no_longer() -> None:
-    state = state_of(a=5, b=6, c=7)
-    state.close(state.groups["a"])
-    assert state.groups["a"].closed_ms == 1, "also at the beginning of time it is closed"
-    assert state.groups["a"].due_ms == 0 and state.next_due_ms() == 6 and state.num_open() == 2
-    state.now_ms = 10
-    state.close(state.groups["b"])
-    assert state.groups["b"].closed_ms == 10
-    state.now_ms = 101
-    state.expire(100)
-    assert set(state.groups) == {"a", "b", "c"}
-    state.now_ms = 102
-    state.expire(100)
-    assert set(state.groups) == {"b", "c"}
-    state.groups["b"].closed_ms = 50
-    state.now_ms = 200
-    state.expire(100)
-    assert set(state.groups) == {"b", "c"}, "it was closed again since"
-    state.close(state.groups["c"])
-    state.forget_closed_order()
-    state.now_ms = 900
-    state.expire(100)
-    assert set(state.groups) == {"b", "c"}
+def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_it() -> None:
+    first = block(*(replace(one, turn=0) for one in turn(0).experiences))
+    source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
+    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
+    state = State()
+    folded(FakePartition().extend([turn(1), said(ref(1), 1.0), first]), given, state)
+    assert [credit.turns for credit in state.groups[first.group].credits.values()] == [1]
+
+
+def test_of_two_attempts_that_complete_with_one_record_the_first_wins() -> None:
+    both = block(*(answer("a.0", 0, size=1, attempt=number) for number in (1, 0)))
+    made = [(one.closure.attempt, one.closure.outcome) for one in decisions(folded(FakePartition().extend([both])))]
+    assert made == [(1, "superseded"), (0, "buffered")]
+
+
+def test_what_is_superseded_is_told_with_its_lane_and_its_place_in_the_order_of_issue() -> None:
+    other = replace(answer("a.0", 0, attempt=0, lane="live"), sequence=412)
+    inbox = FakePartition().extend([block(other), *(block(answer("a.0", number, attempt=1)) for number in range(2))])
+    closure = decisions(folded(inbox))[0].closure
+    assert (closure.outcome, closure.attempt, closure.lane, closure.sequence) == ("superseded", 0, "live", 412)
+
+
+@pytest.mark.parametrize(
+    ("late", "episode", "revisions", "reason"),
+    [
+        ("drop", 1, 16, "late feedback"),
+        ("amend", 7, 16, "feedback for an unknown answer"),
+        ("amend", 1, 0, "revised often enough"),
+    ],
+)
+def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, revisions: int, reason: str) -> None:
+    closed = [block(answer("a.0", number)) for number in range(2)]
+    words = [said(f"a.0.0-{episode}-0", 0.5, id=str(number), rater="ann") for number in range(3)]
+    still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
+    limited = rules(late, revisions=revisions, limits=DayLimits(rater_answers=1, rater_share=0.0))
+    inbox = FakePartition().extend(closed)
+    inbox.append(tick(), after_ms=5_000)
+    results = folded(inbox.extend([*words, *still_open]), limited)
+    assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
+    assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
+
+
+def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
+    seen: list[Context] = []
+
+    async def noting(experiences: Sequence[Experience], context: Context) -> ChainResult:
+        seen.append(context)
+        return await scored(experiences, context)
+
+    inbox, state = FakePartition().extend([tick(), block(answer("a.0", 0, size=1))]), State()
+    for arrival in inbox.arrivals:
+        asyncio.run(fold(state, arrival, RULES, noting))
+    (context,) = seen
+    assert (context.time_ms, context.record_offset) == (inbox.time_ms, 1) and context.memories is state.memories
+
+
+def test_what_came_late_is_told_where_the_group_is_closed_anew() -> None:
+    inbox = FakePartition().extend([block(answer("a.0", 1))])
+    inbox.append(tick(), after_ms=DEADLINE_MS)
+    inbox.extend([block(answer("a.0", 0)), said("a.0.0-1-0", 0.5)])
+    assert decisions(folded(inbox, rules()))[-1].closure.drops["late"] == 1
+
+
+def test_words_that_are_sealed_are_compared_as_they_were_written() -> None:
+    opened = {
+        "x1": "It is too slow to be of any use to me at all today",
+        "x2": "My name is spelled in the wrong way here",
+    }
+    source = FeedbackRules(window_ms=5_000, alike=1, within_ms=1_000)
+    given = Rules(
+        deadline_ms=DEADLINE_MS,
+        keep_ms=10_000_000,
+        sources={"csat": source},
+        open_text=lambda text, of: opened[text[:2]],
+    )
+    words = [
+        replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=text)
+        for name, text in zip("abc", ("x1", "x2", "x1"), strict=True)
+    ]
+    assert drops(folded(FakePartition().extend(words), given)) == {"burst of near duplicates": 1}
+    sealed = [replace(said(f"{name}.0.0-0-0", 1.0, type="label"), text=f"x1 {name * 40}") for name in "abc"]
+    assert drops(folded(FakePartition().extend(sealed), given)) == {"burst of near duplicates": 2}
+
+
+def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not() -> None:
+    for value in (0.5, 1.0):
+        closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 1.0, rater="bob")]
+        words = [said("a.0.0-1-0", value, id="1", rater="ann"), said("a.0.0-1-0", 0.0, id="2", rater="ann")]
+        limited = rules("amend", limits=DayLimits(rater_answers=1, rater_share=0.0))
+        assert sum(drops(folded(FakePartition().extend([*closed, *words]), limited)).values()) == 1
+    again = [said("a.0.0-1-0", 1.0, id=name, rater="ann") for name in "abc"]
+    closed = [block(answer("a.0", number)) for number in range(2)]
+    limited = rules("amend", limits=DayLimits(rater_answers=2, rater_share=0.0))
+    assert sum(drops(folded(FakePartition().extend([*closed, *again]), limited)).values()) == 1
+
+
+def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_compared_is_opened() -> None:
+    def opened(text: str, answer: str) -> str:
+        raise AssertionError(f"{text} was opened")
+
+    live = [block(answer(f"{name}.0", 0, size=1, lane="live")) for name in "abc"]
+    words = [
+        replace(said("a.0.0-0-0", 1.0, source="letters"), text="Thanks"),
+        replace(said("b.0.0-0-0", 0.0), text="Thanks"),
+        said("c.0.0-0-0", 0.5, source="forum"),
+    ]
+    sources = {
+        "csat": FeedbackRules(window_ms=5_000),
+        "forum": FeedbackRules(window_ms=5_000, alike=1, within_ms=1_000),
+    }
+    given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, open_text=opened)
+    inbox = FakePartition().extend([*live, *words])
+    inbox.append(tick(), after_ms=5_000)
+    found = [rating for one in decisions(folded(inbox, given)) for rating in one.closure.ratings or ()]
+    assert [(one.source, one.value) for one in found] == [("letters", 1.0), ("csat", 0.0), ("forum", 0.5)]
+
+
+def test_an_answer_of_several_choices_waits_for_a_word_about_each() -> None:
+    group = request_group(session_name("acme", "chat"), 7, 1)
+    choices = block(*(answer(group, number, lane="live") for number in range(2)))
+    words = [said(f"{group}.0-{number}-0", 1.0) for number in range(2)]
+    assert [len(one.decisions) for one in folded(FakePartition().extend([choices, *words]), rules())] == [0, 0, 1]
+
+
+def test_an_answer_whose_last_part_comes_when_its_window_ends_is_closed_by_that_part() -> None:
+    inbox = FakePartition().extend([block(answer("a.0", 0, lane="live"))])
+    inbox.append(block(answer("a.0", 1, lane="live")), after_ms=DEADLINE_MS // 2)
+    assert [len(one.decisions) for one in folded(inbox, rules(window_ms=DEADLINE_MS // 2))] == [0, 1]

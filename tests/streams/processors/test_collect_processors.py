@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from infra.chain.processor import Drop, Memory
 from schemas import BatchItem, Block, Experience, Message, Score, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import ConfigError
-from streams.config import AdvantageConfig, RewardConfig, StreamsConfig
+from streams.config import AdvantageConfig, RewardConfig
 from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
@@ -20,7 +19,6 @@ from streams.processors.prioritize import prioritize
 from streams.processors.reward import blended
 from streams.processors.synthesize import demonstration_of
 from streams.scores.overlong import Overlong
-from streams.stages.chain_builder import build_collect
 from tests.streams.processors.by_default import advantage, reward, synthesize
 from trainer.batch.batch import TrainItem, pack
 
@@ -231,10 +229,6 @@ def test_shuffling_keeps_the_numbers_and_depends_only_on_the_group() -> None:
     assert shuffle_advantages(lone) == shuffled
 
 
-def test_of_one_reward_the_mean_is_itself() -> None:
-    assert less_the_mean([0.75]) == [0.0] == leave_one_out([0.75]) and less_the_mean([]) == [] == leave_one_out([])
-
-
 def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for() -> None:
     def last(kind: str, **options: Any) -> float | None:
         memory = Memory(64)
@@ -328,10 +322,6 @@ def test_what_a_batch_step_adds_is_added_to_every_token() -> None:
     assert per_token(one, advantage=one.advantage + 1.0) == pytest.approx([1.5] * 2 + [0.75] * 3)
 
 
-def test_an_experience_without_turns_has_one_advantage() -> None:
-    assert np.unique(per_token(episode(0, (3, 1.0)), advantage=0.25)).tolist() == [0.25]
-
-
 def test_what_is_made_of_an_experience_takes_no_advantages_along() -> None:
     one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)))
     assert demonstration_of(one).advantages == ()
@@ -383,26 +373,7 @@ def test_a_weight_below_0_takes_a_penalty_off_the_mean_of_the_others() -> None:
     assert isinstance(blended({"overlong": 1.0}, weights), Drop), "a penalty alone is no verdict"
 
 
-def test_dapos_reward_is_a_blend() -> None:
-    score = Overlong(max_tokens=100, margin=20)
-    lengths = (50, 90, 120)
-    members = [
-        msgspec.structs.replace(one, scores=(*one.scores, Score("overlong", score(one))))
-        for one in (long(tokens, episode, 1.0) for episode, tokens in enumerate(lengths))
-    ]
-    blend = {"exact": 1.0, "overlong": -1.0}
-    rewards = [one.reward for one in reward(tuple(members), blend=blend) if isinstance(one, Experience)]
-    assert rewards == [1.0, 0.5, 0.0]
-
-
 @pytest.mark.parametrize("blend", [{"overlong": -1.0}, {"exact": 1.0, "judge": 0.0}])
 def test_a_blend_without_a_verdict_is_refused(blend: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a penalty is no verdict"):
         RewardConfig(blend=blend)
-
-
-def test_length_goes_before_the_reward() -> None:
-    from infra.chain.insert import ProcessorConfig
-
-    inserted = ProcessorConfig(use="streams.processors.length:length", stage="collect", before="reward")
-    assert [step.name for step in build_collect(StreamsConfig(processor=(inserted,)))][:2] == ["length", "reward"]

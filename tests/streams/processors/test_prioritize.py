@@ -255,19 +255,3 @@ def test_after_a_shift_advantages_lean_until_the_window_has_passed() -> None:
     assert some(64, 0.8, 10_000) > 0.5, "everything looks good after a change for the better"
     some(5 * WINDOW, 0.8, 20_000)
     assert abs(some(4 * WINDOW, 0.8, 30_000)) < 0.1
-
-
-def test_where_only_the_displeased_speak_an_average_answer_that_is_rated_counts_as_good() -> None:
-    draw, memory = random.Random(4), Memory(MEMORY)
-    qualities = [draw.random() for _ in range(4000)]
-    heard = [quality for quality in qualities if draw.random() > quality]  # the worse, the more likely somebody speaks
-    found = advantages_of(heard, memory)
-    average = [value for quality, value in zip(heard, found, strict=True) if 0.45 < quality < 0.55]
-    assert statistics.fmean(average) > 0.3
-    assert abs(statistics.fmean(found[WINDOW:])) < 0.1, "of those that are rated none is favoured as a whole"
-
-
-def test_rewards_far_smaller_than_verdicts_make_small_advantages() -> None:
-    draw = random.Random(5)
-    found = advantages_of([draw.gauss(0.5, 0.001) for _ in range(2000)])
-    assert statistics.pstdev(found[WINDOW:]) < 0.05

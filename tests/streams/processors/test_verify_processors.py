@@ -7,7 +7,7 @@ import pytest
 
 from infra.chain.processor import Drop, Memory
 from schemas import Block, Experience, Message, Span, decode, encode, ids, make_experience
-from streams.processors.filter import dedupe, dedupe_key, repetition, validate
+from streams.processors.filter import dedupe, repetition, validate
 from tests.streams.processors.by_default import filter_answers, redact
 
 
@@ -62,13 +62,6 @@ def test_the_second_record_with_an_id_is_a_duplicate_but_a_retry_of_the_first_is
     assert reason(dedupe(answer(), memory=memory, record_offset=5)) == "kept"
     assert reason(dedupe(answer(), memory=memory, record_offset=9)) == "duplicate"
     assert reason(dedupe(answer(revision=1), memory=memory, record_offset=9)) == "kept"
-
-
-def test_ids_found_behind_the_stage_are_duplicates_wherever_they_lie() -> None:
-    memory = Memory(10)
-    memory.set(dedupe_key(answer()), -1)
-    assert reason(dedupe(answer(), memory=memory, record_offset=0)) == "duplicate"
-    assert reason(dedupe(answer(), memory=memory, record_offset=-1)) == "duplicate"
 
 
 @pytest.mark.parametrize(
@@ -126,29 +119,7 @@ def test_personal_data_is_found_and_masked(text: str, kind: str) -> None:
     assert masked.tokens.tolist() == answer(text).tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "37+45=82",
-        "4111 1111 1111 1112",
-        "3.14159265358979",
-        "1234567890123456",
-        "a@b",
-        "2026-11-21 10:00",
-        "skeleton-key",
-    ],
-)
-def test_numbers_and_words_are_not_personal_data(text: str) -> None:
-    one = answer(text)
-    assert redact(one) is one
-
-
 def test_redact_takes_patterns_of_its_own() -> None:
     masked = redact(answer("see T-123"), kinds=(), patterns={r"ti\cket": "T-[0-9]+"}, action="mask")
     assert isinstance(masked, Experience)
     assert masked.response == r"see [ti\cket]"
-
-
-def test_built_in_patterns_stay_linear() -> None:
-    # Quadratic patterns would take minutes here.
-    assert reason(redact(answer("1 " * 20_000 + "a" * 20_000 + "@" + "a-" * 20_000 + "+1" + " 2" * 20_000))) != ""

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import answered
-from cheats import CHEATS, FOOLS_THE_NAIVE, HANGS
 
 from schemas.errors import ConfigError
 from streams.scores.code import Code, answer_code, same
 from tests.infra.sandbox.confining import sandbox_or_skip
+from tests.streams.scores.answers import answered
+from tests.streams.scores.cheats import CHEATS, FOOLS_THE_NAIVE, HANGS
 
 CALLS = [{"args": [2, 3], "equals": 5}, {"args": [-4, 1], "equals": -3}, {"args": [0, 0], "equals": 0}]
 ADD = json.dumps({"function": "add", "calls": CALLS})
@@ -100,7 +100,6 @@ def test_a_naive_grader_would_be_fooled(name: str, tmp_path: Path) -> None:
 
 
 def test_the_sandbox_never_sees_tests_or_expected_values(code: Code) -> None:
-    """What the answer can find of its task: arguments of the calls so far."""
     found = (
         "import gc\ndef add(a, b):\n    wanted = 'eldeen'[::-1]\n"
         "    return any(wanted in repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, str, bytes)))"

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import answered
-from judge_endpoint import FakeJudge, fake_judge
 
 from infra.chain.chain import ChainResult, Context, make_step, run_chain
 from infra.chain.processor import Verdict
 from schemas import Experience
 from schemas.errors import ConfigError
 from streams.scores.endpoint import Endpoint, EndpointConfig, JudgeLedger
-from streams.scores.llm_judge import Judge, only_object
+from streams.scores.llm_judge import Judge
 from streams.scores.rubric import Rubric
+from tests.streams.scores.answers import FakeJudge, answered, fake_judge
 
 
 @pytest.fixture
@@ -252,8 +251,3 @@ def test_workers_that_share_a_file_share_the_budget(tmp_path: Path) -> None:
     one.settle(7, -0.5)
     assert other.reserve(7, 0.6, 1.0)
     assert not one.reserve(7, 0.4, 1.0) and other.reserve(7, 0.3, 1.0)
-
-
-def test_only_an_object_with_exactly_the_keys_counts() -> None:
-    assert only_object(' {"grade": 1}\n', {"grade"}) == {"grade": 1}
-    assert only_object('{"grade": 1}', {"met"}) is None

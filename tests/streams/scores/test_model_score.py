@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from answers import answered
 
 from infra.chain.chain import Context, make_step, run_chain
 from infra.cli.demo.char_model import build_char_model
@@ -27,6 +26,7 @@ from schemas.topics import POLICIES
 from streams.app import companions
 from streams.scores.model import Model, probability
 from tests.starts import CountingBus, summarize
+from tests.streams.scores.answers import answered
 
 ANSWER = answered("280", prompt="37+45=")
 
@@ -90,95 +90,86 @@ async def verdict(score: Model) -> tuple[float, str]:
 
 
 @pytest.mark.slow
-def test_verdicts_follow_what_is_published_and_a_corrupt_version_changes_nothing(
+async def test_verdicts_follow_what_is_published_and_a_corrupt_version_changes_nothing(
     folder: Path, weights: dict[str, Tensor]
 ) -> None:
     store, metrics = MemoryStore(), Metrics("test")
     score = Model(folder=str(folder), policy="reward", wait_s=120)
 
-    async def run() -> None:
-        log = Log(MemoryBus(), "test", store=store)
-        await log.create_topics(partitions=1, keep_ms=1000)
+    log = Log(MemoryBus(), "test", store=store)
+    await log.create_topics(partitions=1, keep_ms=1000)
 
-        async def announce(event: PolicyEvent) -> None:
-            await log.publish(POLICIES, event)
+    async def announce(event: PolicyEvent) -> None:
+        await log.publish(POLICIES, event)
 
-        async with following(score, log, metrics):
-            await announce(published(store, 1, versions_of(weights, 10.0)))
-            first, version = await verdict(score)
-            assert version == "1+reward-1"
-            await announce(PolicyEvent(event="published", policy="other", version=7, manifest="policies/other/x.json"))
-            await announce(published(store, 2, versions_of(weights, -10.0)))
-            await until(lambda: score.version == 2)
-            second, version = await verdict(score)
-            assert version == "1+reward-2"
-            assert second == pytest.approx(1 - first), "the head's sign was turned around"
-            assert abs(first - 0.5) > 1e-3
+    async with following(score, log, metrics):
+        await announce(published(store, 1, versions_of(weights, 10.0)))
+        first, version = await verdict(score)
+        assert version == "1+reward-1"
+        await announce(PolicyEvent(event="published", policy="other", version=7, manifest="policies/other/x.json"))
+        await announce(published(store, 2, versions_of(weights, -10.0)))
+        await until(lambda: score.version == 2)
+        second, version = await verdict(score)
+        assert version == "1+reward-2"
+        assert second == pytest.approx(1 - first), "the head's sign was turned around"
+        assert abs(first - 0.5) > 1e-3
 
-            corrupt = published(store, 3, versions_of(weights, 3.0))
-            for key in [key for key in store.keys("policies/reward/0/anchors/3/")]:
-                store.put(key, store.get(key)[:-1] + b"\x55")
-            await announce(corrupt)
-            await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
-            assert await verdict(score) == (second, "1+reward-2")
-
-            await announce(published(store, 4, versions_of(weights, 10.0)))
-            await until(lambda: score.version == 4)
-            assert (await verdict(score))[0] == pytest.approx(first)
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_a_worker_that_begins_with_a_summary_of_policies_judges_with_the_newest_version(
-    folder: Path, weights: dict[str, Tensor]
-) -> None:
-    store = MemoryStore()
-    score = Model(folder=str(folder), policy="reward", wait_s=120)
-
-    async def run() -> None:
-        bus = CountingBus()
-        log = Log(bus, "test", store=store)
-        await log.create_topics(partitions=1, keep_ms=1000)
-        await log.publish(POLICIES, published(store, 1, versions_of(weights, 10.0)))
-        for version in range(3 * LOOK):
-            other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
-            await log.publish(POLICIES, other)
-        summarize(log)
-        async with following(score, log, Metrics("test")):
-            assert (await verdict(score))[1] == "1+reward-1"
-        assert bus.read[log.name(POLICIES)] < 2 * LOOK
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_a_version_from_before_the_summary_judges_where_the_newest_is_refused(
-    folder: Path, weights: dict[str, Tensor]
-) -> None:
-    store = MemoryStore()
-    score = Model(folder=str(folder), policy="reward", wait_s=120)
-
-    async def run() -> None:
-        log = Log(MemoryBus(), "test", store=store)
-        await log.create_topics(partitions=1, keep_ms=1000)
-        for version in (1, 2):
-            await log.publish(POLICIES, published(store, version, versions_of(weights, 10.0)))
-        for key in store.keys("policies/reward/0/anchors/2/"):
+        corrupt = published(store, 3, versions_of(weights, 3.0))
+        for key in [key for key in store.keys("policies/reward/0/anchors/3/")]:
             store.put(key, store.get(key)[:-1] + b"\x55")
-        for version in range(3 * LOOK):
-            other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
-            await log.publish(POLICIES, other)
-        summarize(log)
-        async with following(score, log, Metrics("test")):
-            assert (await verdict(score))[1] == "1+reward-1"
+        await announce(corrupt)
+        await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
+        assert await verdict(score) == (second, "1+reward-2")
 
-    asyncio.run(run())
+        await announce(published(store, 4, versions_of(weights, 10.0)))
+        await until(lambda: score.version == 4)
+        assert (await verdict(score))[0] == pytest.approx(first)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_begins_with_a_summary_of_policies_judges_with_the_newest_version(
+    folder: Path, weights: dict[str, Tensor]
+) -> None:
+    store = MemoryStore()
+    score = Model(folder=str(folder), policy="reward", wait_s=120)
+
+    bus = CountingBus()
+    log = Log(bus, "test", store=store)
+    await log.create_topics(partitions=1, keep_ms=1000)
+    await log.publish(POLICIES, published(store, 1, versions_of(weights, 10.0)))
+    for version in range(3 * LOOK):
+        other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
+        await log.publish(POLICIES, other)
+    summarize(log)
+    async with following(score, log, Metrics("test")):
+        assert (await verdict(score))[1] == "1+reward-1"
+    assert bus.read[log.name(POLICIES)] < 2 * LOOK
+
+
+@pytest.mark.slow
+async def test_a_version_from_before_the_summary_judges_where_the_newest_is_refused(
+    folder: Path, weights: dict[str, Tensor]
+) -> None:
+    store = MemoryStore()
+    score = Model(folder=str(folder), policy="reward", wait_s=120)
+
+    log = Log(MemoryBus(), "test", store=store)
+    await log.create_topics(partitions=1, keep_ms=1000)
+    for version in (1, 2):
+        await log.publish(POLICIES, published(store, version, versions_of(weights, 10.0)))
+    for key in store.keys("policies/reward/0/anchors/2/"):
+        store.put(key, store.get(key)[:-1] + b"\x55")
+    for version in range(3 * LOOK):
+        other = PolicyEvent(event="published", policy="other", version=version, manifest="policies/other/x.json")
+        await log.publish(POLICIES, other)
+    summarize(log)
+    async with following(score, log, Metrics("test")):
+        assert (await verdict(score))[1] == "1+reward-1"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["shape", "adapter"])
-def test_weights_of_another_shape_and_adapters_are_refused(
+async def test_weights_of_another_shape_and_adapters_are_refused(
     folder: Path, weights: dict[str, Tensor], wrong: str
 ) -> None:
     store, metrics = MemoryStore(), Metrics("test")
@@ -188,15 +179,12 @@ def test_weights_of_another_shape_and_adapters_are_refused(
     if wrong == "shape":
         tensors["score.weight"] = from_numpy(to_numpy(weights["score.weight"])[:, :-1].copy())
 
-    async def run() -> None:
-        log = Log(MemoryBus(), "test", store=store)
-        await log.create_topics(partitions=1, keep_ms=1000)
-        async with following(score, log, metrics):
-            await log.publish(POLICIES, published(store, 1, tensors, adapter))
-            await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
-        assert score.version == -1
-
-    asyncio.run(run())
+    log = Log(MemoryBus(), "test", store=store)
+    await log.create_topics(partitions=1, keep_ms=1000)
+    async with following(score, log, metrics):
+        await log.publish(POLICIES, published(store, 1, tensors, adapter))
+        await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
+    assert score.version == -1
 
 
 def test_before_the_first_version_the_score_is_absent_with_a_reason(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
-"""Built-in scores, each on right answers and on wrong ones that fool naive checkers."""
+"""exact, format and math: right answers, and wrong ones that fool naive checkers."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,8 @@ from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
 from streams.scores.exact import exact
 from streams.scores.format import Format
-from tests.infra.sandbox.confining import sandbox_or_skip
+from streams.scores.math import Math, final_answer
+from tests.streams.scores.answers import answered
 
 
 def matched(text: str, pattern: str) -> float:
@@ -105,69 +103,105 @@ def test_a_pattern_that_is_none_is_refused_at_the_start() -> None:
         Format(pattern="(a")
 
 
-SETTINGS = """
-app = "scores"
+@pytest.fixture(scope="module")
+def math() -> Iterator[Math]:
+    score = Math()
+    yield score
+    score.close()
 
-[policy]
-name = "main"
 
-[[score]]
-name = "exact"
-use = "streams.scores.exact:exact"
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("280", "280"),
+        ("The answer is 280.", "280"),
+        ("Final answer: $280$", "280"),
+        ("So we get 280", "280"),
+        ("**280**", "280"),
+        ("no \\boxed{1}, rather \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("6, not 5", None),
+        ("5 apples, maybe 6", None),
+        ("I don't know", None),
+        ("first 280\n290", "290"),
+        ("the answer is 5, no, the answer is 6", "6"),
+        ("it is 1,000", "1,000"),
+        ("that leaves x^2 + xyz", None),
+        ("we have 27 + 280", None),
+        ("between 5 and 6", None),
+        ("", None),
+    ],
+)
+def test_only_the_last_answer_is_looked_at(response: str, expected: str | None) -> None:
+    assert final_answer(response) == expected
 
-[[score]]
-name = "format"
-use = "streams.scores.format:format"
-options = { pattern = ".*" }
 
-[[score]]
-name = "math"
-use = "streams.scores.math:Math"
+def test_boxed_only_ignores_everything_else() -> None:
+    assert final_answer("280", boxed=True) is None
+    assert final_answer("\\boxed{280", boxed=True) is None
+    assert final_answer("the answer is \\boxed{ 280 }", boxed=True) == "280"
 
-[[score]]
-name = "code"
-use = "streams.scores.code:Code"
-options = { partial = true, limits = { wall_s = 5.0, memory_bytes = 268435456 } }
-timeout_s = 60
 
-[[score]]
-name = "school"
-use = "streams.scores.k12:k12"
-options = { tolerance = 0.02 }
+RIGHT = [
+    ("280", "\\boxed{280}"),
+    ("\\frac{1}{2}", "0.5"),
+    ("\\frac{1}{2}", "The answer is 1/2."),
+    ("1000", "1,000"),
+    ("280", "280 cm"),
+    ("x^2+2x+1", "\\boxed{(x+1)^2}"),
+    ("\\{1,2\\}", "\\boxed{\\{2,1\\}}"),
+    ("(1,2)", "\\boxed{(1, 2)}"),
+    ("3", "x=3"),
+    ("280", "\\boxed{140+140=280}"),
+    ("2", "\\boxed{1+1}"),
+]
+WRONG = [
+    ("280", "2800"),
+    ("280", "-280"),
+    ("280", ""),
+    ("280", "280 or 290"),
+    ("280", "\\boxed{280, 281}"),
+    ("280", "\\boxed{280 \\text{ or } 281}"),
+    ("280", "\\boxed{280}, no: \\boxed{281}"),
+    ("280", "\\boxed{281=280}"),
+    ("280", "\\boxed{1=280}"),
+    ("280", "\\boxed{279 < 281}"),
+    ("280", "\\boxed{x}"),
+    ("280", "\\boxed{27\\ 280}"),
+    ("5", "6, not 5"),
+    ("5", "the answer is 5 or 6"),
+    ("1/3", "0.333"),
+    ("(1,2)", "\\boxed{(2,1)}"),
+    ("9", "\\boxed{9} ... wait, \\boxed{8}"),
+    ("280", "9" * 3000),
+]
 
-[[score]]
-name = "seen"
-use = "streams.scores.vision:vision"
-options = { kind = "box", format = "xywh", threshold = 0.7 }
 
-[[score]]
-name = "judge"
-use = "streams.scores.llm_judge:Judge"
-options = { endpoint = { url = "http://127.0.0.1:9/v1", model = "judge" }, high = 5 }
+@pytest.mark.parametrize(("gold", "response"), RIGHT)
+def test_equal_answers_are_right_however_they_are_written(math: Math, gold: str, response: str) -> None:
+    assert math(answered(response, answer=gold)) == 1.0
 
-[[score]]
-name = "rubric"
-use = "streams.scores.rubric:Rubric"
-options = { endpoint = { url = "http://127.0.0.1:9/v1", model = "judge" }, criteria = ["short", { text = "true", weight = 2 }] }
 
-[[score]]
-name = "learned"
-use = "streams.scores.model:Model"
-options = { folder = "FOLDER", policy = "reward" }
+@pytest.mark.parametrize(("gold", "response"), WRONG)
+def test_wrong_answers_that_fool_naive_checkers_are_wrong(math: Math, gold: str, response: str) -> None:
+    assert math(answered(response, answer=gold)) == 0.0
 
-[reward]
-blend = { code = 1.0, learned = 0.5 }
-"""
+
+def test_without_a_reference_there_is_no_verdict(math: Math) -> None:
+    assert math(answered("280", answer=None)) is None
+
+
+def test_a_reference_that_is_no_mathematics_is_an_error_and_the_next_goes_on(math: Math) -> None:
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        math.equal("", "280")
+    assert math.equal("280", "280.0")
 
 
 @pytest.mark.slow
-def test_check_wires_every_score_with_its_options(tmp_path: Path) -> None:
-    sandbox_or_skip()
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    path = tmp_path / "headrace.toml"
-    path.write_text(SETTINGS.replace("FOLDER", str(tmp_path)), encoding="utf-8")
-    command = [sys.executable, "-m", "infra.cli.main", "check", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("exact", "format", "math", "code", "school", "seen", "judge", "rubric", "learned"):
-        assert f" {name} " in done.stdout, done.stdout
+def test_an_answer_that_cannot_be_computed_times_out_and_the_next_goes_on() -> None:
+    score = Math(timeout_s=1.0)
+    try:
+        with pytest.raises(TimeoutError, match="comparing"):
+            score(answered("\\boxed{9^{9^{9^{9^{9}}}}}", answer="3"))
+        assert score(answered("\\boxed{2+1}", answer="3")) == 1.0
+    finally:
+        score.close()

@@ -1,0 +1,405 @@
+"""Snapshots: a partition taken over by a worker without the state file, and snapshots that cannot be used."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis
+from hypothesis import strategies as st
+
+from infra.log.bus import Partition, Record
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
+from infra.observe.metrics import Metrics
+from infra.store.memory import MemoryStore
+from infra.store.snapshots import SnapshotDamaged, candidates, read, save
+from schemas import Block, Closure, Control
+from schemas.errors import NotInLog, StoreError
+from schemas.ids import request_group
+from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
+from streams.collect.collector import Collector, CollectSettings
+from streams.collect.feedback import FeedbackRules
+from streams.collect.rules import Rules
+from streams.collect.snapshots import MAX_ROWS, closed_parts, series_of
+from tests.names import session_name
+from tests.stored import newest
+from tests.streams.collect.collecting import answer, block, said, stub, tick
+from tests.streams.deliveries import values
+
+DAY_MS = 86_400_000
+SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5, per_rater=6, within_ms=600)
+RULES = Rules(deadline_ms=300, keep_ms=10 * DAY_MS, sources={"csat": SOURCE}, session_ms=150, session_turns=5)
+SERIES = series_of("app", 0)
+STEP_MS = 20
+
+
+def group_of(session: int, number: int) -> str:
+    return request_group(session_name("acme", f"chat-{session}"), 7, number)
+
+
+def record_of(kind: str, one: int, other: int) -> Block | Control:
+    if kind == "turn":
+        made = answer(group_of(one, other), 0, size=1, lane="live")
+        return block(msgspec.structs.replace(made, turn=1 + 2 * other))
+    if kind == "said":
+        type = "retraction" if other == 4 else "value"
+        return said(f"hr-{group_of(one, other % 3)}.0-0-0", other / 5, id=str(other), rater=f"r{other % 2}", type=type)
+    if kind == "rollout":
+        return block(answer(f"t{one}.0", other % 2, attempt=other // 3))
+    return stub(f"t{one}.0", other % 2) if kind == "stub" else tick()
+
+
+class Clock:
+    def __init__(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+async def filled(steps: Sequence[tuple[str, int, int]], store: MemoryStore | None, from_ms: int = 1_000_000) -> Log:
+    clock = Clock(from_ms)
+    log = Log(MemoryBus(clock), "app", store=store)
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for step in steps:
+        clock.now_ms += STEP_MS
+        await log.publish(VERIFIED, record_of(*step))
+    return log
+
+
+async def everything(log: Log) -> list[Record]:
+    end = (await log.bounds(VERIFIED))[1][0]
+    return [record async for chunk in log.chunks(VERIFIED, {0: 0}, {0: end}) for record in chunk]
+
+
+def collector_of(log: Log, folder: Path, metrics: Metrics | None = None, rules: Rules = RULES) -> Collector:
+    return Collector(log, metrics or Metrics("process"), 0, CollectSettings(folder, rules, (), give_up_s=0.0))
+
+
+async def opened(log: Log, folder: Path, metrics: Metrics | None = None, committed: int = 0) -> Collector:
+    collector = collector_of(log, folder, metrics)
+    await collector.recover(committed, lambda: False)
+    return collector
+
+
+async def outcome(log: Log) -> tuple[list[str], list[str], list[str]]:
+    """Every closure, block and letter, in an order of their own."""
+    closures = sorted(repr(one) for one in await values(log, PROGRESS) if isinstance(one, Closure))
+    blocks = sorted(
+        repr([(one.id, one.revision, one.lane, one.scores, one.turn) for one in sent.experiences])
+        for sent in await values(log, BUFFER)
+        if isinstance(sent, Block)
+    )
+    return closures, blocks, sorted(repr(one) for one in await values(log, DEAD_LETTERS))
+
+
+def some(count: int) -> list[tuple[str, int, int]]:
+    """Open turns, closed ones and rollouts that wait."""
+    return [(kind, number % 3, number % 5) for number in range(count) for kind in ("turn", "said", "rollout")]
+
+
+async def stored_once(folder: Path, count: int = 8) -> tuple[Log, MemoryStore, Collector]:
+    store = MemoryStore()
+    log = await filled(some(count), store)
+    collector = await opened(log, folder)
+    await collector.take(await everything(log))
+    await collector.snapshot()
+    return log, store, collector
+
+
+def counted(metrics: Metrics, name: str) -> dict[str, float]:
+    return {key: value for key, value in metrics.counters().items() if key.startswith(name) and value}
+
+
+kinds = st.sampled_from(["turn", "turn", "said", "said", "rollout", "stub", "tick"])
+records = st.lists(st.tuples(kinds, st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=40)
+
+
+class Failing(MemoryStore):
+    """Fails from the `left`-th object on, until it is well again."""
+
+    left = 10**9
+
+    def put(self, key: str, data: bytes) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise StoreError("the store is away")
+        super().put(key, data)
+
+
+lives = st.lists(
+    # records it folds, worker whose folder it is, whether that is empty, puts before the store fails, dies unsaved
+    st.tuples(st.integers(1, 12), st.integers(0, 2), st.booleans(), st.sampled_from([0, 1, 3, 99, 99]), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@hypothesis(max_examples=40, deadline=None)
+@given(records, lives)
+def test_a_partition_taken_over_from_a_snapshot_joins_as_one_that_read_everything(
+    steps: list[tuple[str, int, int]], given_lives: list[tuple[int, int, bool, int, bool]]
+) -> None:
+    async def run(folder: Path) -> None:
+        plain = await filled(steps, None)
+        reader = await opened(plain, folder / "plain")
+        await reader.take(await everything(plain))
+        reader.close()
+
+        store = Failing()
+        log = await filled(steps, store)
+        await (await carried_on(log, store, folder, given_lives)).take(await everything(log))
+        assert await outcome(log) == await outcome(plain)
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder)))
+
+
+async def carried_on(
+    log: Log, store: Failing, folder: Path, given_lives: list[tuple[int, int, bool, int, bool]]
+) -> Collector:
+    """The last of many workers, each of which dies; acknowledged is only what they saved."""
+    inbox, committed = await everything(log), 0
+    for number, (length, worker, is_empty, puts, dies) in enumerate(given_lives):
+        own = folder / (f"empty-{number}" if is_empty else f"worker-{worker}")
+        collector = await opened(log, own, committed=committed)
+        done = max(collector.next_offset, committed)
+        if dies:  # folded and published, and neither saved nor acknowledged
+            batch, _ = await collector.fold(inbox[done : done + length])
+            await collector._emit([one for each in batch for one in each.decisions if collector._is_new(one)], [])
+        else:
+            await collector.take(inbox[done : done + length])
+            committed = max(committed, collector.next_offset)
+            store.left = puts
+            await collector.snapshot()
+            store.left = 10**9
+        collector.close()
+    return await opened(log, folder / "last", committed=committed)
+
+
+async def test_the_next_worker_begins_where_the_snapshot_ends_and_leaves_the_blocks_in_the_log(tmp_path: Path) -> None:
+    log, _, first = await stored_once(tmp_path / "a")
+    metrics = Metrics("process")
+    second = await opened(log, tmp_path / "b", metrics)
+    assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
+    assert counted(metrics, "snapshots") == {"snapshots_taken_up": 1.0}
+    size = metrics.gauges()["snapshot_bytes{partition=0}"]
+    assert size > 0
+    assert second.num_open() > 0 and len(second._state.frames.absent) > 0
+    before = await outcome(log)
+    await second.take(await everything(log))
+    assert await outcome(log) == before
+    first.close()
+    second.close()
+    assert metrics.gauges()["snapshot_bytes{partition=0}"] == 0
+
+
+async def test_a_file_that_is_further_than_the_snapshot_is_kept(tmp_path: Path) -> None:
+    log, _, first = await stored_once(tmp_path / "a")
+    await log.publish(VERIFIED, tick())
+    await first.take((await everything(log))[-1:])
+    first.close()
+    metrics = Metrics("process")
+    again = await opened(log, tmp_path / "a", metrics)
+    assert again.next_offset == (await log.bounds(VERIFIED))[1][0]
+    assert counted(metrics, "snapshots") == {}
+    again.close()
+
+
+async def test_parts_of_closed_groups_stay_few_and_expire(tmp_path: Path) -> None:
+    store = MemoryStore()
+    log = await filled([], store)
+    clock = log.bus.clock  # type: ignore[attr-defined]
+    rules = msgspec.structs.replace(RULES, keep_ms=200 * STEP_MS)
+    collector = collector_of(log, tmp_path, None, rules)
+    await collector.recover(0, lambda: False)
+    counts = []
+    for number in range(300):
+        clock.now_ms += STEP_MS
+        await log.publish(VERIFIED, block(*(answer(f"t{number}.0", episode) for episode in range(2))))
+        await collector.take([one.record async for one in log.scan(VERIFIED, {0: number})])
+        await collector.snapshot()
+        snapshot = newest(store, SERIES, lambda reason, line: None)
+        assert snapshot is not None and snapshot.position == number + 1
+        counts.append(len(closed_parts(snapshot)))
+    assert max(counts) <= 10 < MAX_ROWS
+    assert snapshot is not None and sum(one.rows for one in closed_parts(snapshot)) <= 400
+    assert len(list(store.keys("snapshots/"))) <= 2 * (2 * max(counts) + 3)
+    collector.close()
+
+
+def damage_open(store: MemoryStore) -> None:
+    snapshot = newest(store, SERIES, lambda reason, line: None)
+    assert snapshot is not None
+    store.put(snapshot.parts["open/0"].key, b"something else")
+
+
+def damage_index(store: MemoryStore) -> None:
+    snapshot = newest(store, SERIES, lambda reason, line: None)
+    assert snapshot is not None
+    store.put(snapshot.parts["index/0"].key, b"something else")
+
+
+def lose_part(store: MemoryStore) -> None:
+    snapshot = newest(store, SERIES, lambda reason, line: None)
+    assert snapshot is not None
+    store.delete(snapshot.parts["memories"].key)
+
+
+def damage_manifest(store: MemoryStore) -> None:
+    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
+    store.put(key, store.get(key)[:-9])
+
+
+def newer_manifest(store: MemoryStore) -> None:
+    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
+    store.put(key, store.get(key).replace(b'"format":1', b'"format":2'))
+
+
+def newer_layout(store: MemoryStore) -> None:
+    (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
+    store.put(key, store.get(key).replace(b'"layout":2', b'"layout":3'))
+
+
+def other_bytes(store: MemoryStore) -> None:
+    """A part whole as it was written, of something that is none."""
+    snapshot = newest(store, SERIES, lambda reason, line: None)
+    assert snapshot is not None
+    store.delete(snapshot.key)
+    parts = [
+        (name, b"\x93 no rows" if name == "open/0" else read(store, part)) for name, part in snapshot.parts.items()
+    ]
+    save(store, SERIES, snapshot.position, parts, snapshot.about)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (damage_open, "damaged"),
+        (damage_index, "damaged"),
+        (lose_part, "a part is missing"),
+        (damage_manifest, "damaged"),
+        (newer_manifest, "written by a newer release"),
+        (newer_layout, "written by a newer release"),
+        (other_bytes, "damaged"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folded(
+    harm: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        log, store, first = await stored_once(tmp_path / "a")
+        first.close()
+        harm(store)  # type: ignore[operator]
+        metrics = Metrics("process")
+        before = await outcome(log)
+        second = await opened(log, tmp_path / "b", metrics, committed=first.next_offset)
+        assert (second.next_offset, second.num_open()) == (first.next_offset, first.num_open())
+        assert counted(metrics, "snapshots") == {f"snapshots_refused{{reason={reason}}}": 1.0}
+        assert await outcome(log) == before
+        second.close()
+
+    asyncio.run(run())
+    assert len([one for one in caplog.messages if one.startswith("collect_snapshot_refused partition=0")]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 9])
+async def test_a_snapshot_of_another_log_is_not_taken_and_goes(count: int, tmp_path: Path) -> None:
+    _, store, first = await stored_once(tmp_path / "a")
+    first.close()
+    other = await filled(some(count), store, from_ms=5_000_000)
+    metrics = Metrics("process")
+    second = await opened(other, tmp_path / "b", metrics)
+    assert second.next_offset == 0
+    assert counted(metrics, "snapshots") == {"snapshots_refused{reason=of another log}": 1.0}
+    await second.take(await everything(other))
+    for _ in range(3):  # its own are the newest now, though they begin lower
+        await second.snapshot()
+    assert [one.position for one in candidates(store, SERIES, lambda reason, line: None)] == [3 * count]
+    second.close()
+
+
+@pytest.mark.parametrize("beyond", [-1, 1])
+async def test_a_snapshot_older_than_the_log_or_waiting_for_a_trimmed_block_is_not_taken(
+    beyond: int, tmp_path: Path
+) -> None:
+    log, _, first = await stored_once(tmp_path / "a")
+    first.close()
+    for _ in range(3):
+        await log.publish(VERIFIED, tick())
+    await log.bus.delete_records(Partition(log.name(VERIFIED), 0), first.next_offset + beyond)
+    metrics = Metrics("process")
+    second = await opened(log, tmp_path / "b", metrics)
+    assert second.num_open() == 0
+    assert counted(metrics, "snapshots_refused") == {"snapshots_refused{reason=older than the log}": 1.0}
+    second.close()
+
+
+async def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Path) -> None:
+    class StoreThatIsAway(MemoryStore):
+        def keys(self, prefix: str):  # type: ignore[no-untyped-def]
+            raise StoreError("the store is away")
+
+        def put(self, key: str, data: bytes) -> None:
+            raise StoreError("the store is away")
+
+    log = await filled(some(8), StoreThatIsAway())
+    metrics = Metrics("process")
+    collector = collector_of(log, tmp_path, metrics)
+    collector._snapshots.store_away_s = 0.0
+    await collector.recover(0, lambda: False)
+    await collector.take(await everything(log))
+    await collector.snapshot()
+    assert collector.next_offset == 24
+    assert counted(metrics, "snapshots") == {
+        "snapshots_refused{reason=the store was away}": 1.0,
+        "snapshots_failed": 1.0,
+    }
+    collector.close()
+
+
+async def test_a_closed_group_that_lies_in_the_store_alone_is_not_joined_anew_and_damage_there_ends_the_worker(
+    tmp_path: Path,
+) -> None:
+    log, store, first = await stored_once(tmp_path / "a")
+    first.close()
+    snapshot = newest(store, SERIES, lambda reason, line: None)
+    assert snapshot is not None
+    closed = snapshot.parts["closed/0"]
+    second = await opened(log, tmp_path / "b")
+    whole = store.get(closed.key)
+    store.put(closed.key, b"something else")
+    await log.publish(VERIFIED, record_of("said", 0, 3))
+    last = (await everything(log))[-1:]
+    with pytest.raises(SnapshotDamaged):
+        await second.take(last)
+    second.close()
+    assert whole and not list(candidates(store, SERIES, lambda reason, line: None))
+    third = await opened(log, tmp_path / "b", committed=first.next_offset)
+    await third.take(last)
+    third.close()
+    plain = await filled([*some(8), ("said", 0, 3)], None)
+    reader = await opened(plain, tmp_path / "plain")
+    await reader.take((await everything(plain))[:-1])
+    await reader.take((await everything(plain))[-1:])
+    reader.close()
+    closures = [one for one in (await outcome(log))[0]]
+    assert closures == (await outcome(plain))[0]
+
+
+async def test_a_block_that_is_gone_ends_the_worker_before_it_decides_without_it(tmp_path: Path) -> None:
+    log, _, first = await stored_once(tmp_path / "a")
+    first.close()
+    second = await opened(log, tmp_path / "b")
+    await log.bus.delete_records(Partition(log.name(VERIFIED), 0), first.next_offset)
+    log.bus.clock.now_ms += DAY_MS  # type: ignore[attr-defined]
+    await log.publish(VERIFIED, tick())
+    before = await outcome(log)
+    with pytest.raises(NotInLog, match="verified/0 offset"):
+        await second.take([one.record async for one in log.scan(VERIFIED)])
+    second.close()
+    assert await outcome(log) == before
