@@ -139,27 +139,48 @@ def measured() -> dict[str, str]:
 
 
 def benchmark(run: dict[str, Any]) -> str:
-    """One run of a benchmark: its command and its figures."""
+    """One run of a benchmark: its command, and its figures by case where several figures share their cases."""
     where = f"{run['at']} UTC, commit {run['commit']}, {run['machine']}, load {run['load']:g}"
-    compares = any("peer" in row for row in run["rows"])
-    has_targets = any("low" in row or "high" in row for row in run["rows"])
-    titles = ["figure", *(["headrace", "peer"] if compares else []), "value", *(["target", ""] if has_targets else [])]
-    lines = [f"`{run['command']}`, {where}.\n", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in run["rows"]:
-        value, low, high, unit = row.get("value"), row.get("low"), row.get("high"), row.get("unit", "")
-        sides = [f"{figure(row[side])} {unit}" if side in row else "" for side in ("ours", "peer")]
-        bounds = [f"{words} {figure(at)}" for words, at in (("at least", low), ("at most", high)) if at is not None]
-        is_met = value is None or ((low is None or value >= low) and (high is None or value <= high))
-        verdict = "missed" if not is_met else "met" if bounds else ""
-        shown = "" if value is None else f"{figure(value)} {'times' if 'peer' in row else unit}"
-        cells = [
-            row["what"],
-            *(sides if compares else []),
-            shown,
-            *([", ".join(bounds), verdict] if has_targets else []),
-        ]
-        lines.append(f"| {' | '.join(cell(each) for each in cells)} |")
-    return "\n".join(lines)
+        case, _, name = row["what"].rpartition(": ")
+        cases.setdefault(case, {})[name] = row
+    names = list(dict.fromkeys(name for rows in cases.values() if len(rows) > 1 for name in rows))
+    shared = {case: rows for case, rows in cases.items() if case and rows.keys() <= set(names)}
+    if len(shared) < 2:
+        shared = {}
+    tables = []
+    if shared:
+        tables.append(
+            [["case", *names], *([case, *(bounded(rows.get(name)) for name in names)] for case, rows in shared.items())]
+        )
+    rest = [row for row in run["rows"] if row["what"].rpartition(": ")[0] not in shared]
+    compares = any("peer" in row for row in rest)
+    if rest:
+        lines = [["figure", *(["headrace", "peer"] if compares else []), "value"]]
+        for row in rest:
+            unit = row.get("unit", "")
+            sides = [f"{figure(row[side])} {unit}" if side in row else "" for side in ("ours", "peer")]
+            lines.append([row["what"], *(sides if compares else []), bounded(row)])
+        tables.append(lines)
+    text = [f"`{run['command']}`, {where}.\n"]
+    for head, *rows in tables:
+        text += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        text += [f"| {' | '.join(map(cell, row))} |" for row in rows] + [""]
+    return "\n".join(text).rstrip()
+
+
+def bounded(row: dict[str, Any] | None) -> str:
+    """The value of a figure with its target, as in "26.8 ms (at most 60: met)"; "" for none."""
+    if row is None or (value := row.get("value")) is None:
+        return ""
+    low, high = row.get("low"), row.get("high")
+    is_met = (low is None or value >= low) and (high is None or value <= high)
+    bounds = ", ".join(
+        f"{words} {figure(at)}" for words, at in (("at least", low), ("at most", high)) if at is not None
+    )
+    shown = f"{figure(value)} {'times' if 'peer' in row else row.get('unit', '')}".strip()
+    return shown + (f" ({bounds}: {'met' if is_met else 'missed'})" if bounds else "")
 
 
 def figure(value: float) -> str:
