@@ -192,7 +192,7 @@ def test_a_role_that_hangs_is_named_by_status_and_prometheus_and_mended_by_the_l
 ) -> None:
     broken, mends = blocks("A role hangs")
     stranger.types(broken)
-    stranger.sees_alarm("role-missing", "no process runs: .* was last heard of")
+    stranger.sees_alarm("role-missing", "no process runs: .* last reported")
 
     def silent() -> bool:
         alerts: dict[tuple[str, str], str] = stranger.prometheus(Prometheus.alerts)

@@ -80,7 +80,7 @@ async def order(console: Console, viewer: Viewer, action: str, form: Form) -> Do
     record = Directive(order=ORDERS[action], owner=viewer.name, reason=reason_in(form))
     await console.reading.log.publish(topics.POLICIES, record)
     console.reading.forget_fresh()
-    return _back("/versions", "learning is paused" if action == "pause" else "learning goes on")
+    return _back("/versions", "learning is paused" if action == "pause" else "learning continues")
 
 
 async def redeliver(console: Console, viewer: Viewer, action: str, form: Form) -> Done:

@@ -214,7 +214,7 @@ class _Site:
             return await self._show(request, None, "enter.html", 401, why=WHY[error.reason])
         except sqlite3.OperationalError as error:
             _log.warning("index_not_read path=%s error=%s", request.url.path, error)
-            return await self._error(request, viewer, 503, "The index is being built anew: look again in a moment.")
+            return await self._error(request, viewer, 503, "The index is being built again: look again in a moment.")
         except (Forbidden, Refusal, HeadraceError) as error:
             status = next(status for kind, status in FAULTS if isinstance(error, kind))
             if status == 503:

@@ -133,7 +133,7 @@ def sentence(state: State, now_s: float) -> str:
     """The bottleneck, as one sentence."""
     alive = [report for report in state["roles"] if not report["silent"] and report["state"] not in OVER]
     if not state["roles"]:
-        return "No role has spoken yet."
+        return "No role has reported yet."
     if not alive:
         age_s = min(report["age_s"] for report in state["roles"])
         return f"Nothing runs: this is how it was {since(age_s)} ago."

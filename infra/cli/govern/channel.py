@@ -156,8 +156,8 @@ def stable_text(stable: Stable) -> str:
 
 
 SAID: dict[DirectiveKind, str] = {
-    "pause": "learning is paused: no new groups, no new steps; `headrace resume` lets it go on",
-    "continue": "learning goes on",
+    "pause": "learning is paused: no new groups, no new steps; `headrace resume` continues it",
+    "continue": "learning continues",
 }
 
 

@@ -55,7 +55,7 @@ async def run_audit(
     if unfinished:
         console.print(f"{account.on_the_way:,} still on their way after {within}: {shown(account)}", style="red")
     if drained and not then_continue:
-        console.print("the app stays drained; `headrace audit --then-continue` lets it go on", style="dim")
+        console.print("the app stays drained; `headrace audit --then-continue` ends that", style="dim")
     return 0 if account.is_clean and not unfinished else 1
 
 

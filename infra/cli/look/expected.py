@@ -105,11 +105,11 @@ def _processes(heard: Iterable[Heard]) -> list[Heard]:
 def _last_words(gone: Sequence[Heard], now_s: float) -> str:
     """The last report of a process that does not run."""
     if not gone:
-        return "none has ever spoken; see its log"
+        return "none has ever reported; see its log"
     last = max(gone, key=lambda process: process.last_s)
     age_s = max(0.0, now_s - last.last_s)
     if last.state == "failed":
         return f"{last.instance} ended {age_s:.0f} s ago: {last.reason}"
     if last.state in OVER:
         return f"{last.instance} {last.state} {age_s:.0f} s ago"
-    return f"{last.instance} was last heard of {age_s:.0f} s ago"
+    return f"{last.instance} last reported {age_s:.0f} s ago"

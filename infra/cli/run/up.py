@@ -240,7 +240,7 @@ def event_line(event: ChildEvent) -> str:
                 f"{name} has failed {ALARM_AFTER} times in a row; it is tried again at least every {MAX_BACKOFF_S:g} s"
             )
         case "gave_up":
-            return f"{name} is not started again: a restart cannot mend this"
+            return f"{name} is not started again: a restart cannot fix this"
     return f"{name} {event.kind}"
 
 

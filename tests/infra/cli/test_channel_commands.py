@@ -41,7 +41,7 @@ def test_the_stable_channel_is_moved_by_hand_and_every_move_is_told(kafka: str, 
     assert "version 5 → version 3" in printed(config, "rollback", "3", "--why", "refuses too often")
     assert "learning is paused" in printed(config, "pause", "--why", "odd feedback")
     assert "odd feedback" in printed(config, "status")
-    assert "learning goes on" in printed(config, "resume")
+    assert "learning continues" in printed(config, "resume")
     table = printed(config, "channel")
     assert [
         word in table

@@ -109,7 +109,7 @@ def test_forty_turns_of_anything_are_shown_whole_and_none_is_executed(
 def test_an_alarm_of_the_flow_leads_to_the_section_that_says_what_to_do(watched: WatchedPage) -> None:
     page = watched.page
     page.goto(f"{watched.url}/")
-    alarm = page.get_by_role("listitem").filter(has_text="no master runs: none has ever spoken")
+    alarm = page.get_by_role("listitem").filter(has_text="no master runs: none has ever reported")
     alarm.get_by_role("link", name="what to do").click()
     page.wait_for_url("**/help/runbook#a-role-does-not-run")
     assert page.locator("#a-role-does-not-run").inner_text().startswith("## A role does not run")

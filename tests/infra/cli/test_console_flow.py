@@ -78,7 +78,7 @@ def state(*roles: State, learning: State | None = None, **lags: int) -> State:
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        (state(), "No role has spoken yet."),
+        (state(), "No role has reported yet."),
         (state(role("train", silent=True)), "Nothing runs: this is how it was 1 minute ago."),
         (
             state(role("train", per_s={"idle_seconds": 0.62}), role("explore"), role("master", issued_groups=5.0)),
@@ -248,7 +248,7 @@ def test_the_flow_page_says_every_alarm_so_and_of_many_how_many_more_there_are(t
                 "A value of a step is unhealthy : chi2 of lane live (estimate of χ²(π‖μ)), at train/1;"
                 f" 3 times since {since} , 3 in the last minute what to do"
             ) in text
-            assert "A role does not run : no master runs: none has ever spoken; see its log; seen here since" in text
+            assert "A role does not run : no master runs: none has ever reported; see its log; seen here since" in text
             assert "train/1: a plugin says a; seen here since" in text
             num_alarms = len(said) + 4  # three roles that do not run
             assert f"{num_alarms} alarms" in text and f"and {num_alarms - MAX_ALARMS} more" in text

@@ -174,7 +174,7 @@ def test_an_index_that_is_not_there_and_a_page_that_broke_say_so_under_the_same_
         async with looking(tmp_path, log) as (client, _):
             for change, status, said in (
                 ("UPDATE answers SET time_ms = 'then'", 500, "This page broke"),
-                ("DROP TABLE answers", 503, "The index is being built anew"),
+                ("DROP TABLE answers", 503, "The index is being built again"),
             ):
                 with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database, database:
                     database.execute(change)
@@ -279,7 +279,7 @@ def test_an_archive_says_why_a_version_was_held_and_what_was_measured(tmp_path: 
 def test_a_run_of_which_nothing_is_there_says_so_on_every_page(tmp_path: Path) -> None:
     log = Log(MemoryBus(), "t", store=MemoryStore())
     told = {
-        "/": "No role has spoken yet.", "/learning": "Nothing was measured yet.", "/answers": "Nothing fits.",
+        "/": "No role has reported yet.", "/learning": "Nothing was measured yet.", "/answers": "Nothing fits.",
         "/versions": "No version was published yet.", "/data": "no task was judged", "/privacy": "nothing was opened",
         "/versions/compare": "There is nothing to compare.",
     }  # fmt: skip

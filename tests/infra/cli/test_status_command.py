@@ -518,12 +518,12 @@ def test_a_role_that_failed_says_why() -> None:
 
 def test_a_role_that_never_came_up_is_an_alarm() -> None:
     (line,) = said(*ALIVE, heard(named("train", 9)), wanted=SERVED)
-    assert line == "no serve runs: none has ever spoken; see its log"
+    assert line == "no serve runs: none has ever reported; see its log"
 
 
 def test_one_of_two_explorers_of_a_machine_is_missing_until_one_is_started_in_its_place() -> None:
     roles = (*OTHERS, heard(named("explore", 11)), heard(named("explore", 12), ago_s=60.0))
-    assert said(*roles) == [f"1 of 2 explore run: explore/{VM}/12 was last heard of 60 s ago"]
+    assert said(*roles) == [f"1 of 2 explore run: explore/{VM}/12 last reported 60 s ago"]
     assert said(*roles, heard(named("explore", 13), began_s=30.0)) == []
     elsewhere = heard(named("explore", 11, "pod-2"), began_s=30.0)
     assert said(*roles, elsewhere) == [], "on whatever machine"

@@ -153,7 +153,7 @@ def test_up_prints_the_cause_of_a_role_that_cannot_start_once_and_an_alarm_where
         "explore exited (exit code 1)",
         "  ValueError: no room",
         "explore has failed 3 times in a row; it is tried again at least every 30 s",
-        "explore is not started again: a restart cannot mend this",
+        "explore is not started again: a restart cannot fix this",
     ]
 
 
@@ -307,7 +307,7 @@ def test_a_role_with_a_mistake_in_its_settings_says_so_once_waits_and_ends_as_so
     with started(tmp_path, "master", stays="1") as process:
         assert process.stderr is not None
         assert "no_such_section" in process.stderr.readline()
-        assert process.stderr.readline() == "headrace: a restart mends none of this: master waits to be stopped\n"
+        assert process.stderr.readline() == "headrace: a restart cannot fix this: master waits to be stopped\n"
         process.terminate()
         assert process.wait(LIMIT_S) == CONFIG_ERROR
         assert process.stderr.read() == ""
