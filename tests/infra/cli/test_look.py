@@ -16,8 +16,7 @@ from rich.console import Console
 from infra.cli.govern.words import PolicyWords
 from infra.cli.look.peek import one_line, show
 from infra.cli.look.reader import LastHour, NewestRecords, newest
-from infra.cli.look.trace import answer_json, show_answer
-from infra.cli.look.waits import waits_for
+from infra.cli.look.trace import answer_json, show_answer, waits_for
 from infra.cli.settings import Settings, load_settings
 from infra.ledger.index import LogIndex
 from infra.ledger.trace import trace_answer
