@@ -116,8 +116,6 @@ class SecurityHeaders:
 
 
 class _Site:
-    """Checks each request before its page or action, and renders what that returns."""
-
     def __init__(self, console: Console, access: ConsoleAccess, own: str) -> None:
         self._console = console
         self._access = access
@@ -227,7 +225,6 @@ class _Site:
     async def _show(
         self, request: Request, viewer: Viewer | None, template: str, status: int = 200, **values: Any
     ) -> HTMLResponse:
-        """Render a template. viewer: None before signing in."""
         known = await self._console.reading.look(LOOK_S) if viewer else None
         about = {
             "app": self._console.reading.settings.app,

@@ -72,7 +72,6 @@ def _x(row: sqlite3.Row, start_ms: int, by_time: bool) -> tuple[float, int]:
 
 
 def _aligned(chart: Chart) -> Chart:
-    """The chart with one axis for all of its lines."""
     lines = chart.pop("lines")
     places = sorted({point[:2] for _, points in lines for point in points})
     chart |= {"x": [x for x, _ in places], "labels": [f"v{version}" for _, version in places], "series": []}

@@ -86,7 +86,6 @@ def _opened(text: str, answers: list[str], keys: Keys) -> str:
 
 
 def _named_in(held: object) -> list[str]:
-    """Ids of answers of users that a record names."""
     found: dict[str, None] = {}
     for text in _texts(held):
         name = text.removeprefix(ANSWER_PREFIX)
@@ -103,7 +102,6 @@ def _is_shut(letter: DeadLetter) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value except names of fields."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)

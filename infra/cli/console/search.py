@@ -210,7 +210,6 @@ def version_steps(database: sqlite3.Connection, version: int) -> tuple[int, int]
 
 
 def _with_texts(database: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their texts and scores."""
     found = []
     for row in rows:
         text = database.execute("SELECT asked, answered FROM texts WHERE n = ?", (row["n"],)).fetchone()

@@ -220,7 +220,6 @@ def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _runs(first: list[str], second: list[str], budget: Budget) -> Sequence[tuple[str, list[str], list[str]]]:
-    """Runs of pieces of both texts, each equal or different."""
     counts = Counter(piece for piece in second if not piece.isspace())
     cost = sum(counts[piece] for piece in first) + len(first) + len(second)
     if cost > MAX_PAIRED or not budget.take(cost):

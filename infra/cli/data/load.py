@@ -29,7 +29,6 @@ from schemas.experience import MAX_TOKENS
 if TYPE_CHECKING:
     from actors.tasksets.files import Broken
     from actors.tasksets.loader import LoadResult
-    from infra.log.log import Log
 
 FIELDS = (
     "id",
@@ -66,7 +65,6 @@ async def run_load_tasks(
     """
     from actors.tasksets.files import count_rows, read_rows
     from actors.tasksets.loader import load_tasks, rated, with_images
-    from schemas import Task
 
     if (file is None) == (not use):
         raise ConfigError("load tasks: got both or neither, expected a FILE or --use module:name")
@@ -89,10 +87,9 @@ async def run_load_tasks(
     return tell("tasks", done, bar)
 
 
-async def read_rates(log: "Log", app: str) -> dict[str, float]:
+async def read_rates(log: Log, app: str) -> dict[str, float]:
     """Success rates that another app of the broker recorded. Raises ConfigError where it has no topics."""
     from actors.tasksets.loader import recorded_rates
-    from infra.log.log import Log
 
     other = Log(log.bus, app)
     await other.require_topics()

@@ -112,7 +112,6 @@ def _has(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, sign: Sign
 
 
 def _built_in() -> set[str]:
-    """The processors of the built-in chains, those that are off by default among them."""
     usual = StreamsConfig()
     on = msgspec.structs.replace
     tasks = on(usual.tasks, vary=on(usual.tasks.vary, on=True))

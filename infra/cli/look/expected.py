@@ -92,7 +92,6 @@ def vacant(of_role: Sequence[Heard], here: Sequence[Heard], now_s: float) -> lis
 
 
 def _processes(heard: Iterable[Heard]) -> list[Heard]:
-    """One for each process, as it spoke last."""
     found: dict[str, Heard] = {}
     for process in sorted(heard, key=lambda process: process.last_s):
         name = process_name(process.instance)
@@ -103,7 +102,6 @@ def _processes(heard: Iterable[Heard]) -> list[Heard]:
 
 
 def _last_words(gone: Sequence[Heard], now_s: float) -> str:
-    """The last report of a process that does not run."""
     if not gone:
         return "none has ever reported; see its log"
     last = max(gone, key=lambda process: process.last_s)

@@ -112,7 +112,6 @@ class LastHour:
         return found
 
     async def _hour_before(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        """Offsets of the hour before the newest report."""
         newest_ms = 0
         for index, end in ends.items():
             if end > begins[index]:

@@ -233,7 +233,6 @@ def mended(size: ModelSize, plan: LearnerPlan, machine: Machine) -> str:
 
 
 def _doubled(fits: Callable[[int], bool]) -> int:
-    """The smallest power of two that fits."""
     number = 1
     while number < MOST_RANKS and not fits(number):
         number *= 2

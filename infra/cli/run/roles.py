@@ -292,8 +292,6 @@ def implied_options(settings: Settings, use: Use) -> dict[str, object]:
     """Options of an engine that other tables imply, as far as it takes them: the trainer's adapter of the model
     as `lora`, and [reload] kv as `kv`. Raises ConfigError for an engine that cannot keep keys and values and is to.
     """
-    from infra.settings.plugin import find
-
     lora, kv, made = settings.trainer.lora, settings.reload.kv, find(use.use, "engine")
     takes = inspect.signature(made).parameters if callable(made) else {}
     found: dict[str, object] = {}
@@ -385,7 +383,6 @@ def local_folder(url: str, base: Path) -> Path | None:
 
 
 def _mode(path: Path) -> int:
-    """Rights of a file, 0 where there is none."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
