@@ -404,7 +404,7 @@ def test_an_answer_that_process_has_not_read_waits_for_it(tmp_path: Path) -> Non
 
 
 def test_a_turn_that_has_all_it_waits_for_waits_for_the_rest_of_its_session(tmp_path: Path) -> None:
-    name = experience_id(f"{'q' * 24}.7-3", 0, 0)
+    name = experience_id(f"{'q' * 64}.7-3", 0, 0)
     records: Records = [(VERIFIED, of(name, turn=1)), (VERIFIED, word("user", name)), (VERIFIED, word("csat", name))]
     assert told(tmp_path, records, name=name) == (
         "it waits for the rest of its session, until none of it came for 300 s"
