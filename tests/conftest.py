@@ -23,7 +23,7 @@ SEARCHES = (50_000, 20, 20)  # for garbage: after so many objects, and of so man
 # Folders and files. The last ones are those with an engine or ranks of their own: of what is left none takes long.
 LONGEST_FIRST = (
     "tests/e2e/", "tests/trainer/", "tests/simulator/", "tests/infra/test_bench_learner",
-    "tests/infra/test_bench_state", "tests/infra/test_wheel", "tests/contracts/", "tests/actors/engines/",
+    "tests/infra/test_bench_state", "tests/infra/test_sdk", "tests/contracts/", "tests/actors/engines/",
 )  # fmt: skip
 
 

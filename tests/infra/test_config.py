@@ -19,7 +19,7 @@ from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed
 from infra.cli.run.roles import read_webhooks
 from infra.cli.settings import load_settings
-from infra.settings.config import Duration, Floor, Pacing, Section, Use, decode, duration_s
+from infra.settings.config import Duration, Floor, Section, Use, decode, duration_s
 from infra.settings.outside import checked_url, shared_tls
 from infra.settings.secret import bearer, secret_of
 from infra.settings.toml import read_toml
@@ -62,24 +62,6 @@ def mistake(table: dict[str, object]) -> str:
     with pytest.raises(ConfigError) as caught:
         decoded(table)
     return str(caught.value)
-
-
-def test_an_empty_table_takes_every_default() -> None:
-    root = decoded({})
-    assert root.kafka.bootstrap_servers == ""
-    assert root.pacing == Pacing()
-    assert root.keep.replay == "30d"
-
-
-def test_int_is_a_float_and_a_list_is_a_tuple() -> None:
-    root = decoded({"trainer": {"lanes": {"live": {"weight": 1}}}, "plugins": ["plugins"]})
-    assert root.trainer.lanes["live"].weight == 1.0
-    assert root.plugins == ("plugins",)
-
-
-def test_a_union_takes_either_form() -> None:
-    assert decoded({"trainer": {"publish_every": "5m"}}).trainer.publish_every == "5m"
-    assert decoded({"trainer": {"publish_every": {"steps": 1}}}).trainer.publish_every == Steps(steps=1)
 
 
 def tables(kind: type[Section]) -> list[type[Section]]:

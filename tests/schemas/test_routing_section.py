@@ -47,7 +47,6 @@ def test_released_bytes_of_a_routed_block_are_read_and_written_again() -> None:
     frame = golden_block("Block-routing")
     block = decode(frame)
     assert encode(block) == frame
-    assert decode(golden_block("Block-routing-1")) == block  # before spans said how old keys and values are
     for seed, one in enumerate(block.experiences):
         assert np.array_equal(wire.routing(one)[:10], expected_of_golden(seed))
         assert (wire.routing(one)[10] == wire.ABSENT).all()

@@ -19,7 +19,7 @@ from infra.log.memory import MemoryBus
 from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.store import BLOBS
-from schemas import Block, DeadLetter, decode, make_experience
+from schemas import Block, DeadLetter, make_experience
 from schemas.errors import BadFrame, StoreError, UnknownMajor
 from schemas.topics import BUFFER, DEAD_LETTERS, EXPERIENCES, EXPERTS, Topic
 
@@ -64,11 +64,6 @@ def test_a_claim_cannot_announce_more_than_a_frame_may_hold() -> None:
 def test_a_claim_of_a_newer_format_stops_its_reader() -> None:
     with pytest.raises(UnknownMajor, match="upgrade readers first"):
         read_claim(MAGIC + b"\x02anything")
-
-
-def test_the_frame_decoder_refuses_a_claim() -> None:
-    with pytest.raises(BadFrame):
-        decode(MAGIC + b"\x01" + msgspec.msgpack.encode(Claim("k", "s", 1)))
 
 
 WHOLE = deposit(MemoryStore(), b"frame")

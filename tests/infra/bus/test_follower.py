@@ -1,14 +1,17 @@
-"""A reader that stays open brings what `Log.chunks` brings, whatever happened between two calls."""
+"""A reader that stays open brings what `Log.chunks` brings, and asks its broker for nothing while it rests."""
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.log.bus import Partition, Reader, Record
 from infra.log.follower import Follower
+from infra.log.kafka import KafkaBus
+from infra.log.kafka_reader import KafkaReader
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from schemas import topics
@@ -141,3 +144,59 @@ def test_a_call_that_begins_elsewhere_connects_anew_and_does_not_wait_behind_a_f
         await follower.close()
 
     asyncio.run(check())
+
+
+PARTS = 2
+
+
+async def looked(log: Log) -> None:
+    """Looks and rests in turn; each look finds what came since the one before."""
+    follower = Follower(log, (topics.EXPERIENCES,))
+    nexts = dict.fromkeys(range(PARTS), 0)
+    for look in range(4):
+        for number in range(10):
+            await log.bus.send(
+                log.name(topics.EXPERIENCES), b"%d.%d" % (look, number), key=b"", partition=number % PARTS
+            )
+        ends = (await log.bounds(topics.EXPERIENCES))[1]
+        found = []
+        async with aclosing(follower.chunks(topics.EXPERIENCES, nexts, ends)) as chunks:
+            async for records in chunks:
+                found += [record.value for record in records]
+        assert sorted(found) == [b"%d.%d" % (look, number) for number in range(10)]
+        nexts = ends
+        if look % 2:
+            await rested(follower)
+    await follower.close()
+
+
+async def rested(follower: Follower) -> None:
+    """Until it rests, as a broker sees it."""
+    reader = follower._reader
+    assert reader is not None
+    if isinstance(reader, KafkaReader):
+        async with asyncio.timeout(30):
+            while reader._consumer.paused() != reader._consumer.assignment():  # noqa: ASYNC110 (it tells no one)
+                await asyncio.sleep(0.01)
+
+
+def test_a_follower_that_rested_reads_on() -> None:
+    async def main() -> None:
+        log = Log(MemoryBus(), "t")
+        await log.create_topics(partitions=PARTS, keep_ms=-1)
+        await looked(log)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_over_kafka_a_follower_rests_and_reads_on(kafka: str, app_name: str) -> None:
+    async def main() -> None:
+        bus = KafkaBus(kafka, deadline_s=20)
+        await bus.start()
+        log = Log(bus, app_name)
+        await log.create_topics(partitions=PARTS, keep_ms=-1)
+        await looked(log)
+        await bus.close()
+
+    asyncio.run(main())

@@ -29,7 +29,7 @@ from infra.settings.config import PolicyConfig, Use
 from infra.store.memory import MemoryStore
 from schemas import Batch, encode, topics
 from schemas.errors import ConfigError
-from tests.infra.ledger.sealed_log import log_with_ann
+from tests.infra.ledger.ledger_records import log_with_ann
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, train
 from trainer.config import LOSSES, TrainerConfig
 from trainer.journal import checkpoint

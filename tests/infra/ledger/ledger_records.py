@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from infra.ledger.account import Account, Ledger
 from infra.log.bus import Record
-from infra.log.log import LogMessage
+from infra.log.log import Log, LogMessage
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
+from infra.store.seal import sealed
 from schemas import (
     Batch,
     BatchItem,
@@ -18,8 +23,12 @@ from schemas import (
     encode,
     ids,
     make_experience,
+    topics,
 )
 from schemas.fields import Outcome
+from tests.names import secret_store, subject_name
+from tests.trainer.memory_run import block as run_block
+from tests.trainer.memory_run import filled_log
 
 RUN = "r"
 
@@ -71,3 +80,27 @@ def account(topics: Mapping[str, Sequence[Control | Block]], *, buffer_begins: i
         for offset, record in enumerate(records):
             ledger.fold(topic, message(topic, record, offset))
     return ledger.account()
+
+
+TENANT, USER = "acme", "ann@example.org"
+ANN = subject_name(TENANT, USER)
+
+
+def of_ann(log: Log, sequence: int) -> Block:
+    assert log.keys is not None
+    plain = run_block(sequence)
+    subject = tuple(msgspec.structs.replace(one, subject=ANN) for one in plain.experiences)
+    return sealed(Block(subject), log.keys, ANN)
+
+
+async def log_with_ann(at: tuple[int, ...] = (6, 7)) -> tuple[Log, MemoryStore]:
+    """The log of a run whose groups at these issue numbers are a named user's."""
+    store = secret_store()
+    plain = await filled_log(store)
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=2, keep_ms=-1)
+    async for message in plain.read_all(topics.BUFFER):
+        assert isinstance(message.value, Block)
+        sequence = message.value.experiences[0].sequence
+        await log.publish(topics.BUFFER, of_ann(log, sequence) if sequence in at else message.value)
+    return log, store

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,13 +13,32 @@ from hypothesis import strategies as st
 
 from infra.ledger.account import Ledger
 from infra.ledger.audit import audit
+from infra.ledger.drain import Draining, drain, go_on
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from schemas import Block, Closure, Control, Drawn, DropMarker, Feedback, Fence, Rollback, Skip, topics
+from schemas import (
+    Block,
+    Closure,
+    Control,
+    Directive,
+    Drawn,
+    DropMarker,
+    Feedback,
+    Fence,
+    Progress,
+    Rollback,
+    Skip,
+    topics,
+)
 from schemas.errors import ConfigError
 from schemas.fields import ENOUGH, GROUP_OVER
+from schemas.topics import EXPERIENCES, POLICIES, PROGRESS, REPORTS, TASKS
+from tests.actors.rig import TopicArrivals, load, master, memory_log, running, until
 from tests.infra.ledger.ledger_records import RUN, account, batch, block, closure, dead_letter, message, stub
+from tests.infra.ledger.whole_loop import trained_steps, whole_loop
+from tests.streams.collect.collecting import answer
+from tests.streams.collect.collecting import block as answer_block
 
 
 def test_what_nobody_has_spoken_of_yet_is_pending() -> None:
@@ -301,5 +321,51 @@ def test_what_was_published_before_the_kept_journal_is_left_out_and_never_called
         await log.bus.delete_records(Partition(log.name(topics.BATCHES), 0), 1)
         kept = await audit(log, RUN)
         assert (kept.published, kept.trained, kept.pending) == (2, 2, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_master_explorer_streams_and_trainer_drain_to_zero_and_go_on_when_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with whole_loop(tmp_path) as log:
+            await trained_steps(log, 5)
+            seen: list[Draining] = []
+            account = await drain(log, "test", "ann", 60.0, seen.append)
+            assert account.is_clean and account.on_the_way == 0, account.pending_ids[:5]
+            assert account.trained > 10 and {one.state for one in seen} >= {"drained"}
+            issued = len([one async for one in log.read_all(TASKS)])
+            again = await drain(log, "test", "ann", 60.0, seen.append)
+            assert again.published == account.published, "a drained app does not go on by itself"
+            assert len([one async for one in log.read_all(TASKS)]) == issued
+            steps = len([one async for one in log.read_all(PROGRESS) if isinstance(one.value, Drawn)])
+            await go_on(log, "ann")
+            await trained_steps(log, steps + 2)
+
+    asyncio.run(main())
+
+
+def test_a_drain_that_nobody_hears_ends_with_its_time_and_says_what_is_on_its_way(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await memory_log()
+        await log.publish(EXPERIENCES, answer_block(answer("t.0", 0)))
+        account = await drain(log, "test", "ann", 0.2, lambda now: None)
+        assert account.on_the_way == 1
+
+    asyncio.run(main())
+
+
+def test_a_master_that_starts_into_a_drain_issues_nothing() -> None:
+    async def main() -> None:
+        log = await memory_log()
+        await load(log)
+        await log.publish(POLICIES, Directive(order="drain", owner="ann"))
+        heard, tasks = TopicArrivals(log, REPORTS), TopicArrivals(log, TASKS)
+        listening = [asyncio.create_task(one.listen()) for one in (heard, tasks)]
+        async with running(master(log), *listening):
+            await until(lambda: any(one.state == "drained" for one in heard.of(Progress)))
+            assert not tasks.records
+            await go_on(log, "ann")
+            await until(lambda: len(tasks.records) == 4)
 
     asyncio.run(main())

@@ -17,8 +17,7 @@ from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, open_text, seal_text
 from schemas import Batch, Block, Directive, Drawn, PolicyEvent, Progress, Saved, ids, topics
 from schemas.errors import ConfigError, Sealed
-from tests.infra.ledger.ledger_records import batch
-from tests.infra.ledger.sealed_log import ANN, TENANT, USER, log_with_ann, of_ann
+from tests.infra.ledger.ledger_records import ANN, TENANT, USER, batch, log_with_ann, of_ann
 from tests.names import secret_store, session_name
 from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, journal, published, train
 from trainer.journal.checkpoint import Position

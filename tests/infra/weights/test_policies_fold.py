@@ -1,22 +1,31 @@
 """A summary of `policies`: who begins with it knows what one knows that read every record."""
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import get_args
 
 import msgspec
+import pytest
 from hypothesis import event as noted
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infra.log.bus import Record
-from infra.log.log import LogMessage
+from infra.log.bus import Partition, Record
+from infra.log.log import Log, LogMessage
+from infra.policies.beginning import LOOK, folded, newest_summary, write_summary
 from infra.policies.fold import WINDOW, PoliciesFold
 from infra.policies.policy_feed import PolicyFeed
 from infra.policies.summary import Summary, entries, published
+from infra.store.memory import MemoryStore
 from schemas import Directive, PolicyEvent
+from schemas.errors import StoreError
 from schemas.fields import Channel, DirectiveKind, PolicyEventKind
+from schemas.topics import POLICIES
+from tests.starts import CountingBus, summarize
+from trainer.loop.publication import SUMMARIZE_EVERY
 
-POLICIES = ("main", "reward")
+NAMES = ("main", "reward")
 Said = Directive | PolicyEvent
 
 
@@ -24,7 +33,7 @@ def message(offset: int, said: Said) -> LogMessage:
     return LogMessage(Record("t.policies", 0, offset, offset, b"", repr(said).encode()), value=said)
 
 
-def folded(said: Sequence[Said], since: Summary | None = None, window: int = WINDOW) -> PoliciesFold:
+def fold_all(said: Sequence[Said], since: Summary | None = None, window: int = WINDOW) -> PoliciesFold:
     fold = PoliciesFold(since, window=window)
     for offset, one in enumerate(said):
         fold.take(message(offset, one))
@@ -51,7 +60,7 @@ directives = st.sampled_from(get_args(DirectiveKind)).map(lambda order: Directiv
 events = st.builds(
     PolicyEvent,
     event=st.sampled_from(get_args(PolicyEventKind) + ("published",) * 9),
-    policy=st.sampled_from((*POLICIES, "main", "main")),
+    policy=st.sampled_from((*NAMES, "main", "main")),
     version=versions,
     token=st.sampled_from((0, 10, 20, 99, 99, 99)),
     manifest=st.sampled_from(("", "m", "n", "o")),
@@ -82,10 +91,10 @@ def test_an_engine_that_begins_with_a_summary_loads_what_one_loads_that_read_eve
     refused: frozenset[int],
 ) -> None:
     first, second = sorted(cuts)
-    summary = folded(said[:first], window=window).summary()
-    stored = msgspec.msgpack.encode(folded(said[:second], summary, window).summary())
+    summary = fold_all(said[:first], window=window).summary()
+    stored = msgspec.msgpack.encode(fold_all(said[:second], summary, window).summary())
     summary = msgspec.msgpack.decode(stored, type=Summary)
-    for policy in (*POLICIES, "a policy of which nothing was said"):
+    for policy in (*NAMES, "a policy of which nothing was said"):
         whole, short = feed_of(said, policy, None, channel), feed_of(said, policy, summary, channel)
         assert (short.stable, short.newest) == (whole.stable, whole.newest)
         assert not whole.lacks(held, pinned=pinned, refused=refused)
@@ -109,10 +118,10 @@ def test_a_trainer_that_begins_with_a_summary_knows_what_one_knows_that_read_eve
     said: list[Said], cuts: tuple[int, int], window: int
 ) -> None:
     first, second = sorted(cuts)
-    summary = folded(said[:first], window=window).summary()
-    summary = folded(said[:second], summary, window).summary()
+    summary = fold_all(said[:first], window=window).summary()
+    summary = fold_all(said[:second], summary, window).summary()
     numbered = [(offset, one) for offset, one in enumerate(said) if isinstance(one, PolicyEvent)]
-    for policy in POLICIES:
+    for policy in NAMES:
         since = summary.of(policy)
         whole = published(numbered, policy)
         short = published([(offset, one) for offset, one in numbered if offset >= summary.below], policy, since)
@@ -121,18 +130,18 @@ def test_a_trainer_that_begins_with_a_summary_knows_what_one_knows_that_read_eve
         }
         assert max(short, default=-1) == max(whole, default=-1), "no number is given out again"
     orders = [one.order for one in said if isinstance(one, Directive) and one.is_of_learning]
-    assert folded(said, summary).learning == (orders[-1] if orders else "")
+    assert fold_all(said, summary).learning == (orders[-1] if orders else "")
 
 
 @thoroughly
 @given(said=histories, cut=st.integers(0, 40), window=st.integers(1, 4))
 def test_a_summary_is_the_same_whoever_writes_it(said: list[Said], cut: int, window: int) -> None:
     """But for versions that only the one has that began earlier."""
-    whole = folded(said, window=window).summary()
-    short = folded(said, folded(said[:cut], window=window).summary(), window).summary()
+    whole = fold_all(said, window=window).summary()
+    short = fold_all(said, fold_all(said[:cut], window=window).summary(), window).summary()
     assert (short.below, short.lease, short.learning) == (whole.below, whole.lease, whole.learning)
     assert short.last == whole.last
-    for policy in POLICIES:
+    for policy in NAMES:
         one, other = short.of(policy), whole.of(policy)
         assert (one.stable, one.token, one.newest) == (other.stable, other.token, other.newest)
 
@@ -145,16 +154,16 @@ def test_a_summary_holds_the_newest_versions_and_those_that_are_served_and_no_ot
     said: list[Said] = [version(number) for number in range(1000)]
     for kind, number, channel in (("promoted", 7, "stable"), ("promoted", 40, "canary")):
         said.append(PolicyEvent(event=kind, policy="main", version=number, channel=channel, owner="ann"))  # type: ignore[arg-type]
-    summary = folded([*said[:7], *said[-2:], *said[7:1000]]).summary().of("main")
+    summary = fold_all([*said[:7], *said[-2:], *said[7:1000]]).summary().of("main")
     assert summary.known_from == 1000 - WINDOW
-    summary = folded(said[:40]).summary().of("main")
+    summary = fold_all(said[:40]).summary().of("main")
     assert (summary.known_from, len(summary.announced)) == (0, 40)
-    fold = folded(said)
+    fold = fold_all(said)
     assert [one.version for one in fold.summary().of("main").announced] == list(range(1000 - WINDOW, 1000))
     feed = feed_of(said, since=fold.summary(), channel="stable")
     assert feed.lacks(999, pinned=(), refused=()), "version 7 was promoted long after it was published"
     early = [*said[:50], said[1000], said[1001], *said[50:1000]]
-    kept = folded(early).summary()
+    kept = fold_all(early).summary()
     assert [one.version for one in kept.of("main").announced[:2]] == [7, 40]
     channels: tuple[tuple[Channel, int], ...] = (("stable", 7), ("canary", 40))
     for channel, number in channels:
@@ -166,10 +175,160 @@ def test_a_summary_holds_the_newest_versions_and_those_that_are_served_and_no_ot
 
 def test_who_begins_with_a_summary_reads_everything_only_for_what_is_not_in_it() -> None:
     said: list[Said] = [version(number) for number in range(200)]
-    feed = feed_of(said, since=folded(said).summary())
+    feed = feed_of(said, since=fold_all(said).summary())
     assert not feed.lacks(-1, pinned=(), refused=())
     assert not feed.lacks(-1, pinned=(199 - WINDOW // 2,), refused=(199,))
     assert feed.lacks(-1, pinned=(3,), refused=())
     assert not feed.lacks(3, pinned=(3,), refused=())
     assert not feed.lacks(-1, pinned=(3,), refused=(3,))
     assert feed.lacks(-1, pinned=(), refused=range(200 - WINDOW, 200))
+
+
+LONG = 3 * LOOK
+
+
+class Rig:
+    """A log in memory, of which is counted what is read."""
+
+    def __init__(self) -> None:
+        self.bus = CountingBus()
+        self.store = MemoryStore()
+        self.log = Log(self.bus, "t", store=self.store)
+        self.name = self.log.name(POLICIES)
+
+    @property
+    def records(self) -> list[Record]:
+        return self.bus.log(Partition(self.name, 0)).records
+
+    async def says(self, count: int) -> None:
+        """So many versions more, each followed by a word of a person, and the summaries of a trainer."""
+        first = len(self.records) // 2
+        for number in range(first, first + count // 2):
+            await self.log.publish(POLICIES, version(number))
+            held = PolicyEvent(event="held", policy="main", version=number, channel="stable", owner="ann")
+            await self.log.publish(POLICIES, held)
+        summarize(self.log)
+
+    async def reads(self) -> int:
+        """Records that a start reads."""
+        self.bus.read.clear()
+        await folded(self.log)
+        return self.bus.read.get(self.name, 0)
+
+    def summaries(self, kind: str = "parts") -> list[str]:
+        """Keys in the store, oldest first."""
+        return sorted(self.store.keys(f"snapshots/t/policies/{kind}/"))
+
+
+def run(body: Callable[[Rig], Awaitable[None]]) -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.log.create_topics(partitions=1, keep_ms=-1)
+        await body(rig)
+
+    asyncio.run(main())
+
+
+async def whole(log: Log) -> Summary:
+    fold = PoliciesFold()
+    async for message in log.read_all(POLICIES):
+        fold.take(message)
+    return fold.summary()
+
+
+def test_a_start_reads_no_more_of_policies_however_long_the_app_has_lived() -> None:
+    async def body(rig: Rig) -> None:
+        read = []
+        for _ in range(6):
+            await rig.says(LONG)
+            assert (await folded(rig.log)).summary() == await whole(rig.log)
+            read.append(await rig.reads())
+        assert max(read) <= LOOK + 1 + SUMMARIZE_EVERY + 2
+
+    run(body)
+
+
+def test_a_damaged_summary_is_said_and_the_one_before_it_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.says(LONG)
+        newest = await newest_summary(rig.log)
+        rig.store.put(rig.summaries()[-1], b"damaged")
+        before = await newest_summary(rig.log)
+        assert newest is not None and before is not None and before.below < newest.below
+        assert (await folded(rig.log)).summary() == await whole(rig.log)
+
+    run(body)
+    assert "policies_summary_not_used" in caplog.text and "damaged" in caplog.text
+
+
+class ClosedStore(MemoryStore):
+    """A store that does not answer."""
+
+    def keys(self, prefix: str) -> list[str]:
+        raise StoreError("no answer")
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore(), ClosedStore()])
+def test_where_the_store_has_no_summary_all_is_read(
+    store: MemoryStore | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.says(LONG)
+        log = Log(rig.bus, "t", store=store)
+        with caplog.at_level(logging.INFO):
+            assert (await folded(log)).summary() == await whole(rig.log)
+
+    run(body)
+    assert ("policies_read_whole" in caplog.text) == (store is not None)
+
+
+def lost(records: Sequence[Record], at: int) -> list[Record]:
+    """The log without its records from there on, and with others in their places."""
+    kept = list(records[:at])
+    lease = msgspec.structs.replace(records[at], timestamp_ms=records[at].timestamp_ms + 1)
+    return [*kept, *(msgspec.structs.replace(lease, offset=at + number) for number in range(LOOK))]
+
+
+def test_a_summary_of_records_that_the_log_lost_counts_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.says(LONG)
+        ahead = (await folded(rig.log)).summary()
+        write_summary(rig.store, "t", ahead)
+        for key in rig.summaries("manifests")[:-1]:
+            rig.store.delete(key)
+        rig.bus.restore(rig.name, lost(rig.records, ahead.below - 100))
+        assert await newest_summary(rig.log) is None
+        assert "made of another log" in caplog.text
+        rig.bus.restore(rig.name, rig.records[: ahead.below - 50])
+        assert await newest_summary(rig.log) is None
+        now = (await folded(rig.log)).summary()
+        assert now == await whole(rig.log)
+        write_summary(rig.store, "t", now)
+        assert await newest_summary(rig.log) == now, "the summary ahead of the log is gone"
+
+    run(body)
+
+
+def test_records_below_a_place_are_folded_up_to_it() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.says(LONG)
+        await rig.log.publish(POLICIES, Directive(order="pause"))
+        stop = LONG - 300
+        fold = await folded(rig.log, stop=stop)
+        assert (fold.next_offset, fold.of("main").newest, fold.learning) == (stop, (stop - 1) // 2, "")
+        assert (await folded(rig.log)).learning == "pause"
+
+    run(body)
+
+
+def test_a_reader_that_needs_an_older_version_begins_with_an_older_summary() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.says(4 * LONG)
+        wanted = 3 * LONG // 2
+        found = await newest_summary(rig.log, fits=lambda summary: summary.of("main").known_from <= wanted)
+        newest = await newest_summary(rig.log)
+        assert found is not None and newest is not None
+        assert found.of("main").known_from <= wanted < newest.of("main").known_from
+        assert found.below > wanted
+
+    run(body)

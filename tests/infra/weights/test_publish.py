@@ -1,13 +1,15 @@
-"""Publishing: what is written, when it is an anchor, and that a version has one content."""
+"""Publishing: what is written, when it is an anchor, that a version has one content, and versions of adapters."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infra.policies.adapter import Adapter
 from infra.policies.chain import NUM_SLICES, names_of_slice, read_manifest
 from infra.policies.delta import encode_tensor
 from infra.policies.fetch import PolicyFetcher
@@ -466,6 +468,45 @@ def test_where_a_share_has_no_parent_all_of_the_version_is_whole() -> None:
     }
 
 
-def test_tensors_that_no_longer_change_are_hashed_once() -> None:
-    tensors = HashedTensors({"a": bf16(1)})
-    assert tensors.entries is tensors.entries
+ADAPTER = Adapter(rank=4, alpha=8, targets=("q_proj",), base="9f")
+OTHER = msgspec.structs.replace(ADAPTER, alpha=16)
+
+
+def put_adapter(
+    store: Store,
+    version: int,
+    tensors: dict[str, Tensor],
+    adapter: Adapter | None,
+    previous: dict[str, Tensor] | None = None,
+) -> PolicyEvent:
+    new = NewVersion(policy="main", token=17, version=version, parent=version - 1, step=version, adapter=adapter)
+    return publish(store, new, tensors, previous=previous, probe=None)
+
+
+def test_an_adapter_comes_with_its_tensors_through_anchors_and_deltas() -> None:
+    store, first = MemoryStore(), first_weights()
+    second = small_step(first, 1)
+    events = [put_adapter(store, 0, first, ADAPTER), put_adapter(store, 1, second, ADAPTER, first)]
+    manifest, _ = read_manifest(store, events[1].manifest)
+    assert manifest.source("delta", 0) is not None
+    steady = PolicyFetcher(store, "main")
+    assert [steady.fetch(event).adapter for event in events] == [ADAPTER, ADAPTER]
+    late = PolicyFetcher(store, "main").fetch(events[1])
+    assert (late.adapter, dict(late.tensors)) == (ADAPTER, second)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ADAPTER), (ADAPTER, None), (ADAPTER, OTHER)])
+def test_a_policy_keeps_its_adapter_for_life(before: Adapter | None, after: Adapter | None) -> None:
+    store, tensors = MemoryStore(), first_weights()
+    moved = small_step(tensors, 1)
+    first = put_adapter(store, 0, tensors, before)
+    with pytest.raises(PolicyRefused, match="version 0 of main is published already"):
+        put_adapter(store, 0, tensors, after)
+    with pytest.raises(ValueError, match="not those of version 0"):
+        put_adapter(store, 1, moved, after, tensors)
+    second = put_adapter(store, 1, moved, after)  # without a base it may: a new run under the policy's name begins anew
+    follower = PolicyFetcher(store, "main")
+    follower.fetch(first)
+    with pytest.raises(PolicyRefused, match=r"expected .* as in version 0, held now"):
+        follower.fetch(second)
+    assert PolicyFetcher(store, "main").fetch(second).adapter == after

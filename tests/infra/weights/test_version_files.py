@@ -242,10 +242,6 @@ def test_a_forked_child_lets_go_of_nothing_that_its_parent_holds(tmp_path: Path)
     assert VersionFiles([tmp_path]) and path.exists(), "its lock is held still"
 
 
-LARGE = {"l": from_numpy(np.arange(2**18, dtype=np.float32)), "s": bf16(7)}
-LARGE_ENTRIES = entries_of(LARGE)
-
-
 def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[FileTensors, dict[str, Tensor]]:
     """A version of more than a MiB in a file, and what it should be."""
     wanted = {"l": from_numpy(np.arange(num_values, dtype=np.float32) + number), "s": bf16(number)}
@@ -266,22 +262,6 @@ def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[
 def names_in(folder: Path) -> set[str]:
     """What lies in a place."""
     return {path.name for path in left(folder)}
-
-
-def test_the_file_of_a_version_goes_with_the_last_tensor_of_it(tmp_path: Path) -> None:
-    files, other = files_in(tmp_path), files_in(tmp_path)
-    one, wanted_one = made(files, 1)
-    same, _ = made(other, 1)
-    assert same.path == one.path
-    piece = same["l"].data[10:20]
-    del one, same
-    two, wanted_two = made(files, 2)
-    assert len(left(tmp_path)) == 2 and bytes(piece) == bytes(wanted_one["l"].data[10:20])
-    del piece
-    assert names_in(tmp_path) == {two.path.name} and dict(two) == wanted_two
-    del two, files
-    gc.collect()
-    assert not left(tmp_path)
 
 
 def test_whoever_has_locked_a_file_by_its_name_may_read_it_after_all_others_let_go(tmp_path: Path) -> None:

@@ -1,6 +1,11 @@
-"""Kafka going away: for a moment, nobody notices more than a pause; for good, everybody says which address."""
+"""Kafka clients: a broker that goes away, retries, groups with killed members, and memory of closed readers."""
 
 import asyncio
+import gc
+import sys
+import tracemalloc
+from asyncio.subprocess import PIPE
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,7 @@ from aiokafka.errors import KafkaTimeoutError, RequestTimedOutError, TopicAuthor
 from infra.local.broker import EmbeddedKafka
 from infra.log.bus import Bus, Partition, Reader
 from infra.log.kafka import KafkaBus, answers
-from infra.log.retry import may_pass
+from infra.log.retry import doubling, may_pass, retry, within
 from schemas.errors import BrokerUnavailable
 from schemas.topics import EXPERIENCES, topic_config
 
@@ -164,3 +169,136 @@ def test_a_broker_that_keeps_silent_past_a_request_is_asked_again() -> None:
 
     asyncio.run(run())
     assert may_pass(RequestTimedOutError()) and may_pass(OSError()) and not may_pass(TopicAuthorizationFailedError())
+
+
+MEMBER = """
+import asyncio, sys
+from infra.log.kafka import KafkaBus
+
+async def join(bootstrap: str, topic: str) -> None:
+    bus = KafkaBus(bootstrap)
+    await bus.start()
+    reader = await bus.subscribed([topic], group=topic)
+    while not reader.positions():
+        await reader.get_many(timeout_s=0.1)
+    print("joined", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(join(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_joining_a_group_with_a_killed_member_is_no_broker_that_is_away(kafka: str, app_name: str) -> None:
+    async def run() -> None:
+        bus = KafkaBus(kafka, deadline_s=2.0)
+        await bus.start()
+        await bus.create_topic(app_name, 1, topic_config(EXPERIENCES, 60_000_000))
+        await bus.send(app_name, b"x", key=b"k")
+        member = await asyncio.create_subprocess_exec(sys.executable, "-c", MEMBER, kafka, app_name, stdout=PIPE)
+        assert member.stdout is not None
+        assert await member.stdout.readline() == b"joined\n"
+        member.kill()
+        await member.wait()
+        reader = await bus.subscribed([app_name], group=app_name)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (records := await reader.get_many(timeout_s=0.5)):
+                pass
+        assert [record.value for record in records] == [b"x"]
+        await reader.close()
+        await bus.close()
+
+    asyncio.run(run())
+
+
+READERS = 6
+VALUE, VALUES = 64 * 1024, 64  # bytes, and how many: 4 MiB
+
+
+@pytest.mark.slow
+def test_what_a_reader_fetched_ahead_goes_with_it(kafka: str, app_name: str) -> None:
+    async def left_bytes() -> float:
+        bus, topic = KafkaBus(kafka), f"{app_name}.topic"
+        await bus.start()
+        try:
+            await bus.create_topic(topic, 1, topic_config(EXPERIENCES, -1))
+            at = Partition(topic, 0)
+            await asyncio.gather(*(bus.send(topic, bytes(VALUE), key=b"k") for _ in range(VALUES)))
+
+            async def read_one() -> None:
+                reader = await bus.assigned({at: 0})
+                while not await reader.get_many(timeout_s=1.0, max_records=1):
+                    pass
+                await reader.close()
+
+            await read_one()
+            gc.collect()
+            gc.disable()  # what only a search for garbage finds is left behind
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(READERS):
+                await read_one()
+            return (tracemalloc.get_traced_memory()[0] - before) / READERS
+        finally:
+            gc.enable()
+            await bus.close()
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(left_bytes()) < VALUE * VALUES / 8
+    finally:
+        tracemalloc.stop()
+
+
+class Failing:
+    """Raises its errors one by one, and then returns how often it was called."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+        self.calls = 0
+
+    async def __call__(self) -> int:
+        self.calls += 1
+        if self._errors:
+            raise self._errors.pop(0)
+        return self.calls
+
+
+def passing(error: Exception) -> bool:
+    return isinstance(error, OSError)
+
+
+def test_what_may_pass_is_tried_again_and_its_result_returned() -> None:
+    assert asyncio.run(retry(Failing(OSError(), OSError()), [0.0, 0.0], passing)) == 3
+
+
+def test_an_error_that_does_not_pass_is_raised_at_once() -> None:
+    attempt = Failing(OSError(), KeyError("a"))
+    with pytest.raises(KeyError):
+        asyncio.run(retry(attempt, doubling(0.0), passing))
+    assert attempt.calls == 2
+
+
+def test_after_the_last_pause_the_last_error_is_raised() -> None:
+    attempt = Failing(OSError("1"), OSError("2"), OSError("3"), OSError("4"))
+    with pytest.raises(OSError, match="3"):
+        asyncio.run(retry(attempt, islice(doubling(0.0), 2), passing))
+    assert attempt.calls == 3
+
+
+def test_pauses_end_before_the_time_to_give_up_which_counts_from_the_call() -> None:
+    async def left() -> tuple[list[float], list[float]]:
+        soon, late = within(0.5, [0.01, 0.02, 3.0, 0.01]), within(0.05, doubling(0.01))
+        await asyncio.sleep(0.06)
+        return list(soon), list(late)
+
+    assert asyncio.run(left()) == ([0.01, 0.02], [])
+
+
+def test_a_cancelled_attempt_is_not_repeated() -> None:
+    async def cancelled() -> int:
+        attempt = Failing(asyncio.CancelledError())  # type: ignore[arg-type]
+        with pytest.raises(asyncio.CancelledError):
+            await retry(attempt, doubling(0.0), lambda error: True)
+        return attempt.calls
+
+    assert asyncio.run(cancelled()) == 1
