@@ -307,7 +307,7 @@ def test_a_service_is_sent_the_task_the_address_and_the_key() -> None:
 )
 def test_mistakes_are_found_when_the_role_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load("actors.workflows.program:Program", options, "explore.workflow")
+        load("actors.program.workflow:Program", options, "explore.workflow")
 
 
 def test_a_body_that_ends_after_its_episode_is_not_answered() -> None:
@@ -451,7 +451,7 @@ def test_a_bad_agent_s_requests_end_with_its_episode() -> None:
 
 
 CONFIG = replace(
-    EXPLORE, workflow="actors.workflows.program:Program", options={"use": f"{AGENTS}:two_turns"}, linger_s=5.0
+    EXPLORE, workflow="actors.program.workflow:Program", options={"use": f"{AGENTS}:two_turns"}, linger_s=5.0
 )
 
 
