@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.buffer.draw import draw_spread, shuffled
+from trainer.buffer.draw import draw_least_used, shuffled
 from trainer.buffer.pool import Candidate, Draw, draw_in_order, missing, pool_of, unfit, worth_waiting_for
 
 
@@ -63,15 +63,15 @@ def test_closed_groups_are_not_missing() -> None:
 
 def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=4, uses=at % 2) for at in range(10)]
-    draw = draw_spread(pool_of(lane), num_experiences=12, max_uses=9, seed=1)
+    draw = draw_least_used(pool_of(lane), num_experiences=12, max_uses=9, seed=1)
     assert len(draw.taken) == 3 and all(one.uses == 0 for one in draw.taken)
-    assert draw == draw_spread(pool_of(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
-    assert draw != draw_spread(pool_of(lane), num_experiences=12, max_uses=9, seed=2)
+    assert draw == draw_least_used(pool_of(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
+    assert draw != draw_least_used(pool_of(lane), num_experiences=12, max_uses=9, seed=2)
 
 
 def test_spread_draw_respects_max_uses() -> None:
     lane = [Candidate(group="e.0", lane="expert", offset=0, num_experiences=4, uses=2)]
-    assert draw_spread(pool_of(lane), num_experiences=4, max_uses=2, seed=0).wait
+    assert draw_least_used(pool_of(lane), num_experiences=4, max_uses=2, seed=0).wait
 
 
 def test_a_group_of_which_nothing_else_is_known_is_unused_nobodys_and_fit() -> None:
@@ -126,7 +126,7 @@ def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() ->
 
 def test_the_seed_gives_the_same_order_in_every_release() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=1) for at in range(10)]
-    draw = draw_spread(pool_of(lane), num_experiences=10, max_uses=1, seed=7)
+    draw = draw_least_used(pool_of(lane), num_experiences=10, max_uses=1, seed=7)
     assert [one.offset for one in draw.taken] == [8, 1, 0, 9, 4, 7, 2, 5, 6, 3]
     assert draw.wait is False and draw.held_back == 0
 

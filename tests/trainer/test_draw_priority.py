@@ -17,7 +17,7 @@ from schemas.errors import BadFrame, ConfigError
 from tests.trainer.buffered_blocks import block
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
-from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, room_of, systematic
+from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room, systematic
 from trainer.buffer.pool import Candidate, pool_of
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
@@ -57,7 +57,7 @@ def value(one: Candidate) -> float:
 def test_the_mean_weight_of_a_step_is_1_under_any_share(wanted: int, limits: ShareLimits) -> None:
     """Exactly: each group's chance times its weight, summed, is the number of groups."""
     order = pool_of(sorted(crowd(2000), key=lambda one: (one.tenant, one.subject)))
-    chance_N, _ = chances(order, room_of(order, wanted, limits))
+    chance_N, _ = chances(order, find_room(order, wanted, limits))
     assert chance_N.sum() == pytest.approx(wanted) and 0 < chance_N.min() <= chance_N.max() <= 1
     weights = [
         one.weight
@@ -109,7 +109,7 @@ def test_no_party_has_more_than_its_share_or_an_even_split_up_to_a_group(seed, w
     total = sum(one.num_experiences for one in draw.taken)
     if total <= least + 3:  # filled up past the shares
         return
-    room = room_of(pool_of(candidates), wanted, limits)
+    room = find_room(pool_of(candidates), wanted, limits)
     for share, party in ((tenant, lambda one: one.tenant), (subject, lambda one: (one.tenant, one.subject))):
         present = len({party(one) for one in candidates})
         sums = Counter[object]()

@@ -32,7 +32,7 @@ weight is hardly above 1 / FAIR. There is no other cap; it would bring the bias 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -141,37 +141,26 @@ class ShareLimits(msgspec.Struct, frozen=True):
 
 NO_LIMITS = ShareLimits()
 ANY = np.iinfo(np.int64).max
-AHEAD = 4  # times as many are looked at first where some may be passed over
-
-
-class Filled(msgspec.Struct, frozen=True):
-    """What fits into a batch.
-
-    taken: places in the order that was filled from. held_back: experiences that were passed over for a share.
-    """
-
-    taken: tuple[int, ...]
-    held_back: int = 0
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What a batch from a pool may hold.
+    """Experiences that a batch from a pool may hold.
 
-    wanted: experiences asked for. size: those there is room for. allowed_C: experiences of each party, by code; None where no
-    share can be reached. least: experiences that it is filled up to.
+    size: in all. allowed_C: of each party, by code; None where no share can be reached. least: filled up to past the shares.
     """
 
-    wanted: int
     size: int
     allowed_C: np.ndarray | None
     least: int = 0
 
 
-def fill(order: Pool, room: Room) -> Filled:
-    """Whole groups in order until the room is full, or all there are, within the shares."""
+def fill(order: Pool, room: Room) -> tuple[list[int], int]:
+    """Whole groups in order until the room is full, or all there are, within the shares: their places, and the number of
+    experiences passed over for a share.
+    """
     size_N = order.column("num_experiences")
     if room.allowed_C is None:
-        return Filled(tuple(range(first(size_N, room.size))))
+        return list(range(first(size_N, room.size))), 0
     sums: dict[int, int] = {}
     taken: list[int] = []
     passed: list[int] = []
@@ -192,22 +181,7 @@ def fill(order: Pool, room: Room) -> Filled:
         more = first(size_N[passed], room.least - total)
         taken = sorted([*taken, *passed[:more]])
         passed = passed[more:]
-    return Filled(tuple(taken), int(size_N[passed].sum()) if passed else 0)
-
-
-def filled_from(pool: Pool, ordered: Callable[[int], np.ndarray], room: Room) -> tuple[np.ndarray, Filled]:
-    """Places of the pool in order, as far as a batch reaches, and which of these are taken.
-
-    ordered: returns at least a number of places, in order.
-    """
-    num = enough(pool, room.wanted)
-    place_F = ordered(num if room.allowed_C is None else AHEAD * num)
-    filled = fill(pool.chosen(place_F), room)
-    taken_F = place_F[list(filled.taken)]
-    if len(place_F) == len(pool) or int(pool.column("num_experiences")[taken_F].sum()) >= room.size:
-        return place_F, filled
-    place_F = ordered(len(pool))
-    return place_F, fill(pool.chosen(place_F), room)
+    return taken, int(size_N[passed].sum()) if passed else 0
 
 
 def is_open(pool: Pool, limits: ShareLimits) -> bool:
@@ -218,27 +192,43 @@ def is_open(pool: Pool, limits: ShareLimits) -> bool:
     )
 
 
-def room_of(pool: Pool, wanted: int, limits: ShareLimits = NO_LIMITS) -> Room:
+def find_room(pool: Pool, wanted: int, limits: ShareLimits = NO_LIMITS) -> Room:
     """The largest batch of at most `wanted` experiences within the shares.
 
-    A share below an even split among those present is that even split. What has no name may have any number.
+    A share below an even split among those present is that even split. Data without a name may have any number.
     """
     if is_open(pool, limits):
-        return Room(wanted, wanted, None)
-    have = _have(pool)
-    tenant = max(limits.tenant, 1 / len(have.tenant_T))
-    subject = max(limits.subject, 1 / len(have.user_U))
-    size = min(wanted, int(have.count_U.sum()))
+        return Room(wanted, None)
+    tenant_N, user_N = pool.column("tenant"), pool.column("user")
+    count_C = np.bincount(user_N, weights=pool.column("num_experiences"), minlength=len(pool.codes))
+    is_named_C, owner_C = np.zeros(len(pool.codes), bool), np.zeros(len(pool.codes), np.int64)
+    is_named_C[tenant_N] = pool.column("has_tenant")
+    is_named_C[user_N] = pool.column("has_subject")
+    owner_C[user_N] = tenant_N
+    tenant_T, user_U = np.flatnonzero(np.bincount(tenant_N)), np.flatnonzero(np.bincount(user_N))
+    tenant, subject = max(limits.tenant, 1 / len(tenant_T)), max(limits.subject, 1 / len(user_U))
+
+    def possible(size: int) -> int:
+        """Experiences that can be drawn where each party has its share of `size`."""
+        limited_C = np.where(is_named_C, np.minimum(count_C, _allowed(size, subject)), count_C)
+        sum_T = np.bincount(owner_C[user_U], weights=limited_C[user_U], minlength=len(pool.codes))[tenant_T]
+        return int(np.where(is_named_C[tenant_T], np.minimum(sum_T, _allowed(size, tenant)), sum_T).sum())
+
+    size = min(wanted, int(count_C.sum()))
     least = min(size, limits.least)
-    while size > (possible := _possible(have, _of(size, tenant), _of(size, subject))):
-        size = possible
+    while size > (less := possible(size)):
+        size = less
     size = max(size, least)
     allowed_C = np.full(len(pool.codes), ANY)
     if tenant < 1.0:
-        allowed_C[have.tenant_T[have.is_named_T]] = _of(size, tenant)
+        allowed_C[tenant_T[is_named_C[tenant_T]]] = _allowed(size, tenant)
     if subject < 1.0:
-        allowed_C[have.user_U[have.is_named_U]] = _of(size, subject)
-    return Room(wanted, size, allowed_C, least)
+        allowed_C[user_U[is_named_C[user_U]]] = _allowed(size, subject)
+    return Room(size, allowed_C, least)
+
+
+def _allowed(size: int, share: float) -> int:
+    return max(1, int(size * share + 1e-9))
 
 
 def first(size_N: np.ndarray, num_experiences: int) -> int:
@@ -250,51 +240,18 @@ def _differ(code_N: np.ndarray) -> bool:
     return bool((code_N != code_N[:1]).any())
 
 
-class _Have(msgspec.Struct, frozen=True):
-    """Who has something to draw. tenant_T, user_U: codes. owner_U: code of a user's tenant. count_U: experiences."""
-
-    tenant_T: np.ndarray
-    is_named_T: np.ndarray
-    user_U: np.ndarray
-    is_named_U: np.ndarray
-    owner_U: np.ndarray
-    count_U: np.ndarray
-
-
-def _have(order: Pool) -> _Have:
-    """Counts by code: linear in what waits, without a sort."""
-    tenant_N, user_N = order.column("tenant"), order.column("user")
-    num_codes = len(order.codes)
-    count_C = np.bincount(user_N, weights=order.column("num_experiences")).astype(np.int64)
-    is_named_C, owner_C = np.zeros(num_codes, bool), np.zeros(num_codes, np.int64)
-    is_named_C[tenant_N] = order.column("has_tenant")
-    is_named_C[user_N] = order.column("has_subject")
-    owner_C[user_N] = tenant_N
-    tenant_T = np.flatnonzero(np.bincount(tenant_N))
-    user_U = np.flatnonzero(np.bincount(user_N))
-    return _Have(tenant_T, is_named_C[tenant_T], user_U, is_named_C[user_U], owner_C[user_U], count_C[user_U])
-
-
-def _of(size: int, share: float) -> int:
-    return max(1, int(size * share + 1e-9))
-
-
-def _possible(have: _Have, of_tenant: int, of_subject: int) -> int:
-    """Experiences that can be drawn where a tenant and a user have so many each."""
-    count_U = np.where(have.is_named_U, np.minimum(have.count_U, of_subject), have.count_U)
-    sum_T = np.bincount(have.owner_U, weights=count_U)[have.tenant_T].astype(np.int64)
-    return int(np.where(have.is_named_T, np.minimum(sum_T, of_tenant), sum_T).sum())
-
-
-def draw_spread(pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS) -> Draw:
+def draw_least_used(
+    pool: Pool, *, num_experiences: int, max_uses: int, seed: int, limits: ShareLimits = NO_LIMITS
+) -> Draw:
     """Whole groups worth at least `num_experiences`. Takes what there is when there is less; waits when there is nothing."""
     usable = pool.chosen(pool.column("uses") < max_uses)
     if not len(usable):
         return Draw(wait=True)
-    room = room_of(usable, num_experiences, limits)
-    first, filled = filled_from(usable, lambda num: _least_used(usable, seed, num), room)
-    order = usable.chosen(first)
-    return Draw(taken=tuple(order[place] for place in filled.taken), held_back=filled.held_back)
+    room = find_room(usable, num_experiences, limits)
+    num = enough(usable, num_experiences) if room.allowed_C is None else len(usable)
+    order = usable.chosen(_least_used(usable, seed, num))
+    taken, held_back = fill(order, room)
+    return Draw(taken=tuple(order[place] for place in taken), held_back=held_back)
 
 
 def _least_used(pool: Pool, seed: int, num: int) -> np.ndarray:
@@ -349,7 +306,7 @@ def draw_by_priority(
         return Draw(wait=True)
     random = np.random.default_rng(seed)
     order = usable.chosen(_parties_together(usable, random))
-    room = room_of(order, num_experiences, limits)
+    room = find_room(order, num_experiences, limits)
     chance_N, stratum_N = chances(order, room)
     taken = np.flatnonzero(systematic(chance_N, random.random()))
     weight_T = np.ones(len(taken))

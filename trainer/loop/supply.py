@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from infra.settings.config import Pacing, duration_s
 from schemas import Lane
 from trainer.batch.assemble import PACED, step_seed
-from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_spread, joins_of, parted, united
+from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_least_used, joins_of, parted, united
 from trainer.buffer.intake import Intake
 from trainer.buffer.pool import Candidate, Draw, Pool, draw_in_order, unfit, worth_waiting_for
 from trainer.config import LaneConfig, TrainerConfig
@@ -126,7 +126,9 @@ def drawn_from(
             limits=limits,
         )
     else:
-        draw = draw_spread(units, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits)
+        draw = draw_least_used(
+            units, num_experiences=num_experiences, max_uses=config.max_uses, seed=seed, limits=limits
+        )
     return parted(draw, joins)
 
 

@@ -9,7 +9,7 @@ import logging
 from schemas import BatchItem, Block
 from trainer.batch.assemble import step_seed
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.draw import draw_spread
+from trainer.buffer.draw import draw_least_used
 from trainer.config import WarmupConfig
 from trainer.health import unhealthy
 from trainer.learners.learner import take_weights
@@ -33,7 +33,7 @@ async def warm_up(run: Run, stop: asyncio.Event) -> None:
                 await while_paused(run, stop)
                 continue
             step = run.position.step + 1
-            draw = draw_spread(
+            draw = draw_least_used(
                 run.supply.intake.buffer.pool(warmup.lane),
                 num_experiences=warmup.batch,
                 max_uses=run.config.lanes[warmup.lane].max_uses,
