@@ -25,7 +25,6 @@ from schemas.errors import NotInStore
 
 CHUNK_BYTES = 256 * 1024
 DIGEST_BYTES = 32
-KIND = "chunks "  # before the hash of a state: one without it is of whole tensors, as earlier releases wrote it
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -156,7 +155,7 @@ def state_hash(layout: Layout, digests: Mapping[str, bytes]) -> str:
         kind = layout[name]
         whole.update(msgspec.msgpack.encode((name, kind.dtype, kind.shape, CHUNK_BYTES)))
         whole.update(digests[name])
-    return KIND + whole.hexdigest()
+    return whole.hexdigest()
 
 
 def whole_hash(tensors: Mapping[str, Tensor]) -> str:

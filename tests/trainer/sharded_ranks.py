@@ -21,9 +21,9 @@ from schemas.errors import ConfigError
 from tests.memory import PEAK_MB
 from trainer.batch.batch import Microbatch, pack
 from trainer.config import TrainerConfig
+from trainer.learners.channel import Channel
 from trainer.learners.deepspeed import DeepSpeedLearner
 from trainer.learners.engines import load_sharded, reference_settings
-from trainer.learners.orders import Channel
 from trainer.learners.torch import TorchLearner
 
 

@@ -1,13 +1,11 @@
 """The buffer: what is held, how often it may be trained, and that deliveries twice or late change nothing."""
 
-import hashlib
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import Block, encode
 from tests.trainer.buffered_blocks import block, mixed
-from trainer.buffer.buffer import Buffer, Known, Uses, candidate_of, use_key
+from trainer.buffer.buffer import Buffer, Known, candidate_of, use_key
 from trainer.buffer.pool import Candidate
 
 
@@ -96,18 +94,6 @@ def test_a_group_in_half_use_keeps_its_uses_when_a_revision_takes_its_place() ->
     assert buffer.candidates("expert") == []
 
 
-def test_what_an_earlier_release_counted_by_revision_is_still_trained() -> None:
-    """Its keys: BLAKE2b-128 of group, revision and lane."""
-    old = {number: hashlib.blake2b(f"a.0\x00{number}\x00usual".encode(), digest_size=16).digest() for number in (0, 2)}
-    assert old[0] == use_key("a.0", 0, "usual")
-    for key in old.values():
-        uses = Uses()
-        uses.put(key, Known(1, 7))
-        buffer = Buffer({"usual": 1}, uses)
-        assert add(buffer, 8, block("a.0", revision=2)) == add(buffer, 9, block("a.0", revision=3)) == "already trained"
-        assert add(buffer, 10, block("a.0", revision=3, retrained=2)) == "", "no old key is mistaken for it"
-
-
 def test_uses_are_forgotten_below_the_horizon_unless_held_or_delivered_again() -> None:
     buffer = filled(*(block(f"{name}.0", lane="expert") for name in "abcd"))
     for number in (0, 0, 0, 0, 0):  # a and b twice, c once
@@ -192,10 +178,6 @@ def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held()
     buffer = filled(block("a.0"))
     buffer.count_use(candidate_of(9, block("a.0", revision=1, retrained=1), 0))
     assert only(buffer).uses == 0, "what was sent to be trained again is counted by itself"
-
-
-def test_uses_are_counted_by_group_retraining_and_lane() -> None:
-    assert len({use_key(*one) for one in (("a.0", 0, "usual"), ("a.0", 1, "usual"), ("a.0", 0, "human"))}) == 3
 
 
 def test_a_candidate_is_as_old_as_its_oldest_token_and_has_a_ratio_only_if_all_have() -> None:

@@ -1,23 +1,18 @@
 """Checkpoints: whole or not there, the newest that verifies, never fewer than asked for."""
 
-import hashlib
-
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.policies.tensors import Tensor, load_tensors, save_tensors
+from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas.errors import StoreError
 from trainer.buffer.buffer import Known, Uses
 from trainer.journal.checkpoint import (
-    USES_OFFSETS,
     Checkpoint,
     CheckpointPlace,
     Position,
     Take,
-    hash_like,
     load,
     load_newest,
     manifests,
@@ -25,7 +20,6 @@ from trainer.journal.checkpoint import (
     remove,
     remove_unfinished,
     save,
-    state_sha256,
 )
 from trainer.state import StoredState, whole_hash
 
@@ -126,28 +120,6 @@ def test_a_missing_or_damaged_shard_is_named_with_the_rank_that_wrote_it(damage:
         load(store, "r", CheckpointPlace(3, 0))
 
 
-def test_a_checkpoint_of_an_earlier_release_is_read_as_it_was() -> None:
-    """Its state lies whole in one safetensors file, and its hash is of whole tensors."""
-    store, uses = MemoryStore(), Uses()
-    uses.add(b"k" * 16, 5)
-    one = state(3, uses=uses, references=(7,))
-    manifest = save(store, "r", one)
-    tensors = {**load_tensors(store.get(manifest.state)), **one.learner}
-    (key,) = [key for key in keys(store, 3) if key.endswith("manifest.json")]
-    for other in keys(store, 3):
-        store.delete(other)
-    body = save_tensors(tensors)
-    store.put(manifest.state, body)
-    fields = msgspec.to_builtins(manifest) | {"size": len(body), "sha256": hashlib.sha256(body).hexdigest()}
-    fields["learner_sha256"] = state_sha256(one.learner)
-    store.put(key, msgspec.json.encode({name: fields[name] for name in fields if not name.startswith("index")}))
-    found = load(store, "r", CheckpointPlace(3, 0))
-    assert (dict(found.learner), found.references, dict(found.uses)) == (one.learner, (7,), dict(uses))
-    told = manifests(store, "r")[0].learner_sha256
-    assert hash_like(told, found.learner) == told != manifest.learner_sha256
-    assert hash_like(manifest.learner_sha256, found.learner) == manifest.learner_sha256
-
-
 def test_a_state_without_its_manifest_does_not_exist() -> None:
     store = saved(3, 6)
     store.delete(next(key for key in keys(store, 6) if key.endswith("manifest.json")))
@@ -186,22 +158,6 @@ def test_two_trainers_that_reach_the_same_step_write_to_different_places() -> No
     assert newest is not None and newest.uses and older is not None and not older.uses
 
 
-def test_uses_of_a_checkpoint_of_an_earlier_release_count_as_delivered_when_it_was_made() -> None:
-    store, uses = MemoryStore(), Uses()
-    uses.add(b"k" * 16, 5)
-    one = msgspec.structs.replace(state(3, uses=uses), position=Position(step=3, buffer_next=70))
-    manifest = save(store, "r", one)
-    tensors = load_tensors(store.get(manifest.state))
-    del tensors[USES_OFFSETS]
-    body = save_tensors(tensors)
-    store.put(manifest.state, body)
-    there = msgspec.structs.replace(manifest, size=len(body), sha256=hashlib.sha256(body).hexdigest())
-    (key,) = [name for name in keys(store, 3) if name.endswith("manifest.json")]
-    store.put(key, msgspec.json.encode(there))
-    found = load_newest(store, "r")
-    assert found is not None and dict(found.uses) == {b"k" * 16: Known(1, 70)}
-
-
 def test_a_store_that_fails_is_loud_and_no_reason_to_go_back() -> None:
     class Failing(MemoryStore):
         def get(self, key: str) -> bytes:
@@ -229,9 +185,6 @@ def test_states_have_equal_hashes_exactly_where_names_dtypes_shapes_and_bytes_ar
         {"a": Tensor("F32", (1, 2), zeros)}, {"a": Tensor("F32", (2,), b"\1" + zeros[1:])}, {},
         {"a": Tensor("F32", (1,), zeros[:4]), "b": Tensor("F32", (1,), zeros[:4])},
     ]  # fmt: skip
-    assert (
-        len({state_sha256(one) for one in different}) == len({whole_hash(one) for one in different}) == len(different)
-    )
+    assert len({whole_hash(state) for state in different}) == len(different)
     pair = {"a": Tensor("F32", (1,), zeros[:4]), "b": Tensor("U8", (1,), b"x")}
-    for told in (state_sha256, whole_hash):
-        assert told(pair) == told(dict(reversed(pair.items())))
+    assert whole_hash(pair) == whole_hash(dict(reversed(pair.items())))

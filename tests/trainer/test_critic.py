@@ -14,7 +14,8 @@ from schemas import Span
 from schemas.errors import ConfigError
 from trainer.batch.batch import TrainItem, pack
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig
-from trainer.learners.critic import advantages, gae, value_loss
+from trainer.learners.critic import advantages, estimate, gae, value_loss
+from trainer.learners.orders import Rows
 from trainer.learners.torch import TorchLearner
 
 
@@ -201,8 +202,10 @@ def test_a_critic_that_learns_from_cut_off_answers_of_a_half_values_them_at_a_ha
     batch = pack(items, max_tokens=1000, bootstrap=truncated == "bootstrap")
     for step in range(60):
         learner.step(batch, learning_rate=1e-9, seed=step)
-    assert learner._critic is not None
-    values = np.concatenate([learner._critic.values(one).detach().numpy() for one in batch.microbatches])
+    assert learner.critic is not None
+    values = np.concatenate(
+        [learner.critic.all_values(one).detach().numpy()[one.predecessor_N] for one in batch.microbatches]
+    )
     assert values == pytest.approx(np.full(len(values), HALF), abs=0.1)
 
 
@@ -211,21 +214,21 @@ def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
     learner = opened(model, critic=CriticConfig(learning_rate=2e-3, gae_lambda=1.0, normalize=False))
     for step in range(40):
         learner.step(pack(coins(step), max_tokens=1000), learning_rate=1e-9, seed=step)
-    critic = learner._critic
+    critic = learner.critic
     assert critic is not None
     found = {}
     for end in ("truncated", "terminal"):
         one = make_item([1, 10, 20, 21], [Span(2, 4, 0)], logprobs=[-1, -1], reward=0.0, end=end)
         part = pack([one], max_tokens=100, bootstrap=True).microbatches[0]
         assert (part.bootstrap_N >= 0).tolist() == [False, end == "truncated"]
-        found[end] = critic.estimate([part], [np.ones(2, bool)])[0]
+        found[end] = estimate(critic, [Rows((part,), 1, None)], [[np.ones(2, bool)]])[0][0][0]
     assert found["terminal"].target == pytest.approx([0, 0], abs=1e-6)  # λ 1: what came, which is nothing
     assert found["truncated"].target[0] == pytest.approx(found["truncated"].target[1], abs=1e-6)
     assert found["truncated"].target[0] > 0.5  # the winning prompt still promises its reward
 
 
 def test_observations_between_turns_do_not_decay(model):
-    critic = opened(model)._critic
+    critic = opened(model).critic
     assert critic is not None
     found = []
     for tokens, spans in (
@@ -234,7 +237,7 @@ def test_observations_between_turns_do_not_decay(model):
     ):
         one = make_item(tokens, spans, logprobs=[-1, -1], reward=1.0)
         part = pack([one], max_tokens=100).microbatches[0]
-        found.append(critic.estimate([part], [np.ones(2, bool)])[0].advantage)
+        found.append(estimate(critic, [Rows((part,), 1, None)], [[np.ones(2, bool)]])[0][0][0].advantage)
     # V = 0 at the start: A = (γλ·1, 1), however many tokens were only seen in between
     assert found[0] == pytest.approx([0.95, 1.0]) and found[1] == pytest.approx([0.95, 1.0])
 

@@ -109,7 +109,7 @@ def test_teacher_logprobs_travel_as_a_section_of_their_own():
 def test_checkpointed_activations_give_the_same_step(model):
     batch = pack(random_items(0), max_tokens=200, version=5)
     plain, saving = opened_lanes(model), opened_lanes(model, activation_checkpointing=True)
-    assert saving._model.module.is_gradient_checkpointing
+    assert saving.model.module.is_gradient_checkpointing
     for one in (plain, saving):
         assert one.step(batch, learning_rate=1e-3, seed=0).finite
     for name, tensor in plain.tensors().items():

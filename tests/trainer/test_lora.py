@@ -62,7 +62,7 @@ def bytes_of(tensors: dict[str, Tensor]) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_adapter_alone_is_trained_saved_and_published(model: str, dtype: str) -> None:
     learner = opened(model, dtype=dtype)
-    base = {name: value.clone() for name, value in learner._model.module.named_parameters() if ".lora_" not in name}
+    base = {name: value.clone() for name, value in learner.model.module.named_parameters() if ".lora_" not in name}
     before, probe = learner.tensors(), learner.probe(((1, 22, 30, 41),))
     assert probe == opened(model, None, dtype=dtype).probe(probe.sequences), "B begins as zeros"
     stats = learner.step(batch(0), learning_rate=1e-2, seed=0)
@@ -72,7 +72,7 @@ def test_the_adapter_alone_is_trained_saved_and_published(model: str, dtype: str
     assert {one.dtype for one in moved.values()} == {"F32" if dtype == "float32" else "BF16"}
     assert all(to_numpy(moved[name]).any() for name in moved) and moved != before
     assert learner.probe(probe.sequences) != probe
-    for name, value in learner._model.module.named_parameters():
+    for name, value in learner.model.module.named_parameters():
         assert ".lora_" in name or torch.equal(value, base[name])
     state = learner.save()
     kinds = ("model", "adam/step", "adam/exp_avg", "adam/exp_avg_sq")
@@ -103,8 +103,8 @@ def test_restore_continues_to_the_same_bits_and_only_on_the_same_base(model: str
 def test_a_kl_takes_the_base_for_its_reference_without_a_second_model(model: str) -> None:
     learner, twin = opened(model, kl=0.1), opened(model, kl=0.1)
     plain = opened(model, None)
-    own = sum(value.numel() for value in plain._model.module.parameters())
-    held = sum(value.numel() for value in learner._model.module.parameters())
+    own = sum(value.numel() for value in plain.model.module.parameters())
+    held = sum(value.numel() for value in learner.model.module.parameters())
     adapter = sum(one.num_bytes // 4 for one in learner.tensors().values())
     assert held == own + 2 * adapter
     learner.begin_phase("train")
@@ -115,7 +115,7 @@ def test_a_kl_takes_the_base_for_its_reference_without_a_second_model(model: str
     one = pack(items(0), max_tokens=10_000).microbatches[0]
     assert learner._reference is not None
     with torch.no_grad():
-        here, base, policy = learner._reference.logprobs(one), plain._model.logprobs(one), learner._model.logprobs(one)
+        here, base, policy = learner._reference.logprobs(one), plain.model.logprobs(one), learner.model.logprobs(one)
     assert torch.equal(here, base) and not torch.equal(policy, base)
     saved = learner.save()
     assert {name.partition("/")[0] for name in saved} == {"adapter", "phase", "model", "adam", "reference"}

@@ -20,12 +20,12 @@ from tests.eye_model import build_eye_model, drawings
 from tests.role import role_of
 from trainer.batch.image_inputs import BAD_IMAGE, open_sight
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
+from trainer.state import whole_hash
 from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
@@ -83,7 +83,7 @@ def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit
             one async for one in replay(learning(again, model, store), "t", log, store, await start(log, store))
         ]
         assert len(compared) >= 2 and all(one.equal and not one.fault for one in compared)
-        assert checkpoint.state_sha256(again.save()) == checkpoint.state_sha256(learner.save())
+        assert whole_hash(again.save()) == whole_hash(learner.save())
 
         name = next(iter(store.keys("blobs/")))
         store.delete(name)

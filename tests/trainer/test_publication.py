@@ -14,7 +14,7 @@ from infra.policies.tensors import Tensor
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent, topics
 from trainer.journal.journal import Lease, take_lease
-from trainer.learners.learner import WholeWeights
+from trainer.learners.copies import Weights
 from trainer.loop.publication import KNOWN_VERSIONS, WeightPublisher, probe_sequences
 from trainer.replay.resume import read_policies
 
@@ -49,7 +49,7 @@ class Rig:
 async def publish(publisher: WeightPublisher, version: int, value: int) -> int:
     return await publisher.publish(
         version,
-        WholeWeights(HashedTensors(tensors(value))),
+        Weights(HashedTensors(tensors(value))),
         None,
         parent=version - 1,
         step=version,
@@ -134,9 +134,7 @@ def test_what_a_trainer_remembers_of_its_versions_is_bounded_and_a_number_it_for
         known = [version for version in range(KNOWN_VERSIONS + 3) if trainer.has(version)]
         assert known == list(range(3, KNOWN_VERSIONS + 3))
         newest = KNOWN_VERSIONS + 2
-        got = await trainer.publish(
-            1, WholeWeights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={}
-        )
+        got = await trainer.publish(1, Weights(HashedTensors(tensors(71))), None, parent=newest, step=newest, stats={})
         assert got == newest + 1
 
     run(body)

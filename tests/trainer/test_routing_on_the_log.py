@@ -25,12 +25,12 @@ from tests.actors.rig import EXPLORE, TopicArrivals, explorer, running, task, un
 from tests.infra.tiny_families import build_family
 from tests.role import role_of
 from trainer.config import LaneConfig, TrainerConfig
-from trainer.journal import checkpoint
 from trainer.journal.checkpoint import Position
 from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
+from trainer.state import whole_hash
 from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=9, straggler_s=0.01))
@@ -108,7 +108,7 @@ def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_sa
         start = await find_start(log, store, "t", from_step=-1, to_step=None)
         compared = [one async for one in replay(learning, "t", log, store, start)]
         assert compared and all(one.equal and not one.fault for one in compared)
-        assert checkpoint.state_sha256(other.save()) == checkpoint.state_sha256(learner.save())
+        assert whole_hash(other.save()) == whole_hash(learner.save())
 
     asyncio.run(main())
 

@@ -14,8 +14,8 @@ from infra.store.store import Pieces
 from schemas.errors import StoreError
 from trainer.batch.batch import pack
 from trainer.config import TrainerConfig
+from trainer.learners.copies import Weights
 from trainer.learners.deepspeed import DeepSpeedLearner
-from trainer.learners.rank_weights import RankWeights
 
 
 class Full(DirectoryStore):
@@ -62,7 +62,7 @@ def check_weights(model: str, stage: int, folder: Path) -> None:
     print(f"stage {stage} agrees")
 
 
-def refused(learner: DeepSpeedLearner, marker: Path, store: DirectoryStore, previous: RankWeights | None) -> None:
+def refused(learner: DeepSpeedLearner, marker: Path, store: DirectoryStore, previous: Weights | None) -> None:
     """A rank that cannot store its part is named, no manifest is there, and the next version is published as ever."""
     marker.touch()
     new = NewVersion(policy="main", token=3, version=4, parent=3, step=4)

@@ -62,20 +62,11 @@ async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
 
 COUNTS = 2**32  # more uses than any group is given
 KEY_BYTES = 16
-REVISIONS = 256  # of a group, that an earlier release may have counted each for itself
 
 
 def use_key(group: str, retrained: int, lane: str) -> bytes:
-    """What uses are counted by: 16 bytes. retrained: how often a late verdict sent the group to be trained again."""
-    return _hashed(group, f"retrained {retrained}" if retrained else "0", lane)
-
-
-def keys_of(group: str, revision: int, retrained: int, lane: str) -> list[bytes]:
-    """All keys a block's uses may lie under, its own first: an earlier release counted each revision by itself."""
-    keys = [use_key(group, retrained, lane)]
-    if not retrained:
-        keys += [_hashed(group, str(number), lane) for number in range(1, min(revision, REVISIONS) + 1)]
-    return keys
+    """16 bytes by which uses are counted. retrained: how often a late verdict sent the group to be trained again."""
+    return hashlib.blake2b(f"{group}\x00{retrained}\x00{lane}".encode(), digest_size=KEY_BYTES).digest()
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -114,12 +105,13 @@ class Uses:
         """How often it was trained."""
         return self._packed.get(key, 0) % COUNTS
 
-    def of_group(self, group: str, revision: int, retrained: int, lane: str, offset: int) -> int:
-        """How often a block delivered at `offset` was trained, as any revision of its group; remembers the delivery."""
-        found = [key for key in keys_of(group, revision, retrained, lane) if key in self._packed]
-        for key in found:
-            self.put(key, Known(self.times(key), max(offset, _known(self._packed[key]).offset)))
-        return sum(self.times(key) for key in found)
+    def delivered(self, key: bytes, offset: int) -> int:
+        """How often a group delivered at `offset` was trained; remembers the delivery."""
+        if key not in self._packed:
+            return 0
+        known = _known(self._packed[key])
+        self.put(key, Known(known.count, max(offset, known.offset)))
+        return known.count
 
     def add(self, key: bytes, offset: int) -> None:
         """One more use of what lies at `offset`."""
@@ -136,10 +128,6 @@ class Uses:
 
 def _known(packed: int) -> Known:
     return Known(packed % COUNTS, packed // COUNTS)
-
-
-def _hashed(group: str, number: str, lane: str) -> bytes:
-    return hashlib.blake2b(f"{group}\x00{number}\x00{lane}".encode(), digest_size=KEY_BYTES).digest()
 
 
 class Buffer:
@@ -192,7 +180,7 @@ class Buffer:
                 return "held out"
             self._validation[offset] = (frame, block)
             return ""
-        used = self.uses.of_group(block.group, first.revision, first.retrained, first.lane, offset)
+        used = self.uses.delivered(use_key(block.group, first.retrained, first.lane), offset)
         if used >= self._max_uses[first.lane]:
             self.duplicates += 1
             self._count_used_up(first.lane, len(block.experiences))
@@ -269,9 +257,8 @@ class Buffer:
 
     def forget_uses(self, below: int) -> int:
         """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
-        held = [one for lane in self._candidates.values() for one in lane if one.uses]
-        keys = {key for one in held for key in keys_of(one.group, one.revision, one.retrained, one.lane)}
-        return self.uses.forget_below(below, keys)
+        held = [candidate for rows in self._candidates.values() for candidate in rows if candidate.uses]
+        return self.uses.forget_below(below, {use_key(each.group, each.retrained, each.lane) for each in held})
 
     def discard(self, offset: int, lane: Lane) -> None:
         """Forget a group that will not be drawn."""

@@ -137,8 +137,6 @@ async def follow_progress(log: Log, intake: Intake) -> None:
             if isinstance(message.value, Closure):
                 intake.take_closure(message.value)
                 intake.changed.set()
-            elif isinstance(message.value, Progress):  # of an older writer
-                intake.take_report(message.value)
 
 
 async def follow_reports(log: Log, intake: Intake) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: everything a trainer needs to go on as if it had never stopped.
 
     <folder>/state-*.bin, index.msgpack     the learner's state, see `trainer.state`
-    <folder>/state.safetensors              what the buffer remembers; in a checkpoint of an earlier release the state too
+    <folder>/state.safetensors              the buffer's uses and references
     <folder>/manifest.json                  last
 
 Guarantees: the manifest is written last and names the hashes of all of it, so a torn checkpoint is never taken; the newest
@@ -25,7 +25,7 @@ from schemas.errors import ConfigError, NotInStore
 from trainer.buffer.buffer import KEY_BYTES, Known, Uses
 from trainer.config import SLOTS
 from trainer.health import GuardState
-from trainer.state import KIND, Index, StoredState, encode_index, index_hash, open_state, whole_hash, write_whole
+from trainer.state import Index, StoredState, encode_index, index_hash, open_state, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 POLICY = "model/"
 USES_KEYS = "buffer/uses_keys"
 USES_COUNTS = "buffer/uses_counts"
-USES_OFFSETS = "buffer/uses_offsets"  # earlier releases wrote none
+USES_OFFSETS = "buffer/uses_offsets"
 REFERENCES = "buffer/references"
 _PART = re.compile(r"(?:adam/\w+/)?(reference|critic)/")
 
@@ -98,26 +98,25 @@ class Checkpoint(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a checkpoint valid.
 
-    position: as in Checkpoint. state: key of the state object. size: of that object in bytes. sha256: of the same. token: of
-    the trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0
-    without one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`;
-    None where neither was written down. index, index_sha256: key and hash of the index, "" in a checkpoint of an earlier
-    release.
+    position: as in Checkpoint. state, size, sha256: key, bytes and hash of the object with uses and references. token: of the
+    trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 without
+    one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`. index,
+    index_sha256: key and hash of the index.
     """
 
     position: Position
     state: str
     size: int
     sha256: str
+    index: str
+    index_sha256: str
     token: int = 0
     learner_sha256: str = ""
     made_with: dict[str, str] = {}
     time_ms: int = 0
     oldest_offset: int = 0
     shapes: dict[str, tuple[int, ...]] = {}
-    parts: tuple[str, ...] | None = None
-    index: str = ""
-    index_sha256: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def place(self) -> CheckpointPlace:
@@ -138,23 +137,6 @@ def part_of(name: str) -> str:
 def parts_of(names: Iterable[str]) -> set[str]:
     """What a learner's state holds besides the policy."""
     return {part_of(name) for name in names} - {""}
-
-
-def hash_like(recorded: str, state: Mapping[str, Tensor]) -> str:
-    """The hash of a state in the form of a recorded one: of its chunks, or of whole tensors as in earlier releases."""
-    return whole_hash(state) if recorded.startswith(KIND) else state_sha256(state)
-
-
-def state_sha256(state: Mapping[str, Tensor]) -> str:
-    """Hash of names, dtypes, shapes and bytes in order of the names: equal exactly where the states are. Journals of earlier
-    releases hold it.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        one = state[name]
-        digest.update(msgspec.msgpack.encode((name, one.dtype, one.shape, one.num_bytes)))
-        digest.update(one.data)
-    return digest.hexdigest()
 
 
 def save(
@@ -229,12 +211,9 @@ def load(store: Store, run: str, place: CheckpointPlace, take: Take = dict) -> C
     if len(body) != manifest.size or hashlib.sha256(body).hexdigest() != manifest.sha256:
         raise ValueError(f"{manifest.state}: its bytes are not those the manifest names")
     tensors = load_tensors(body)
-    uses = _take_uses(tensors, manifest.position)
-    references = np.frombuffer(tensors.pop(REFERENCES).data, dtype="<i8").tolist()
-    learner: Mapping[str, Tensor] = tensors
-    if manifest.index:
-        learner = take(open_state(store, folder(run, place), manifest.index, manifest.index_sha256))
-    return Checkpoint(position=manifest.position, learner=learner, uses=uses, references=tuple(references))
+    references = np.frombuffer(tensors[REFERENCES].data, dtype="<i8").tolist()
+    learner = take(open_state(store, folder(run, place), manifest.index, manifest.index_sha256))
+    return Checkpoint(manifest.position, learner, _load_uses(tensors), tuple(references))
 
 
 def _uses_tensors(uses: Uses) -> dict[str, Tensor]:
@@ -248,13 +227,10 @@ def _uses_tensors(uses: Uses) -> dict[str, Tensor]:
     }
 
 
-def _take_uses(tensors: dict[str, Tensor], position: Position) -> Uses:
-    """The uses among the tensors of a state, taken out; those without an offset count as delivered just now."""
-    keys = bytes(tensors.pop(USES_KEYS).data)
-    counts = np.frombuffer(tensors.pop(USES_COUNTS).data, dtype="<u4").tolist()
-    offsets = [position.buffer_next] * len(counts)
-    if USES_OFFSETS in tensors:
-        offsets = np.frombuffer(tensors.pop(USES_OFFSETS).data, dtype="<i8").tolist()
+def _load_uses(tensors: Mapping[str, Tensor]) -> Uses:
+    keys = bytes(tensors[USES_KEYS].data)
+    counts = np.frombuffer(tensors[USES_COUNTS].data, dtype="<u4").tolist()
+    offsets = np.frombuffer(tensors[USES_OFFSETS].data, dtype="<i8").tolist()
     uses = Uses()
     for at, (count, offset) in enumerate(zip(counts, offsets, strict=True)):
         uses.put(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], Known(count, offset))

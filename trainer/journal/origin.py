@@ -222,7 +222,6 @@ NOT_FOLLOWED = (
     "infra/chain/processor.py", "infra/store/store.py", "infra/store/directory.py", "infra/store/memory.py",
     "infra/store/s3.py", "schemas/errors.py", "trainer/config.py",
 )  # fmt: skip
-KIND = "definitions "  # before the hash: one of another kind, from an older headrace, is never equal
 
 
 def made_with(config: TrainerConfig, floor: Floor, learner: Learner) -> dict[str, str]:
@@ -262,7 +261,7 @@ def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
     known = [place for place in roots if sources.home(place) is not None]
     named = sorted(f"{place.module}:{place.name}" for place in roots if place not in known)
     digest = hashlib.sha256(f"{sources.digest(known)} {' '.join(named)}".encode())
-    return KIND + digest.hexdigest()[:12]
+    return digest.hexdigest()[:12]
 
 
 def file_of(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Path | None:

@@ -22,27 +22,21 @@ from infra.policies.tensors import Tensor
 from infra.settings.config import duration_s
 from infra.store.store import Store
 from schemas.errors import ConfigError, StoreError
-from trainer.batch.batch import Microbatch, PackedBatch
+from trainer.batch.batch import PackedBatch
 from trainer.config import TrainerConfig
-from trainer.learners.engines import Engines, begin_ranks, engine_settings
+from trainer.learners.channel import Channel
+from trainer.learners.copies import Snapshot, TakenWeights, Weights
+from trainer.learners.critic import check_critic
+from trainer.learners.engines import Engines, RankCritic, begin_ranks, engine_settings
 from trainer.learners.forward import compared, open_adapter
 from trainer.learners.lanes import check_step, of_phase
-from trainer.learners.learner import Phase, Snapshot, StepStats
-from trainer.learners.minibatches import minibatches_of
+from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
-from trainer.learners.orders import (
-    Channel,
-    Counts,
-    Order,
-    Orders,
-)
+from trainer.learners.orders import Counts, Order, Orders
 from trainer.learners.rank_step import RankStep
-from trainer.learners.rank_values import RankCritic
-from trainer.learners.rank_weights import RankWeights, TakenWeights
 from trainer.learners.sequence_parallel import open_group, open_packed
 from trainer.learners.shards import Shards, Source
-from trainer.learners.snapshot import RankSnapshot
-from trainer.learners.values import check_critic
+from trainer.learners.step import log_distance, minibatches, miss
 from trainer.losses.loss import open_objectives
 from trainer.state import (
     Kind,
@@ -151,7 +145,7 @@ class DeepSpeedLearner:
 
     def close(self) -> None:
         """Let the other ranks end. Rank 0 only; nothing can be called afterwards."""
-        self._weights.let_go()
+        self._weights.release()
         self._orders.close()
         with self._orders.lock:
             self._orders.give(Order(name="close"))
@@ -174,7 +168,7 @@ class DeepSpeedLearner:
     ) -> StepStats:
         """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
-        parts = minibatches_of(of_phase(self._objectives, self._phase), batch, seed)
+        parts = minibatches(of_phase(self._objectives, self._phase), batch, seed)
         order = Order(
             name="step",
             counts=Counts.of(batch),
@@ -191,10 +185,10 @@ class DeepSpeedLearner:
         found: dict[str, Tensor] = self._call(Order(name="tensors"))
         return found
 
-    def weights(self) -> RankWeights:
+    def weights(self) -> Weights:
         """A copy of the policy in its published dtype, of which each rank has a part."""
-        self._weights.let_go()
-        found: RankWeights = self._call(Order(name="weights"))
+        self._weights.release()
+        found: Weights = self._call(Order(name="weights"))
         return found
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
@@ -292,9 +286,9 @@ class DeepSpeedLearner:
             case "probe":
                 return self._ranks.probe(order.sequences)
             case "greedy":
-                return self._ranks.per_sequence(order, given, "hits", lambda one, hits: hits == 0)
+                return self._ranks.per_sequence(order, given, "hits", miss)
             case "distances":
-                return self._ranks.per_sequence(order, given, "logprobs", _moved)
+                return self._ranks.per_sequence(order, given, "logprobs", log_distance)
             case "save":
                 return self._save()
             case "set":
@@ -352,7 +346,7 @@ class DeepSpeedLearner:
         for one in self._held:
             one.use()
 
-    def _snapshot(self, folder: str) -> RankSnapshot:
+    def _snapshot(self, folder: str) -> Snapshot:
         if self._writing is not None:
             self._writing.join()
         found = self._unwritten(self._beside, folder, copy=True)
@@ -361,8 +355,8 @@ class DeepSpeedLearner:
             self._writing.start()
         return found
 
-    def _unwritten(self, channel: Channel, folder: str, *, copy: bool) -> RankSnapshot:
-        return RankSnapshot(channel, self._store, folder, self.layout(), self._pieces(copy=copy))
+    def _unwritten(self, channel: Channel, folder: str, *, copy: bool) -> Snapshot:
+        return Snapshot(channel, self._store, folder, self.layout(), self._pieces(copy=copy))
 
     def _take(self, names: Sequence[str], state: StoredState) -> None:
         self._phase = PHASES[state.read(PHASE, 0, 1)[0]]
@@ -385,7 +379,3 @@ class DeepSpeedLearner:
         if failed := [one for one in found if one[0]]:
             kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
             raise kind("; ".join(text for _, text in failed))
-
-
-def _moved(one: Microbatch, logprob_N: np.ndarray) -> np.ndarray:
-    return np.where(one.ratio_N, np.abs(logprob_N - one.behaviour_N), 0.0)

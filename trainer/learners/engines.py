@@ -19,12 +19,12 @@ from infra.policies.adapter import Adapter
 from infra.policies.tensors import Tensor, from_torch, to_torch
 from infra.roles.memory import give_back_large_blocks
 from schemas.errors import ConfigError
+from trainer.batch.batch import Microbatch
 from trainer.config import CriticConfig, TrainerConfig
+from trainer.learners.channel import Channel
 from trainer.learners.critic import ValueModel
 from trainer.learners.forward import PackedModel, ReferenceAdapter, open_reference, policy_settings
 from trainer.learners.lanes import reference_dtype
-from trainer.learners.orders import Channel
-from trainer.learners.rank_values import RankCritic
 from trainer.learners.shards import Shards
 
 
@@ -225,6 +225,45 @@ class Forward(torch.nn.Module):
 
     def forward(self, what: str, *arguments: Any) -> Any:
         return getattr(self._model, what)(*arguments)
+
+
+class RankCritic:
+    """A rank's part of the critic: a `CriticEngine`. run: DeepSpeed's engine of its model. shards: its state on this rank."""
+
+    collective = True
+
+    def __init__(self, config: CriticConfig, model: ValueModel, run: Any, *, shards: Shards, channel: Channel) -> None:
+        self.config = config
+        self.channel = channel
+        self.shards = shards
+        self.device: torch.device = run.device
+        self._model = model
+        self._run = run
+
+    @torch.no_grad()
+    def begin_as(self, policy: Shards) -> None:
+        """Take over a policy's body; the head stays. Collective; one weight at a time is whole."""
+        for name, value in self._model.packed.module.named_parameters():
+            self.shards.take(f"critic/{name}", value, policy.whole(name))
+        self.shards.use()
+
+    def all_values(self, rows: Microbatch) -> torch.Tensor:
+        found: torch.Tensor = self._run("all_values", rows)
+        return found
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self._run.set_gradient_accumulation_boundary(is_last)
+        self._run.backward(loss, scale_wrt_gas=False)
+
+    def gradient_norm(self) -> float:
+        return self.shards.gradient_norm()
+
+    def finish(self, *, applied: bool) -> None:
+        if applied:
+            self._run.step()
+            self.shards.count_step()
+        else:
+            self.shards.forget_gradient()
 
 
 class Engines:

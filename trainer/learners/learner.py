@@ -12,19 +12,17 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from infra.observe.failpoint import reach
 from infra.policies.adapter import Adapter
-from infra.policies.manifest import TensorEntry
 from infra.policies.policy import Probe
-from infra.policies.publish import NewVersion, publish
 from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import Tensor
 from infra.settings.plugin import load
 from infra.store.store import Store
-from schemas.records import PolicyEvent
 from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES, TrainerConfig, loss_use
-from trainer.state import Index, Layout, StoredState, write_whole
+from trainer.learners.channel import Channel
+from trainer.learners.copies import Snapshot, Weights
+from trainer.state import Layout, StoredState, layout_of, pieces_of
 
 Phase = Literal["warmup", "train"]
 
@@ -100,29 +98,6 @@ class Learner(Protocol):
         """Let go of what it holds, other ranks among it; nothing is called afterwards."""
 
 
-class Snapshot(Protocol):
-    """A learner's state as it was, in the memory of the processes that compute with it; later steps do not reach it."""
-
-    def write(self) -> Index:
-        """Put it into the store, in a thread beside the learner's. Nothing names it before a manifest does. Blocking."""
-
-
-class Weights(Protocol):
-    """Weights as they were, in memory of the processes that compute with them; later steps do not reach them. Calls block."""
-
-    def not_finite(self) -> str:
-        """Name of a tensor that holds NaN or infinity, "" where none does."""
-
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """What a manifest says of them."""
-
-    def publish(self, store: Store, new: NewVersion, *, previous: "Weights | None", probe: Probe | None) -> PolicyEvent:
-        """See `infra.policies.publish.publish_shares`. previous: of the same learner, its parent, which was published last."""
-
-    def let_go(self) -> None:
-        """Nothing more is asked of them but to be `previous`."""
-
-
 @runtime_checkable
 class Ranks(Protocol):
     """A learner of several processes. Rank 0 is called; the others follow it. Each holds, saves and reads its own pieces."""
@@ -136,7 +111,7 @@ class Ranks(Protocol):
         """Copy the state to host memory, each rank its own pieces. folder: where the snapshot will be written."""
 
     def weights(self) -> Weights:
-        """Copy the policy in its published dtype to host memory, each rank its own part. Those taken before are let go."""
+        """Copy the policy in its published dtype to host memory, each rank its own part. It releases those taken before."""
 
     def verify(self, state: StoredState) -> None:
         """Read a stored state, each rank a share, and compare its hashes. ValueError names rank and object."""
@@ -153,27 +128,12 @@ class Ranks(Protocol):
         """Take over a few tensors of a state that rank 0 has."""
 
 
-class WholeSnapshot(msgspec.Struct, frozen=True):
-    """The snapshot of a learner of one process.
-
-    tensors: the whole state by name. store: where it is written. folder: key of it there.
-    """
-
-    tensors: Mapping[str, Tensor]
-    store: Store
-    folder: str
-
-    def write(self) -> Index:
-        """See Snapshot."""
-        reach("checkpoint.before_state")
-        return write_whole(self.store, self.folder, self.tensors)
-
-
 def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     """The state of any learner, in host memory."""
     if isinstance(learner, Ranks):
         return learner.snapshot(store, folder)
-    return WholeSnapshot(learner.save(), store, folder)
+    state = learner.save()
+    return Snapshot(Channel(alone=True), store, folder, layout_of(state), pieces_of(state))
 
 
 @runtime_checkable
@@ -184,37 +144,12 @@ class OnCard(Protocol):
         """What `tensors` are, there; None where it trains on none, or has no room for it."""
 
 
-class WholeWeights:
-    """See Weights; of a learner of one process."""
-
-    def __init__(self, tensors: VersionTensors) -> None:
-        self.tensors = tensors
-
-    def not_finite(self) -> str:
-        """See Weights."""
-        return self.tensors.not_finite
-
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """See Weights."""
-        return self.tensors.entries
-
-    def publish(self, store: Store, new: NewVersion, *, previous: Weights | None, probe: Probe | None) -> PolicyEvent:
-        """See Weights."""
-        before = previous.tensors if isinstance(previous, WholeWeights) else None
-        event = publish(store, new, self.tensors, previous=before, probe=probe)
-        self.tensors = self.tensors.base()  # all that the next delta needs
-        return event
-
-    def let_go(self) -> None:
-        """See Weights."""
-
-
 def take_weights(learner: Learner) -> Weights:
     """The policy of any learner, in host memory or on its card."""
     if isinstance(learner, Ranks):
         return learner.weights()
     on_card = learner.copy_on_card() if isinstance(learner, OnCard) else None
-    return WholeWeights(HashedTensors(learner.tensors()) if on_card is None else on_card)
+    return Weights(HashedTensors(learner.tensors()) if on_card is None else on_card)
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:

@@ -7,26 +7,22 @@ of the ranks starts all of them again.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
-import torch.distributed as distributed
 
 from infra.roles.process import exit_stuck
 from schemas.fields import Lane
 from trainer.batch.batch import Microbatch, PackedBatch
 from trainer.batch.split import for_ranks
 from trainer.health import Observed
+from trainer.learners.channel import Channel, Encoded, decode_array, encode_array
 from trainer.learners.learner import Phase
 
 logger = logging.getLogger(__name__)
 
 BEATS = 4  # in the time after which a silent rank is given up
-Encoded = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,78 +74,6 @@ class Counts(msgspec.Struct, frozen=True):
         return PackedBatch(microbatches=(), **fields)
 
 
-class Channel:
-    """Bytes between the ranks. All calls are collective, in one order on all ranks; one thread at a time."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.rank: int = distributed.get_rank()
-        self.world: int = distributed.get_world_size()
-        self.timeout_s = timeout_s
-        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """What rank 0 gives, on every rank."""
-        size = torch.tensor([len(data or b"")])
-        distributed.broadcast(size, 0, group=self._group)
-        buffer = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8)
-        distributed.broadcast(buffer, 0, group=self._group)
-        return data if data is not None else _bytes(buffer)
-
-    def scatter(self, parts: Iterable[bytes] | None) -> bytes:
-        """To each rank its own of what rank 0 gives, one after the other."""
-        if self.rank:
-            return self._received(0)
-        mine = b""
-        for rank, part in enumerate(parts or ()):
-            if rank:
-                self._send(part, rank)
-            else:
-                mine = part
-        return mine
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in their order, on rank 0; nothing on the others."""
-        if self.rank:
-            self._send(data, 0)
-            return []
-        return [data, *(self._received(rank) for rank in range(1, self.world))]
-
-    def everywhere(self, data: bytes) -> list[bytes]:
-        """What every rank gives, on every rank."""
-        found = self.gather(data)
-        every: list[bytes] = msgspec.msgpack.decode(
-            self.broadcast(None if self.rank else msgspec.msgpack.encode(found))
-        )
-        return every
-
-    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """parts: one for each rank. What the ranks have for this one."""
-        sizes = torch.tensor([len(part) for part in parts])
-        theirs = torch.empty_like(sizes)
-        distributed.all_to_all_single(theirs, sizes, group=self._group)
-        found = torch.empty(int(theirs.sum()), dtype=torch.uint8)
-        distributed.all_to_all_single(
-            found, _tensor(b"".join(parts)), theirs.tolist(), sizes.tolist(), group=self._group
-        )
-        return [_bytes(part) for part in torch.split(found, theirs.tolist())]
-
-    def answer(self) -> None:
-        """All ranks are here. RuntimeError on rank 0 naming those that did not answer in time."""
-        limit = timedelta(seconds=self.timeout_s)
-        distributed.monitored_barrier(self._group, timeout=limit, wait_all_ranks=True)
-
-    def _send(self, data: bytes, rank: int) -> None:
-        distributed.send(torch.tensor([len(data)]), rank, group=self._group)
-        distributed.send(_tensor(data), rank, group=self._group)
-
-    def _received(self, rank: int) -> bytes:
-        size = torch.empty(1, dtype=torch.int64)
-        distributed.recv(size, rank, group=self._group)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        distributed.recv(buffer, rank, group=self._group)
-        return _bytes(buffer)
-
-
 class Orders:
     """The way of orders from rank 0 to the others. Rank 0 gives one at a time, and a heartbeat where it has given none."""
 
@@ -191,29 +115,16 @@ class Orders:
                 self.lock.release()
 
 
-def encode_observed(observed: Iterable[Observed]) -> bytes:
-    """What a rank observed, as bytes."""
-    return msgspec.msgpack.encode([encode_arrays(one) for one in observed])
-
-
-def decode_observed(every: Iterable[bytes]) -> list[Observed]:
-    """What all ranks observed, in their order."""
+def gather_observed(channel: Channel, observed: Sequence[Observed]) -> list[Observed]:
+    """All ranks' observations in the order of ranks, on rank 0; [] on the others."""
+    if channel.world == 1:
+        return list(observed)
+    data = msgspec.msgpack.encode([encode_arrays(seen) for seen in observed])
     return [
-        Observed(**decode_arrays(one))
-        for data in every
-        for one in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]])
+        Observed(**decode_arrays(arrays))
+        for data in channel.gather(data)
+        for arrays in msgspec.msgpack.decode(data, type=list[dict[str, Encoded]])
     ]
-
-
-def encode_array(array: np.ndarray) -> Encoded:
-    """An array as it travels."""
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def decode_array(encoded: Encoded) -> np.ndarray:
-    """The array again; writable."""
-    dtype, shape, data = encoded
-    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def encode_arrays(one: Microbatch | Observed) -> dict[str, Encoded]:
@@ -225,14 +136,6 @@ def encode_arrays(one: Microbatch | Observed) -> dict[str, Encoded]:
 def decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
     """The arrays again."""
     return {name: decode_array(one) for name, one in encoded.items()}
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes(buffer: torch.Tensor) -> bytes:
-    return buffer.numpy().tobytes()
 
 
 class Rows(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import StoreError
 from trainer.journal.journal import Lease
-from trainer.learners.learner import Weights
+from trainer.learners.copies import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class WeightPublisher:
         old = self._events.get(version)
         if old is not None and old.event == "published":
             if await asyncio.to_thread(same_content, self._store, old, weights, self._adapter):
-                weights.let_go()
+                weights.release()
                 self._previous = None
                 return version
             await self._orphan(version)

@@ -35,7 +35,8 @@ from trainer.health import (
 from trainer.journal import checkpoint
 from trainer.journal.journal import Pending
 from trainer.journal.origin import config_hash
-from trainer.learners.learner import StepStats, Weights, take_from, take_weights
+from trainer.learners.copies import Weights
+from trainer.learners.learner import StepStats, take_from, take_weights
 from trainer.loop.fit import restore_learner
 from trainer.loop.publication import PROBE_TOKENS, probe_sequences
 from trainer.loop.report import Stopwatch

@@ -31,6 +31,7 @@ from trainer.journal.journal import Pending, is_quarantined, pending, read_recor
 from trainer.loop.fit import first_weights, restore_learner
 from trainer.loop.state import Learning
 from trainer.loop.step import repeat
+from trainer.state import whole_hash
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -327,10 +328,8 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
     if saved[-1].phase == "train" and not run.position.warmed_up:
         await run.begin_training()
     state = await run.in_thread(run.learner.save)
-    hashes = {one.sha256: await run.in_thread(checkpoint.hash_like, one.sha256, state) for one in saved}
-    got = hashes[saved[-1].sha256]
-    # Of another release in the same run: the same state in another form.
-    expected = tuple(dict.fromkeys(got if recorded == here else recorded for recorded, here in hashes.items()))
+    got = await run.in_thread(whole_hash, state)
+    expected = tuple(dict.fromkeys(record.sha256 for record in saved))
     places = [place for place in checkpoint.places(store, name) if place.step == step]
     fault, distance = "", None
     for place in places:
@@ -340,7 +339,7 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
             fault = f"checkpoint of step {step}: {error}"
             continue
         distance = largest_difference(there.learner, state)
-        if not any(checkpoint.hash_like(recorded, there.learner) == recorded for recorded in hashes):
+        if whole_hash(there.learner) not in expected:
             fault = f"checkpoint of step {step}: its state is not the one that the journal names"
     return Compared(step, saved[-1].version, got, expected, saved[-1].made_with, fault, distance)
 

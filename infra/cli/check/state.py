@@ -27,7 +27,7 @@ def check_state(settings: Settings) -> list[str]:
     that cannot be adapted, and for a warm-up of a run that began without one.
     """
     from trainer.journal import checkpoint
-    from trainer.learners.values import check_critic
+    from trainer.learners.critic import check_critic
     from trainer.losses.loss import open_objectives
 
     objectives = open_objectives(settings.trainer.lanes)
@@ -42,7 +42,7 @@ def check_state(settings: Settings) -> list[str]:
         return [f"the newest checkpoint was not looked at: {error}"]
     if manifests and settings.trainer.warmup is not None:
         checkpoint.check_warm_up(manifests[-1].position)
-    if not manifests or manifests[-1].parts is None:
+    if not manifests:
         return []
     newest, held = manifests[-1], set(manifests[-1].parts)
     what = f"checkpoint of step {newest.position.step}"

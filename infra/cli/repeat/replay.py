@@ -26,7 +26,6 @@ from trainer.learners.learner import foreign_names, open_learner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import Compared, ReplayStart, find_start, lost_steps, replay
-from trainer.state import KIND
 
 SHOWN_HASH = 16
 
@@ -198,9 +197,9 @@ def judged(
 
 def line(compared: Compared, *, verify: bool) -> str:
     """A checkpoint as a line."""
-    words = [f"step {compared.step:>6}  v{compared.version:<5} {compared.got.removeprefix(KIND)[:SHOWN_HASH]}"]
+    words = [f"step {compared.step:>6}  v{compared.version:<5} {compared.got[:SHOWN_HASH]}"]
     if verify:
-        recorded = ", ".join(each.removeprefix(KIND)[:SHOWN_HASH] for each in compared.expected)
+        recorded = ", ".join(each[:SHOWN_HASH] for each in compared.expected)
         words.append("equal" if compared.equal else f"DIFFERS: the run recorded {recorded}")
         if not compared.equal and compared.distance is not None:
             words.append(f"largest difference of a weight {compared.distance:.3g}")
