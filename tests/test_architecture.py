@@ -22,7 +22,6 @@ DOORS = {
     "xgrammar": ("actors/engines/grammar.py",),
     "deepspeed": (
         "trainer/learners/engines.py",
-        "trainer/learners/engines.py",
         "trainer/learners/sequence_parallel.py",
     ),
     "minio": ("infra/store",),

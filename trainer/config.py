@@ -23,7 +23,7 @@ MIN_SEQUENCES: Mapping[Lane, int] = MappingProxyType({"live": 64})  # defaults o
 
 
 def loss_use(loss: str) -> str:
-    """What a lane's loss names, as `module:name`.
+    """The loss of a lane as `module:name`.
 
     >>> loss_use("grpo")
     'trainer.losses.losses:grpo'

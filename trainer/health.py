@@ -51,7 +51,7 @@ THRESHOLDS: Mapping[str, tuple[float, float]] = {
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one forward saw of N sampled tokens; all [N].
+    """Observations of one forward for N sampled tokens; all [N].
 
     logprob: log π_θ. behaviour: log μ as recorded. advantage: that the loss used. staleness: policy version before the step
     minus behaviour version. version: of the behaviour policy. ratio: μ is the policy's own. clipped: what the loss silenced.
@@ -96,7 +96,7 @@ class OutOfRange(msgspec.Struct, frozen=True):
 def join(parts: Sequence[Observed]) -> Observed:
     """Several forwards as one."""
     names = Observed.__struct_fields__
-    return Observed(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+    return Observed(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def select(observed: Observed, chosen: np.ndarray) -> Observed:
@@ -105,7 +105,7 @@ def select(observed: Observed, chosen: np.ndarray) -> Observed:
 
 
 def diagnose(observed: Observed) -> dict[str, float]:
-    """All values of a step, `<lane>/<name>`; those of the ratios only where a lane has any."""
+    """Diagnostics of a step by `<lane>/<name>`; those of the ratios only for lanes that have any."""
     values: dict[str, float] = {}
     for index in np.unique(observed.lane):
         of_lane = select(observed, observed.lane == index)
@@ -132,8 +132,8 @@ def alarms(values: Mapping[str, float]) -> tuple[OutOfRange, ...]:
     return tuple(found)
 
 
-def _weights(one: Observed) -> dict[str, float]:
-    log_weight = one.logprob.astype(np.float64) - one.behaviour
+def _weights(seen: Observed) -> dict[str, float]:
+    log_weight = seen.logprob.astype(np.float64) - seen.behaviour
     weight = np.exp(log_weight)
     found = {
         "ess": effective_share(weight),
@@ -143,41 +143,41 @@ def _weights(one: Observed) -> dict[str, float]:
         "k3": float(k3(log_weight).mean()),
         "chi2": chi_square(weight),
     }
-    for name, of_sign in (("clip_positive", one.advantage > 0), ("clip_negative", one.advantage < 0)):
+    for name, of_sign in (("clip_positive", seen.advantage > 0), ("clip_negative", seen.advantage < 0)):
         if of_sign.any():
-            found[name] = float(one.clipped[of_sign].mean())
+            found[name] = float(seen.clipped[of_sign].mean())
     return found
 
 
-def _routing(one: Observed) -> dict[str, float]:
-    replayed = one.rerouted >= 0
-    without = np.setdiff1d(one.sequence, one.sequence[replayed])
+def _routing(seen: Observed) -> dict[str, float]:
+    replayed = seen.rerouted >= 0
+    without = np.setdiff1d(seen.sequence, seen.sequence[replayed])
     found = {"routing_replayed": float(replayed.mean()), "routing_without": float(len(without))}
     if replayed.any():
-        share = one.rerouted[replayed]
+        share = seen.rerouted[replayed]
         found |= {"routing_differs": float((share > 0).mean()), "routing_differs_layers": float(share.mean())}
     return found
 
 
-def _staleness(one: Observed) -> dict[str, float]:
-    newest = np.full(int(one.sequence.max()) + 1, np.iinfo(np.int64).min)
+def _staleness(seen: Observed) -> dict[str, float]:
+    newest = np.full(int(seen.sequence.max()) + 1, np.iinfo(np.int64).min)
     oldest = np.full_like(newest, np.iinfo(np.int64).max)
-    np.maximum.at(newest, one.sequence, one.version)
-    np.minimum.at(oldest, one.sequence, one.version)
-    present = np.unique(one.sequence)
+    np.maximum.at(newest, seen.sequence, seen.version)
+    np.minimum.at(oldest, seen.sequence, seen.version)
+    present = np.unique(seen.sequence)
     return {
-        "staleness_mean": float(one.staleness.mean()),
-        "staleness_p95": float(np.quantile(one.staleness, 0.95, method="inverted_cdf")),
-        "staleness_max": float(one.staleness.max()),
+        "staleness_mean": float(seen.staleness.mean()),
+        "staleness_p95": float(np.quantile(seen.staleness, 0.95, method="inverted_cdf")),
+        "staleness_max": float(seen.staleness.max()),
         "mixed_versions": float((newest[present] != oldest[present]).mean()),
     }
 
 
-def _mismatch(one: Observed) -> dict[str, float]:
-    fresh = one.exact & (one.staleness == 0)
+def _mismatch(seen: Observed) -> dict[str, float]:
+    fresh = seen.exact & (seen.staleness == 0)
     if not fresh.any():
         return {"mismatch_tokens": 0.0}
-    log_weight = one.logprob[fresh].astype(np.float64) - one.behaviour[fresh]
+    log_weight = seen.logprob[fresh].astype(np.float64) - seen.behaviour[fresh]
     return {
         "mismatch_tokens": float(fresh.sum()),
         "mismatch_abs_max": float(np.abs(log_weight).max()),
@@ -190,7 +190,7 @@ ANY_FINITE = sys.float_info.max
 
 
 class GuardState(msgspec.Struct, frozen=True):
-    """What the guard compares the next step with.
+    """Earlier steps that the guard compares the next one with.
 
     skips: consecutive steps that changed nothing. norms, entropies, rewards: of the last steps that changed the weights,
     oldest first.

@@ -35,22 +35,22 @@ def drop_weak(
     kl and entropy) is lost with what is dropped.
     """
     gone = [
-        one.advantage is not None
-        and max(abs(one.advantage), *(abs(turn.advantage) for turn in one.advantages), 0) < below
-        for one in batch
+        experience.advantage is not None
+        and max(abs(experience.advantage), *(abs(turn.advantage) for turn in experience.advantages), 0) < below
+        for experience in batch
     ]
-    sizes = [one.num_sampled if mean == "tokens" else 1 for one in batch]
+    sizes = [experience.num_sampled if mean == "tokens" else 1 for experience in batch]
     before, after = Counter[str](), Counter[str]()
-    for one, size, weak in zip(batch, sizes, gone, strict=True):
-        before[one.lane] += size
-        after[one.lane] += 0 if weak else size
+    for experience, size, weak in zip(batch, sizes, gone, strict=True):
+        before[experience.lane] += size
+        after[experience.lane] += 0 if weak else size
     return tuple(
-        Drop("weak advantage", f"{one.advantage:g}, expected at least {below:g} in size")
+        Drop("weak advantage", f"{experience.advantage:g}, expected at least {below:g} in size")
         if weak
-        else one
-        if after[one.lane] == before[one.lane]
-        else with_weight(one, one.weight * after[one.lane] / before[one.lane])
-        for one, weak in zip(batch, gone, strict=True)
+        else experience
+        if after[experience.lane] == before[experience.lane]
+        else with_weight(experience, experience.weight * after[experience.lane] / before[experience.lane])
+        for experience, weak in zip(batch, gone, strict=True)
     )
 
 
@@ -60,10 +60,10 @@ def equal_sequences(batch: tuple[Experience, ...]) -> tuple[Experience, ...]:
     mean over its sequences of their token means (arXiv 2402.03300 eq. 3; where DAPO's, 2503.14476, is the unweighted).
     """
     lengths: dict[str, list[int]] = {}
-    for one in batch:
-        lengths.setdefault(one.lane, []).append(one.num_sampled)
+    for experience in batch:
+        lengths.setdefault(experience.lane, []).append(experience.num_sampled)
     mean = {lane: sum(of_lane) / len(of_lane) for lane, of_lane in lengths.items()}
-    return tuple(with_weight(one, mean[one.lane] / one.num_sampled) for one in batch)
+    return tuple(with_weight(experience, mean[experience.lane] / experience.num_sampled) for experience in batch)
 
 
 @processor(version=2, of="batch", inline=True)
@@ -77,15 +77,15 @@ def normalize_advantages(
     than two, or all alike, pass unchanged. center: whether the mean is taken off. epsilon: keeps a tiny std from dividing.
     """
     values: dict[str, list[float]] = {}
-    for one in batch:
-        if one.advantage is not None:
-            values.setdefault(one.lane, []).append(one.advantage)
+    for experience in batch:
+        if experience.advantage is not None:
+            values.setdefault(experience.lane, []).append(experience.advantage)
     moments = {lane: _moments(of_lane) for lane, of_lane in values.items() if max(of_lane) > min(of_lane)}
     return tuple(
-        one
-        if one.advantage is None or one.lane not in moments
-        else _scaled(one, one.advantage, *moments[one.lane], center, epsilon)
-        for one in batch
+        experience
+        if experience.advantage is None or experience.lane not in moments
+        else _scaled(experience, experience.advantage, *moments[experience.lane], center, epsilon)
+        for experience in batch
     )
 
 
@@ -96,7 +96,7 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _scaled(
-    one: Experience, advantage: float, mean: float, deviation: float, center: bool, epsilon: float
+    experience: Experience, advantage: float, mean: float, deviation: float, center: bool, epsilon: float
 ) -> Experience:
     shift = mean if center else 0.0
-    return msgspec.structs.replace(one, advantage=(advantage - shift) / (deviation + epsilon))
+    return msgspec.structs.replace(experience, advantage=(advantage - shift) / (deviation + epsilon))

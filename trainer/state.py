@@ -28,7 +28,7 @@ DIGEST_BYTES = 32
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What a tensor is, whole.
+    """Type and shape of a whole tensor.
 
     dtype: a safetensors name. shape: of the whole tensor.
 
@@ -66,7 +66,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Which bytes of a tensor a rank holds.
+    """The bytes of a tensor that a rank holds.
 
     name: of the tensor. start: first byte. stop: the byte after the last.
 
@@ -81,9 +81,9 @@ class Extent(msgspec.Struct, frozen=True):
 Digests = dict[str, dict[int, bytes]]  # of each tensor: number of a chunk → its hash
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+def find_layout(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     """Names, dtypes and shapes of whole tensors."""
-    return {name: Kind(one.dtype, one.shape) for name, one in tensors.items()}
+    return {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def check_same(got: Layout, expected: Layout) -> None:
@@ -96,17 +96,17 @@ def check_same(got: Layout, expected: Layout) -> None:
             raise ValueError(f"state: {name}: got shape {got[name].shape}, expected {kind.shape}")
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Each whole tensor as one piece; nothing is copied."""
     return [Piece(name, 0, tensors[name].data) for name in sorted(tensors)]
 
 
 def tails(pieces: Iterable[Piece]) -> list[Piece]:
-    """What of these pieces belongs to chunks that begin in other pieces: at most one beginning of each."""
+    """Beginnings of these pieces that belong to chunks that begin in other pieces."""
     found = []
-    for one in pieces:
-        if over := -one.start % CHUNK_BYTES:
-            found.append(Piece(one.name, one.start, memoryview(one.data)[:over]))
+    for piece in pieces:
+        if over := -piece.start % CHUNK_BYTES:
+            found.append(Piece(piece.name, piece.start, memoryview(piece.data)[:over]))
     return found
 
 
@@ -114,8 +114,8 @@ def owners(cut: Iterable[Piece], extents: Sequence[Sequence[Extent]]) -> list[li
     """For each rank, those of the tails whose chunk begins in what it holds. extents: of each rank."""
     begins: dict[str, list[tuple[int, int, int]]] = {}
     for rank, held in enumerate(extents):
-        for one in held:
-            begins.setdefault(one.name, []).append((one.start, one.stop, rank))
+        for extent in held:
+            begins.setdefault(extent.name, []).append((extent.start, extent.stop, rank))
     found: list[list[Piece]] = [[] for _ in extents]
     for tail in cut:
         first = tail.start // CHUNK_BYTES * CHUNK_BYTES
@@ -125,18 +125,18 @@ def owners(cut: Iterable[Piece], extents: Sequence[Sequence[Extent]]) -> list[li
 
 def chunk_digests(pieces: Iterable[Piece], layout: Layout, given: Iterable[Piece] = ()) -> Digests:
     """Hashes of the chunks that begin in these pieces. given: tails of others' pieces. ValueError where one is missing."""
-    rest = {(one.name, one.start): one.data for one in given}
+    rest = {(piece.name, piece.start): piece.data for piece in given}
     found: Digests = {}
-    for one in pieces:
-        view, of_name = memoryview(one.data), found.setdefault(one.name, {})
-        total = layout[one.name].num_bytes
-        for chunk in range(-(-one.start // CHUNK_BYTES), -(-one.stop // CHUNK_BYTES)):
+    for piece in pieces:
+        view, of_name = memoryview(piece.data), found.setdefault(piece.name, {})
+        total = layout[piece.name].num_bytes
+        for chunk in range(-(-piece.start // CHUNK_BYTES), -(-piece.stop // CHUNK_BYTES)):
             begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, total)
-            at = min(end, one.stop)
-            digest = hashlib.blake2b(view[begin - one.start : at - one.start], digest_size=DIGEST_BYTES)
+            at = min(end, piece.stop)
+            digest = hashlib.blake2b(view[begin - piece.start : at - piece.start], digest_size=DIGEST_BYTES)
             while at < end:
-                if (more := rest.get((one.name, at))) is None:
-                    raise ValueError(f"state: {one.name}: nothing holds its bytes from {at} on")
+                if (more := rest.get((piece.name, at))) is None:
+                    raise ValueError(f"state: {piece.name}: nothing holds its bytes from {at} on")
                 digest.update(more)
                 at += len(more)
             of_name[chunk] = digest.digest()
@@ -160,8 +160,8 @@ def state_hash(layout: Layout, digests: Mapping[str, bytes]) -> str:
 
 def whole_hash(tensors: Mapping[str, Tensor]) -> str:
     """`state_hash` of a state that is here whole: equal exactly where names, dtypes, shapes and bytes are."""
-    layout = layout_of(tensors)
-    found = chunk_digests(pieces_of(tensors), layout)
+    layout = find_layout(tensors)
+    found = chunk_digests(whole_pieces(tensors), layout)
     return state_hash(layout, {name: joined(layout[name], found.get(name, {}), name) for name in layout})
 
 
@@ -178,7 +178,7 @@ READ_BYTES = 64 * 1024 * 1024
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
-    """Where some bytes of a tensor lie.
+    """Location of some bytes of a tensor.
 
     start: first byte of the tensor. stop: the byte after the last. object: number of the object in the index. offset: first
     byte in the object.
@@ -226,7 +226,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one rank has put into the store.
+    """Objects that one rank stored.
 
     objects: its own, in order. pieces: by tensor, with numbers of these objects. digests: of the chunks that begin in them.
     """
@@ -256,12 +256,12 @@ def write_pieces(
         store.put(f"{folder}/{name}", b"".join(body))
         objects.append(StoredObject(name, size, rank))
 
-    for one in pieces:
-        view, at = memoryview(one.data), 0
+    for piece in pieces:
+        view, at = memoryview(piece.data), 0
         while at < len(view):
             part = view[at : at + object_bytes - size]
-            begin = one.start + at
-            found.setdefault(one.name, []).append(StoredPiece(begin, begin + len(part), len(objects), size))
+            begin = piece.start + at
+            found.setdefault(piece.name, []).append(StoredPiece(begin, begin + len(part), len(objects), size))
             body.append(part)
             at, size = at + len(part), size + len(part)
             if size == object_bytes:
@@ -273,7 +273,7 @@ def write_pieces(
 
 
 def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
-    """What all ranks wrote as one state. ValueError naming a tensor that is not there whole."""
+    """The index of a state from what all ranks wrote. ValueError naming a tensor that is not there whole."""
     objects: list[StoredObject] = []
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in layout}
     chunks: Digests = {name: {} for name in layout}
@@ -281,12 +281,12 @@ def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
         first = len(objects)
         objects += part.objects
         for name, stored in part.pieces.items():
-            pieces[name] += [msgspec.structs.replace(one, object=first + one.object) for one in stored]
+            pieces[name] += [msgspec.structs.replace(piece, object=first + piece.object) for piece in stored]
         for name, of_name in part.digests.items():
             chunks[name] |= of_name
     tensors = {}
     for name, kind in layout.items():
-        ordered = tuple(sorted(pieces[name], key=lambda one: one.start))
+        ordered = tuple(sorted(pieces[name], key=lambda piece: piece.start))
         _check_whole(name, kind, ordered)
         tensors[name] = StoredTensor(kind.dtype, kind.shape, ordered, joined(kind, chunks[name], name))
     return Index(CHUNK_BYTES, tuple(objects), tensors)
@@ -294,15 +294,15 @@ def joined_index(layout: Layout, parts: Iterable[Written]) -> Index:
 
 def write_whole(store: Store, folder: str, tensors: Mapping[str, Tensor]) -> Index:
     """Store a state that one process holds whole. Blocking."""
-    layout, pieces = layout_of(tensors), pieces_of(tensors)
+    layout, pieces = find_layout(tensors), whole_pieces(tensors)
     return joined_index(layout, [write_pieces(store, folder, 0, pieces, chunk_digests(pieces, layout))])
 
 
 def index_hash(index: Index) -> str:
     """`state_hash` of a stored state."""
     return state_hash(
-        {name: Kind(one.dtype, one.shape) for name, one in index.tensors.items()},
-        {name: one.digests for name, one in index.tensors.items()},
+        {name: Kind(tensor.dtype, tensor.shape) for name, tensor in index.tensors.items()},
+        {name: tensor.digests for name, tensor in index.tensors.items()},
     )
 
 
@@ -318,7 +318,7 @@ class StoredState(Mapping[str, Tensor]):
         self.index = index
         self.key = key
         self.sha256 = sha256
-        self.layout = {name: Kind(one.dtype, one.shape) for name, one in index.tensors.items()}
+        self.layout = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in index.tensors.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         """One tensor, whole."""
@@ -333,21 +333,23 @@ class StoredState(Mapping[str, Tensor]):
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes of a tensor. Raises StoreError, ValueError naming the object that is missing or damaged."""
-        one, kind = self.index.tensors[name], self.layout[name]
+        tensor, kind = self.index.tensors[name], self.layout[name]
         begin = start // CHUNK_BYTES * CHUNK_BYTES
         end = min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, kind.num_bytes)
         found = memoryview(bytearray(end - begin))
-        for piece in one.pieces:
+        for piece in tensor.pieces:
             first, last = max(begin, piece.start), min(end, piece.stop)
             if first < last:
                 found[first - begin : last - begin] = self._bytes(piece, first, last, name)
         for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             at = chunk * CHUNK_BYTES - begin
             digest = hashlib.blake2b(found[at : at + CHUNK_BYTES], digest_size=DIGEST_BYTES).digest()
-            if digest != one.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+            if digest != tensor.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
                 first = chunk * CHUNK_BYTES
                 held = [
-                    self._place(part) for part in one.pieces if part.start < first + CHUNK_BYTES and first < part.stop
+                    self._place(part)
+                    for part in tensor.pieces
+                    if part.start < first + CHUNK_BYTES and first < part.stop
                 ]
                 raise ValueError(
                     f"{' or '.join(held)}: its bytes of {name} from {first} on are not those that were written"
@@ -361,14 +363,14 @@ class StoredState(Mapping[str, Tensor]):
 
     def only(self, names: Collection[str]) -> "StoredState":
         """The state without other tensors."""
-        kept = {name: one for name, one in self.index.tensors.items() if name in names}
+        kept = {name: tensor for name, tensor in self.index.tensors.items() if name in names}
         index = msgspec.structs.replace(self.index, tensors=kept)
         return StoredState(self._store, self.folder, index, self.key, self.sha256)
 
     def copy_to(self, folder: str) -> Index:
         """The same objects in another folder, one after the other; their index."""
-        for one in self.index.objects:
-            self._store.put(f"{folder}/{one.name}", self._store.get(f"{self.folder}/{one.name}"))
+        for stored in self.index.objects:
+            self._store.put(f"{folder}/{stored.name}", self._store.get(f"{self.folder}/{stored.name}"))
         return self.index
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -410,22 +412,22 @@ def open_state(store: Store, folder: str, key: str, sha256: str) -> StoredState:
         raise ValueError(f"{key}: {error}") from error
     if index.chunk_bytes != CHUNK_BYTES:
         raise ValueError(f"{key}: got chunks of {index.chunk_bytes} bytes, expected {CHUNK_BYTES}")
-    for name, one in index.tensors.items():
-        kind = Kind(one.dtype, one.shape)
-        _check_whole(name, kind, one.pieces)
-        if len(one.digests) != num_chunks(kind) * DIGEST_BYTES:
+    for name, tensor in index.tensors.items():
+        kind = Kind(tensor.dtype, tensor.shape)
+        _check_whole(name, kind, tensor.pieces)
+        if len(tensor.digests) != num_chunks(kind) * DIGEST_BYTES:
             raise ValueError(
-                f"{key}: {name}: got {len(one.digests)} bytes of hashes, expected {num_chunks(kind)} hashes"
+                f"{key}: {name}: got {len(tensor.digests)} bytes of hashes, expected {num_chunks(kind)} hashes"
             )
     return StoredState(store, folder, index, key, sha256)
 
 
 def _check_whole(name: str, kind: Kind, pieces: Sequence[StoredPiece]) -> None:
     at = 0
-    for one in pieces:
-        if one.start != at:
-            raise ValueError(f"state: {name}: got a piece from byte {one.start} on, expected one from {at} on")
-        at = one.stop
+    for piece in pieces:
+        if piece.start != at:
+            raise ValueError(f"state: {name}: got a piece from byte {piece.start} on, expected one from {at} on")
+        at = piece.stop
     if at != kind.num_bytes:
         raise ValueError(f"state: {name}: got {at} bytes, expected {kind.num_bytes}")
 
@@ -441,8 +443,8 @@ def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
     return {ADAPTER: Tensor("U8", (len(data),), data)}
 
 
-def adapter_of(state: Mapping[str, Tensor]) -> Adapter | None:
-    """What a state is of. Raises ValueError for one that is not as `adapter_state` writes it."""
+def state_adapter(state: Mapping[str, Tensor]) -> Adapter | None:
+    """The adapter of a state. Raises ValueError for one that is not as `adapter_state` writes it."""
     if ADAPTER not in state:
         return None
     try:
@@ -453,5 +455,5 @@ def adapter_of(state: Mapping[str, Tensor]) -> Adapter | None:
 
 def check_adapter(state: Mapping[str, Tensor], adapter: Adapter | None) -> None:
     """Raise ValueError for a state of another adapter, of another base, or of full weights where an adapter is trained."""
-    if (held := adapter_of(state)) != adapter:
+    if (held := state_adapter(state)) != adapter:
         raise ValueError(f"state: it is {described(held)}, expected {described(adapter)}")

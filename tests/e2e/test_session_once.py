@@ -27,9 +27,9 @@ from tests.role import role_of
 from tests.streams.deliveries import until_stored
 from tests.streams.memory_worker import working
 from tests.trainer.trainer_samples import num_positions
-from trainer.batch.assemble import batch_items, items_of
+from trainer.batch.assemble import batch_items, journaled_items
 from trainer.batch.batch import TrainItem, pack
-from trainer.buffer.buffer import candidate_of, read_blocks
+from trainer.buffer.buffer import make_candidate, read_blocks
 from trainer.learners.scripted import ScriptedLearner
 from trainer.train import run_trainer
 
@@ -89,7 +89,7 @@ def test_a_session_of_20_turns_is_trained_once_from_the_gateway_to_the_batch(tmp
                 await until_stored(log, VERIFIED, 2 * TURNS)  # the answers, and what was said of them
                 clock.now_ms += WINDOW_MS + 1000 * int(settings.collect.session_s)
                 batch = await first_of(log, BATCHES, Batch)
-                items = items_of(batch, await read_blocks(log, {item.offset for item in batch.items}))
+                items = journaled_items(batch, await read_blocks(log, {item.offset for item in batch.items}))
             stop.set()
             listening.cancel()
             await training
@@ -150,7 +150,7 @@ def test_a_session_of_20_turns_ended_by_its_client_is_trained_once_over_a_real_b
             client.post("/feedback", cast_to=object, body={"answer_id": answer.id, "value": number % 2})
         turns, blocks = asyncio.run(read_session(kafka, app_name))
     assert [block.experiences[0].id for block in blocks] == [one.id for one in turns]
-    given = [candidate_of(at, block, 0) for at, block in enumerate(blocks)]
+    given = [make_candidate(at, block, 0) for at, block in enumerate(blocks)]
     items = [
         TrainItem(block.experiences[0], batch_items(one, block)[0]) for one, block in zip(given, blocks, strict=True)
     ]

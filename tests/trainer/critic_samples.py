@@ -30,4 +30,4 @@ def rewarded(seed: int, reward: float | None = None) -> list[TrainItem]:
         )
         for i in range(14)
     ]
-    return [*items, *(one for one in random_items(seed) if one.item.lane == "expert")]
+    return [*items, *(item for item in random_items(seed) if item.item.lane == "expert")]

@@ -36,9 +36,9 @@ LIMIT_S = 300
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
 
 
-def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys(), sorted(set(one) ^ set(other))
-    return max(float(np.abs(to_numpy(one[name]) - to_numpy(other[name])).max()) for name in one)
+def furthest(each: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert each.keys() == other.keys(), sorted(set(each) ^ set(other))
+    return max(float(np.abs(to_numpy(each[name]) - to_numpy(other[name])).max()) for name in each)
 
 
 def poisoned(seed: int) -> list[TrainItem]:
@@ -73,12 +73,12 @@ def check_unequal(model: str, stage: int) -> None:
     alone = TorchLearner(model, config, device="cpu")
     for max_tokens in (300, 10_000):
         batch = pack(unequal(max_tokens), max_tokens=max_tokens, version=3)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=0) for one in (learner, alone))
+        stats, expected = (each.step(batch, learning_rate=1e-4, seed=0) for each in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
-        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
+        gradients = [{n: t for n, t in each.save().items() if "/exp_avg/" in n} for each in (learner, alone)]
         assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
-        for one in (learner, alone):
-            one.begin_phase("train")
+        for each in (learner, alone):
+            each.begin_phase("train")
         learner.restore(alone.save())
     learner.close()
     print(f"stage {stage} agrees")
@@ -118,10 +118,10 @@ def check_needs(model: str, stage: int, what: str) -> None:
         if what == "replay":
             items = with_experts(items, random_routing(items))
         batch = pack(items, max_tokens=40, version=5, replay=what == "replay")
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        stats, expected = (each.step(batch, learning_rate=1e-4, seed=step) for each in (learner, alone))
         assert stats.finite and expected.finite
         if what == "replay":
-            told, wanted = (one.values["usual/routing_differs_layers"] for one in (stats, expected))
+            told, wanted = (each.values["usual/routing_differs_layers"] for each in (stats, expected))
             assert told > 0.5 and abs(told - wanted) < 1e-2, (told, wanted)
         near = 2e-2 if dtype == "bfloat16" else 1e-4
         assert abs(stats.loss - expected.loss) < near, (stats.loss, expected.loss)
@@ -139,9 +139,9 @@ def check_states(model: str, stage: int, folder: Path) -> None:
         return
     alone = TorchLearner(model, config, device="cpu")
     state = load_tensors((folder / "state").read_bytes())
-    for one in (learner, alone):
-        one.restore(state)
-        one.step(pack(random_items(11), max_tokens=40, version=5), learning_rate=1e-4, seed=11)
+    for each in (learner, alone):
+        each.restore(state)
+        each.step(pack(random_items(11), max_tokens=40, version=5), learning_rate=1e-4, seed=11)
     assert furthest(learner.save(), alone.save()) < 2e-5
     (folder / "state").write_bytes(save_tensors(learner.save()))
     learner.close()
@@ -159,7 +159,7 @@ def main(model: str, stage: int) -> None:
     # 40 makes several microbatches; 10,000 a single one, whose few rows the ranks share.
     for step, max_tokens in enumerate((40, 10_000, 40)):
         batch = pack(random_items(step), max_tokens=max_tokens, version=5)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        stats, expected = (each.step(batch, learning_rate=1e-4, seed=step) for each in (learner, alone))
         assert stats.finite
         assert abs(stats.loss - expected.loss) < 1e-4, (stats.loss, expected.loss)
         assert abs(stats.grad_norm - expected.grad_norm) < 1e-3 * expected.grad_norm, (stats, expected)
@@ -182,11 +182,11 @@ def main(model: str, stage: int) -> None:
     assert not stats.finite
     assert furthest(learner.save(), before) == 0
 
-    for one in (learner, alone):
-        one.restore(before)
+    for each in (learner, alone):
+        each.restore(before)
     batch = pack(random_items(9), max_tokens=40, version=5)
-    for one in (learner, alone):
-        assert one.step(batch, learning_rate=1e-4, seed=9).finite
+    for each in (learner, alone):
+        assert each.step(batch, learning_rate=1e-4, seed=9).finite
     assert furthest(learner.save(), alone.save()) < 2e-5
     after = learner.save()
     learner.restore(before)
@@ -212,8 +212,8 @@ def check_refused(model: str, stage: int, what: str) -> None:
         return
     alone = TorchLearner(model, config, device="cpu")
     first, second = (pack(random_items(seed), max_tokens=40, version=5) for seed in (1, 2))
-    for one in (learner, alone):
-        assert one.step(first, learning_rate=1e-4, seed=1).finite
+    for each in (learner, alone):
+        assert each.step(first, learning_rate=1e-4, seed=1).finite
     before = learner.save()
     norms = [alone.step(second, learning_rate=1e-4, seed=2, max_grad_norm=0.0).grad_norm]  # of the first minibatch
     norms.append(norms[0] * 1.0001)  # a second one may be above it, and then the first is taken back
@@ -224,8 +224,8 @@ def check_refused(model: str, stage: int, what: str) -> None:
             continue
         assert stats.grad_norm > limit
         assert furthest(learner.save(), before) == 0
-    for one in (learner, alone):
-        assert one.step(second, learning_rate=1e-4, seed=2, max_grad_norm=1e6).finite
+    for each in (learner, alone):
+        assert each.step(second, learning_rate=1e-4, seed=2, max_grad_norm=1e6).finite
     assert furthest(learner.save(), alone.save()) < 5e-5
     learner.close()
     print(f"stage {stage} agrees")
@@ -245,7 +245,7 @@ def check_shards(model: str, stage: int, folder: Path, what: str = "reference") 
     put_back(learner, found.learner)
     index = learner.snapshot(store, f"again/{stage}").write()
     assert index_hash(index) == index_hash(found.learner.index) == whole_hash(learner.save())
-    ranks_at_work = {one.rank for one in index.objects}
+    ranks_at_work = {each.rank for each in index.objects}
     assert ranks_at_work == set(range(int(os.environ["WORLD_SIZE"])))
     check_damage(learner, store, f"again/{stage}", index)
     step = found.position.step + 1
@@ -302,7 +302,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "shards":
             check_shards(model, stage, Path(folder[0]), *folder[1:])
         case "silence" | "hang":
-            check_silence(model, stage, what, *(Path(one) for one in folder))
+            check_silence(model, stage, what, *(Path(each) for each in folder))
         case "split":
             from split_ranks import check_split
 
@@ -310,7 +310,7 @@ def check(model: str, stage: int, what: str, *folder: str) -> None:
         case "split memory":
             from split_ranks import check_split_memory
 
-            check_split_memory(model, stage, *(int(one) for one in folder))
+            check_split_memory(model, stage, *(int(each) for each in folder))
         case "steps":
             main(model, stage)
         case "unequal":

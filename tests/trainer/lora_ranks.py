@@ -30,13 +30,13 @@ def check_lora(model: str, stage: int, what: str) -> None:
         if step == 2:
             learner.begin_phase("train"), alone.begin_phase("train")
         batch = pack(random_items(step), max_tokens=40, version=5)
-        stats, expected = (one.step(batch, learning_rate=1e-3, seed=step) for one in (learner, alone))
+        stats, expected = (each.step(batch, learning_rate=1e-3, seed=step) for each in (learner, alone))
         assert stats.finite and abs(stats.loss - expected.loss) < (3e-2 if dtype == "bfloat16" else 1e-4), (
             stats,
             expected,
         )
     saved, theirs = learner.save(), alone.save()
-    numbers = [{name: one for name, one in state.items() if one.dtype != "U8"} for state in (saved, theirs)]
+    numbers = [{name: item for name, item in state.items() if item.dtype != "U8"} for state in (saved, theirs)]
     assert furthest(*numbers) < (2e-2 if dtype == "bfloat16" else 1e-4), furthest(*numbers)
     assert saved["adapter"] == theirs["adapter"] and learner.state_hash() == whole_hash(saved)
     alone.restore(saved)

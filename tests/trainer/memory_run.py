@@ -143,7 +143,7 @@ async def train_through_kills(
     """
     for died, (bus.kill_at, store.kill_at) in enumerate((*kills, (-1, -1))):
         bus.sends = store.puts = 0
-        one = learner()
-        if await ends(train(log, store, one, config)):
-            return one, died
+        each = learner()
+        if await ends(train(log, store, each, config)):
+            return each, died
     raise AssertionError("the run never ended")

@@ -40,7 +40,7 @@ def check_opens(model: str, stage: int, dtype: str) -> None:
     saved, expected = learner.save(), alone.save()
     assert saved.keys() == expected.keys() and furthest(saved, expected) == 0
     batch = pack(random_items(0), max_tokens=40, version=5)
-    stats, expected_stats = (one.step(batch, learning_rate=1e-4, seed=0) for one in (learner, alone))
+    stats, expected_stats = (each.step(batch, learning_rate=1e-4, seed=0) for each in (learner, alone))
     assert stats.finite
     near = 2e-2 if dtype == "bfloat16" else 1e-4
     assert abs(stats.loss - expected_stats.loss) < near, (stats.loss, expected_stats.loss)
@@ -55,14 +55,14 @@ def check_probed(model: str, stage: int) -> None:
         learner.follow(MemoryStore())
         return
     values = list(learner._model.module.parameters())
-    small = sum(one.ds_numel for one in values if one.ds_persist)
+    small = sum(each.ds_numel for each in values if each.ds_persist)
     batch = pack(random_items(0), max_tokens=40, version=5)
 
     def held() -> int:
-        return sum(one.numel() for one in values)  # one that is partitioned is empty
+        return sum(each.numel() for each in values)  # one that is partitioned is empty
 
     probe = learner.probe(((1, 20, 21, 22),))
-    assert held() == small < sum(one.ds_numel for one in values), "the probe's weights are still here"
+    assert held() == small < sum(each.ds_numel for each in values), "the probe's weights are still here"
     learner.log_distances(batch)
     assert held() == small
     assert learner.step(batch, learning_rate=1e-4, seed=0).finite
@@ -83,9 +83,9 @@ def check_memory(model: str, stage: int) -> None:
     module = hollow_model(model, dtype="float32")
     load_sharded(deepspeed, Channel(60.0), module, model, device="cpu", settings=settings)
     parameters = list(module.parameters())
-    shards_mb = sum(4 * one.ds_tensor.numel() for one in parameters) / 2**20
-    largest_mb = max(4 * one.ds_numel for one in parameters) / 2**20
-    whole_mb = sum(4 * one.ds_numel for one in parameters) / 2**20
+    shards_mb = sum(4 * each.ds_tensor.numel() for each in parameters) / 2**20
+    largest_mb = max(4 * each.ds_numel for each in parameters) / 2**20
+    whole_mb = sum(4 * each.ds_numel for each in parameters) / 2**20
     peak_mb = held["peak_mb"]() - before_mb
     print(f"peak {peak_mb:.0f} MB, shards {shards_mb:.0f}, largest {largest_mb:.0f}, whole {whole_mb:.0f}")
     limit_mb = shards_mb + largest_mb + 50
@@ -102,19 +102,19 @@ def check_sums(model: str, stage: int, offload: str) -> None:
         learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, config, device="cpu")
-    items = [one for seed in range(16) for one in random_items(seed) if one.item.lane == "usual"][:64]
+    items = [item for seed in range(16) for item in random_items(seed) if item.item.lane == "usual"][:64]
     batch = pack(items, max_tokens=1, version=5)
 
-    def gradient(one: DeepSpeedLearner | TorchLearner, microbatches: tuple[Microbatch, ...]) -> np.ndarray:
+    def gradient(each: DeepSpeedLearner | TorchLearner, microbatches: tuple[Microbatch, ...]) -> np.ndarray:
         """Nothing moves at this learning rate."""
-        one.begin_phase("train")
+        each.begin_phase("train")
         part = msgspec.structs.replace(batch, microbatches=microbatches)
-        assert one.step(part, learning_rate=1e-30, seed=0).finite
-        state = one.save()
+        assert each.step(part, learning_rate=1e-30, seed=0).finite
+        state = each.save()
         names = sorted(name for name in state if name.startswith("adam/exp_avg/"))
         return np.concatenate([to_numpy(state[name]).ravel() for name in names])
 
-    parts = [gradient(alone, (one,)) for one in batch.microbatches]
+    parts = [gradient(alone, (rows,)) for rows in batch.microbatches]
     exact, rounded = np.zeros(len(parts[0])), torch.zeros(len(parts[0]), dtype=torch.bfloat16)
     for part in parts:
         exact += part
@@ -136,15 +136,15 @@ def check_critic(model: str, stage: int) -> None:
         learner.follow(MemoryStore())
         return
     alone = TorchLearner(model, CRITIC, device="cpu")
-    shown = pack([one for one in rewarded(7) if one.item.lane == "expert"], max_tokens=100)
-    for one in (learner, alone):
-        one.begin_phase("warmup")
-        assert one.step(shown, learning_rate=1e-4, seed=0).finite
-        one.begin_phase("train")
+    shown = pack([each for each in rewarded(7) if each.item.lane == "expert"], max_tokens=100)
+    for each in (learner, alone):
+        each.begin_phase("warmup")
+        assert each.step(shown, learning_rate=1e-4, seed=0).finite
+        each.begin_phase("train")
     assert furthest(learner.save(), alone.save()) < 2e-5
     for step, max_tokens in enumerate((30, 10_000)):
         batch = pack(rewarded(step), max_tokens=max_tokens, version=5)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        stats, expected = (each.step(batch, learning_rate=1e-4, seed=step) for each in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-4, (stats.loss, expected.loss)
         assert stats.values.keys() == expected.values.keys() and "critic/value_loss" in stats.values
         assert all(
@@ -158,9 +158,9 @@ def check_critic(model: str, stage: int) -> None:
         assert not learner.step(batch, learning_rate=1e-4, seed=seed, **limit).finite
         assert furthest(learner.save(), before) == 0
     batch = pack(rewarded(4), max_tokens=30, version=5)
-    for one in (learner, alone):
-        one.restore(before)
-        assert one.step(batch, learning_rate=1e-4, seed=4).finite
+    for each in (learner, alone):
+        each.restore(before)
+        assert each.step(batch, learning_rate=1e-4, seed=4).finite
     assert furthest(learner.save(), alone.save()) < 5e-5
     learner.close()
     print(f"stage {stage} agrees")

@@ -33,19 +33,19 @@ def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     for step, items in enumerate((random_items(0), unequal(1), random_items(2)[:7])):
         given = with_experts(items, random_routing(items)) if replay else items
         batch = pack(given, max_tokens=(90, 301, 10_000)[step], version=5, replay=replay)
-        uneven |= any(one.tokens_BT.shape[1] % size for one in batch.microbatches)
-        stats, expected = (one.step(batch, learning_rate=1e-4, seed=step) for one in (learner, alone))
+        uneven |= any(rows.tokens_BT.shape[1] % size for rows in batch.microbatches)
+        stats, expected = (each.step(batch, learning_rate=1e-4, seed=step) for each in (learner, alone))
         assert abs(stats.loss - expected.loss) < 1e-5, (stats.loss, expected.loss)
         assert all(
             abs(stats.values[name] - value) < 1e-4 * max(1, abs(value)) for name, value in expected.values.items()
         )
-        gradients = [{n: t for n, t in one.save().items() if "/exp_avg/" in n} for one in (learner, alone)]
+        gradients = [{n: t for n, t in each.save().items() if "/exp_avg/" in n} for each in (learner, alone)]
         assert 10 * furthest(*gradients) < 1e-5, furthest(*gradients)
-        logprobs = [one.log_distances(batch) for one in (learner, alone)]
+        logprobs = [each.log_distances(batch) for each in (learner, alone)]
         assert np.abs(logprobs[0] - logprobs[1]).max() < 1e-5 * batch.num_tokens
         assert learner.greedy_accuracy(batch) == alone.greedy_accuracy(batch)
-        for one in (learner, alone):
-            one.begin_phase("train")
+        for each in (learner, alone):
+            each.begin_phase("train")
         learner.restore(alone.save())
     assert uneven, "rows were padded"
     assert f"split over {size} ranks" in learner.numerics()["attention"]
@@ -53,7 +53,7 @@ def check_split(model: str, stage: int, size: int, replay: bool) -> None:
     print(f"stage {stage} agrees")
 
 
-def kept_of(packed: PackedModel, one: Microbatch) -> tuple[torch.Tensor, int]:
+def kept_of(packed: PackedModel, rows: Microbatch) -> tuple[torch.Tensor, int]:
     """A microbatch's logprobs, and the bytes that their backward keeps, without the weights."""
     weights = {value.untyped_storage().data_ptr() for value in packed.module.parameters()}
     held: dict[int, tuple[torch.Tensor, int]] = {}
@@ -65,7 +65,7 @@ def kept_of(packed: PackedModel, one: Microbatch) -> tuple[torch.Tensor, int]:
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        logprob_N = packed.logprobs(one)
+        logprob_N = packed.logprobs(rows)
     return logprob_N, sum(num_bytes for _, num_bytes in held.values())
 
 
@@ -74,11 +74,11 @@ def check_split_memory(model: str, stage: int, num_tokens: int) -> None:
     deepspeed.ops.__compatible_ops__ = {}  # as the learner says
     deepspeed.init_distributed(dist_backend="gloo")
     torch.set_num_threads(1)
-    one = long_microbatch(num_tokens, sequences=3)
+    rows = long_microbatch(num_tokens, sequences=3)
     kept, found = [], []
     for group in (SequenceGroup(), open_group(2, LIMIT_S)):
         packed = open_packed(model, group, dtype="float32", device="cpu")
-        logprob_N, num_bytes = kept_of(packed, one)
+        logprob_N, num_bytes = kept_of(packed, rows)
         (gradient,) = torch.autograd.grad(logprob_N.sum(), [packed.module.get_input_embeddings().weight])
         torch.distributed.all_reduce(gradient if group.size > 1 else gradient.div_(2))
         kept.append(num_bytes)

@@ -1,36 +1,66 @@
 """From a draw to a batch: the journal record alone, with the log, gives the same items again."""
 
-import msgspec
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import asyncio
 
-from schemas import decode, encode
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_run import CONFIG, FLOOR
+from trainer_samples import make_item
+
+from infra.chain.insert import ProcessorConfig
+from infra.observe.metrics import Metrics
+from schemas import Batch, Block, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import BadFrame
+from schemas.wire.routing import routing, with_routing
+from schemas.wire.teacher import teacher_logprobs, with_teacher_logprobs
 from tests.trainer.buffered_blocks import block
-from trainer.batch.assemble import Stamp, assemble, batch_items, check_blocks, step_seed, train_items
-from trainer.buffer.buffer import candidate_of
+from trainer.batch.assemble import (
+    Stamp,
+    apply_chain,
+    assemble,
+    batch_items,
+    build_batch,
+    check_blocks,
+    learning_rate_at,
+    masked_below,
+    step_seed,
+    train_items,
+    without_old,
+)
+from trainer.batch.batch import PackedBatch, TrainItem, pack
+from trainer.buffer.buffer import make_candidate
+from trainer.buffer.pool import stale
+from trainer.config import Schedule, TrainerConfig, WarmupConfig
+from trainer.journal.checkpoint import Position
+from trainer.learners.learner import StepStats
+from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
+from trainer.loop.step import execute
 
 STAMP = Stamp(run="r", token=4, step=9, version=8, phase="train", seed=77, config_hash="abc")
 
 
 def drawn(offset: int, group: str, *, uses: int = 0, num_members: int = 2):
-    one = block(group, num_members=num_members, advantage=0.5)
-    return candidate_of(offset, one, uses), one
+    each = block(group, num_members=num_members, advantage=0.5)
+    return make_candidate(offset, each, uses), each
 
 
 def test_a_group_is_listed_member_by_member_as_it_lies_in_its_block() -> None:
     items = batch_items(*drawn(31, "a.0", uses=2))
-    assert [(one.id, one.offset, one.index, one.use) for one in items] == [
+    assert [(item.id, item.offset, item.index, item.use) for item in items] == [
         ("a.0.0-0-0", 31, 0, 2),
         ("a.0.0-1-0", 31, 1, 2),
     ]
-    assert {(one.lane, one.min_version, one.advantage, one.weight) for one in items} == {("usual", 3, 0.5, 1.0)}
+    assert {(item.lane, item.min_version, item.advantage, item.weight) for item in items} == {("usual", 3, 0.5, 1.0)}
 
 
 def test_an_experience_without_an_advantage_is_journaled_with_none_of_it() -> None:
-    one = block("a.0")
-    assert {item.advantage for item in batch_items(candidate_of(0, one, 0), one)} == {0.0}
+    each = block("a.0")
+    assert {item.advantage for item in batch_items(make_candidate(0, each, 0), each)} == {0.0}
 
 
 def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
@@ -42,8 +72,8 @@ def test_the_record_carries_the_stamp_the_order_and_the_drops() -> None:
     batch, items = assemble(STAMP, [drawn(8, "z.0"), drawn(5, "a.0")], gone)
     assert msgspec.structs.asdict(STAMP).items() <= msgspec.structs.asdict(batch).items()
     assert batch.drops == {"stale": 5, "no ratio": 2}
-    assert [one.item.offset for one in items] == [8, 8, 5, 5], "the draw's order, not the log's"
-    assert [one.experience.id for one in items] == [one.id for one in batch.items]
+    assert [item.item.offset for item in items] == [8, 8, 5, 5], "the draw's order, not the log's"
+    assert [item.experience.id for item in items] == [item.id for item in batch.items]
 
 
 def test_an_empty_draw_is_an_empty_batch() -> None:
@@ -56,10 +86,10 @@ def test_the_journaled_record_gives_the_same_items_from_the_log(offsets: list[in
     groups = [drawn(offset, f"g{offset}.0", num_members=num_members) for offset in offsets]
     batch, items = assemble(STAMP, groups)
     stored = decode(encode(batch))
-    again = train_items(stored, {one.offset: decode(encode(held)) for one, held in groups})
-    assert [one.item for one in again] == [one.item for one in items]
-    assert [one.experience.id for one in again] == [one.experience.id for one in items]
-    assert [one.experience.tokens.tolist() for one in again] == [one.experience.tokens.tolist() for one in items]
+    again = train_items(stored, {each.offset: decode(encode(held)) for each, held in groups})
+    assert [each.item for each in again] == [item.item for item in items]
+    assert [each.experience.id for each in again] == [item.experience.id for item in items]
+    assert [each.experience.tokens.tolist() for each in again] == [item.experience.tokens.tolist() for item in items]
 
 
 @pytest.mark.parametrize("found", [{}, {5: block("other.0")}, {5: block("a.0", num_members=1)}])
@@ -70,8 +100,8 @@ def test_a_log_that_holds_something_else_there_is_an_error_that_says_where(found
 
 
 def test_a_block_that_was_altered_since_is_named_by_step_and_offset() -> None:
-    one = block("a.0")
-    batch, _ = assemble(STAMP, [(candidate_of(5, one, 0, b"d" * 16), one), drawn(6, "b.0")])
+    each = block("a.0")
+    batch, _ = assemble(STAMP, [(make_candidate(5, each, 0, b"d" * 16), each), drawn(6, "b.0")])
     check_blocks(batch, {5: b"d" * 16, 6: b"anything, as none was journaled"})
     with pytest.raises(BadFrame, match="step 9: buffer offset 5 holds another record"):
         check_blocks(batch, {5: b"e" * 16, 6: b""})
@@ -82,3 +112,215 @@ def test_every_step_has_a_seed_of_its_own(seed: int, step: int) -> None:
     assert 0 <= step_seed(seed, step) < 2**63
     assert step_seed(seed, step) != step_seed(seed, step + 1)
     assert step_seed(seed, step) == step_seed(seed, step)
+
+
+MAX_STALENESS = 2
+PROMPT = [7, 8, 9]
+CHAIN = [ProcessorConfig(use="tests.trainer.test_batch_chain:drop_first", stage="batch")]
+
+
+def group(name: str, *episodes: list[int], advantages: bool = False) -> Block:
+    """A group whose episodes sampled a token under each of these versions, with a token nobody sampled after the first."""
+    members = []
+    for episode, versions in enumerate(episodes):
+        spans = [Span(3, 4, versions[0])] + [Span(5 + at, 6 + at, version) for at, version in enumerate(versions[1:])]
+        stretches = tuple(Stretch(stop=span.stop, advantage=float(at)) for at, span in enumerate(spans))
+        members.append(
+            make_experience(
+                tokens=[*PROMPT, *range(20, 21 + len(versions))],
+                logprobs=[-float(version + 1) for version in versions], messages=(), spans=tuple(spans),
+                id=ids.experience_id(name, 0, episode), group=name, episode=episode, group_size=len(episodes), sequence=0,
+                advantage=1.0, advantages=stretches if advantages else (),
+            )
+        )  # fmt: skip
+    return Block(tuple(members))
+
+
+def stamp(version: int) -> Stamp:
+    below = masked_below(version, MAX_STALENESS)
+    return Stamp(
+        run="r", token=1, step=9, version=version, phase="train", seed=1, config_hash="", masked_below=below
+    )  # fmt: skip
+
+
+def assembled(version: int, *blocks: Block) -> tuple[Batch, list[TrainItem]]:
+    return assemble(
+        stamp(version), [(make_candidate(at, block, 0, bytes([at]) * 16), block) for at, block in enumerate(blocks)]
+    )
+
+
+def targets(items: list[TrainItem]) -> list[tuple[int, int, float]]:
+    """Token, version and recorded logprob of each target."""
+    packed = pack(items, max_tokens=1000)
+    return [
+        (int(token), int(version), float(logprob))
+        for rows in packed.microbatches
+        for token, version, logprob in zip(rows.target_N, rows.version_N, rows.behaviour_N, strict=True)
+    ]
+
+
+def test_tokens_older_than_the_bound_are_context_and_the_others_targets() -> None:
+    batch, items = assembled(9, group("a.0", [5, 6, 7, 8]))
+    assert targets(items) == [(23, 7, -8.0), (24, 8, -9.0)]
+    assert items[0].experience.tokens.tolist() == [*PROMPT, 20, 21, 22, 23, 24], "all of it is still read"
+    assert (batch.masked_below, batch.masked, batch.items[0].min_version) == (7, 2, 7)
+
+
+def test_an_experience_all_of_whose_tokens_are_too_old_is_dropped_with_a_reason_and_its_group_trained() -> None:
+    batch, items = assembled(9, group("a.0", [4, 5], [6, 7]))
+    assert [item.experience.episode for item in items] == [1]
+    assert [(item.id, why) for item, why in zip(batch.dropped, batch.dropped_because, strict=True)] == [
+        ("a.0.0-0-0", "stale")
+    ]
+    assert batch.drops == {"stale": 1} and len(batch.blocks) == 1
+
+
+def test_a_journal_of_before_trains_what_it_trained() -> None:
+    """Records without the new fields mask nothing, and where nothing is too old none of them is written."""
+    old = group("a.0", [1, 2, 3])
+    young, _ = assembled(3, old)
+    assert (young.masked_below, young.masked) == (-1, 0)
+    written = msgspec.to_builtins(young)
+    assert not written.keys() & {"masked_below", "masked"}
+    before = msgspec.convert({**written, "version": 99}, Batch)
+    assert len(targets(train_items(before, {0: old}))) == 3
+
+
+def test_the_journal_alone_gives_the_same_targets_again() -> None:
+    each, two = group("a.0", [4, 5], [6, 7, 8], advantages=True), group("b.0", [8, 9])
+    batch, items = assembled(9, each, two)
+    stored = decode(encode(batch))
+    assert isinstance(stored, Batch)
+    again = train_items(stored, {0: decode(encode(each)), 1: decode(encode(two))})  # type: ignore[dict-item]
+    assert targets(again) == targets(items)
+    check_blocks(stored, {0: bytes([0]) * 16, 1: bytes([1]) * 16})
+
+
+def test_the_batch_chain_sees_what_is_trained_and_keeps_what_was_dropped_before_it() -> None:
+    batch, items = assembled(9, group("a.0", [4, 5], [6, 7]), group("b.0", [6, 8, 9]))
+    after, kept = asyncio.run(apply_chain(build_batch(CHAIN), batch, items))
+    assert [item.experience.num_sampled for item in kept] == [2], "the first of its batch is dropped"
+    assert after.dropped_because == ("stale", "first of its batch") and after.drops == {
+        "stale": 1,
+        "first of its batch": 1,
+    }
+    assert after.blocks == (bytes([1]) * 16, bytes([0]) * 16) and after.masked_below == batch.masked_below
+
+
+def test_turns_keep_their_own_advantages() -> None:
+    _, items = assembled(9, group("a.0", [5, 7, 8], advantages=True))
+    (packed,) = pack(items, max_tokens=100).microbatches
+    assert packed.advantage_N.tolist() == [1.0 + 1 - 1, 1.0 + 2 - 1]
+
+
+def test_the_teachers_words_and_the_experts_stay_with_their_tokens() -> None:
+    (experience,) = group("a.0", [5, 7, 8]).experiences
+    experts = np.arange(experience.num_tokens * 2, dtype=np.int16).reshape(-1, 1, 2)
+    full = with_routing(with_teacher_logprobs(experience, [-0.1, -0.2, -0.3]), experts)
+    left = without_old(full, 7)
+    found = teacher_logprobs(left)
+    assert found is not None and found.tolist() == np.array([-0.2, -0.3], np.float32).tolist()
+    kept, before = routing(left), routing(full)
+    assert kept is not None and before is not None and np.array_equal(kept, before)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(0, 14),
+)  # fmt: skip
+def test_no_token_older_than_the_bound_is_trained_and_every_token_is_accounted_for(
+    groups: list[list[list[int]]], version: int
+) -> None:
+    blocks = [group(f"g{at}.0", *map(sorted, episodes)) for at, episodes in enumerate(groups)]
+    candidates = [make_candidate(at, block, 0) for at, block in enumerate(blocks)]
+    gone = {candidate.offset for candidate, _ in stale(candidates, version, MAX_STALENESS)}
+    drawn = [(candidate, blocks[candidate.offset]) for candidate in candidates if candidate.offset not in gone]
+    batch, items = assemble(stamp(version), drawn)
+    trained = targets(items) if items else []
+    assert all(version - sampled_by <= MAX_STALENESS for _, sampled_by, _ in trained)
+    assert {item.item.min_version for item in items} == {item.experience.min_version for item in items}
+    dropped = sum(blocks[item.offset].experiences[item.index].num_sampled for item in batch.dropped)
+    assert len(trained) + batch.masked + dropped == sum(candidate.num_tokens for candidate, _ in drawn)
+    young = [
+        v for candidate, block in drawn for m in block.experiences for s in m.spans if version - (v := s.version) <= 2
+    ]
+    assert len(trained) == len(young), "and no token young enough is left out"
+
+
+def test_a_block_of_any_other_lane_is_trained_whatever_its_age() -> None:
+    batch, items = assembled(99, block("a.0", lane="live", version=1))
+    assert len(items) == 2 and batch.masked_below == -1
+
+
+FALLING = TrainerConfig(
+    learning_rate=2.0,
+    schedule=Schedule(hold_steps=10, decay_steps=20, final=0.1),
+    warmup=WarmupConfig(learning_rate=5.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "rate"),
+    # 20 is half way down: 2 * (0.5 + 0.5 * 0.1)
+    [(0, 2.0), (10, 2.0), (20, 1.1), (30, 0.2), (1000, 0.2)],
+)
+def test_the_rate_is_held_then_falls_on_a_line_then_is_held(steps_done: int, rate: float) -> None:
+    assert learning_rate_at(FALLING, "train", steps_done) == pytest.approx(rate)
+
+
+def test_without_a_schedule_the_rate_is_exactly_the_configured_one() -> None:
+    config = TrainerConfig(learning_rate=3e-7)
+    assert {learning_rate_at(config, "train", done) for done in (0, 1, 99, 10**6)} == {3e-7}
+
+
+def test_warm_up_steps_have_their_own_rate() -> None:
+    assert learning_rate_at(FALLING, "warmup", -12) == 5.0
+
+
+class Clocked(ScriptedLearner):
+    """A learner that notes how often the loop ran before its step began."""
+
+    ticks = 0
+    before_step = 0
+
+    def step(self, batch: PackedBatch, **settings: object) -> StepStats:
+        self.before_step = self.ticks
+        return super().step(batch, **settings)  # type: ignore[arg-type]
+
+
+def test_the_event_loop_runs_while_a_batch_is_packed():
+    asyncio.run(pack_and_step())
+
+
+async def pack_and_step() -> None:
+    random = np.random.default_rng(0)
+    items = [
+        make_item(random.integers(1, 1000, 4096).tolist(), [Span(8, 4096, 0)], group=f"t-{group}.0", episode=episode)
+        for group in range(8)
+        for episode in range(8)
+    ]
+    learner = Clocked()
+    run = Learning(
+        floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("packing")), position=Position()
+    )
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0)
+            learner.ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    batch = Batch(
+        run="t",
+        token=1,
+        step=1,
+        version=0,
+        items=tuple(item.item for item in items),
+        phase="train",
+        seed=1,
+        config_hash="",
+    )
+    await execute(run, batch, items)
+    ticking.cancel()
+    assert learner.before_step > 20, "the loop stood still until everything was packed"

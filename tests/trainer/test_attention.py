@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.memory import PEAK_MB
 from tests.trainer.trainer_samples import long_microbatch, tiny_model
 from trainer.learners import attention
-from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, path_of, reading_path
+from trainer.learners.attention import DENSE_TOKENS, Abilities, RowTrees, block_mask, dense_mask, reading_path, row_path
 from trainer.learners.forward import PackedModel
+from trainer.learners.head import Head, LinearLogprobs
+from trainer.learners.numerics import cpu_model, numerics
 
 WIDTH, HEADS, KEY_HEADS = 8, 4, 2
 
@@ -46,7 +49,7 @@ def visible(reach_BT: torch.Tensor, position_BT: torch.Tensor, window: int) -> t
 
 def plain_attention(query, key, value, mask, *, scaling, softcap=None, s_aux=None):
     """softmax(cap(QKᵀ·scale) with a sink beside) V, [B, T, H, D]."""
-    key, value = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (key, value))
+    key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, 1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -64,7 +67,7 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
     shapes = [(2, HEADS, num_T, WIDTH), (2, KEY_HEADS, num_T, WIDTH), (2, KEY_HEADS, num_T, WIDTH), (HEADS,)]
     torch.manual_seed(0)
     given = [torch.randn(shape, dtype=torch.float32, requires_grad=True) for shape in shapes]
-    other = [one.detach().double().requires_grad_() for one in given]
+    other = [each.detach().double().requires_grad_() for each in given]
     options = {"softcap": {"softcap": 2.0}, "sinks": {}}.get(extra, {})
     found, _ = attention.tree_attention(
         torch.nn.Identity(),
@@ -83,8 +86,8 @@ def test_attention_in_blocks_and_its_gradients_are_those_of_a_dense_mask(num_T, 
     weight = torch.randn_like(found)
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
-    for one, exact in zip(given[: 4 if extra == "sinks" else 3], other, strict=False):
-        assert (one.grad - exact.grad).abs().max() <= 1e-5 * max(1.0, float(exact.grad.abs().max()))
+    for each, exact in zip(given[: 4 if extra == "sinks" else 3], other, strict=False):
+        assert (each.grad - exact.grad).abs().max() <= 1e-5 * max(1.0, float(exact.grad.abs().max()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,7 +153,11 @@ def gradients(packed: PackedModel, states: torch.Tensor) -> dict[str, torch.Tens
     packed.module.zero_grad()
     torch.manual_seed(1)
     (states * torch.randn_like(states)).sum().backward()
-    return {name: one.grad.clone() for name, one in packed.module.named_parameters() if one.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in packed.module.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -159,24 +166,24 @@ def test_rows_of_one_sequence_need_no_mask_and_keep_the_bits_they_had_under_one(
     torch.set_num_threads(1)
     folder = tiny_model(tmp_path, "qwen3", num_key_value_heads=key_heads)
     packed = PackedModel(folder, dtype="float32", device="cpu")
-    one = long_microbatch(num_T, sequences=1)
+    rows = long_microbatch(num_T, sequences=1)
     found = {}
     for path in ("dense", "causal"):
-        states = packed._states(one, path)
+        states = packed._states(rows, path)
         found[path] = gradients(packed, states) | {"": states.detach()}
         packed.module.zero_grad()
-    assert path_of(one.reach_BT, "dense", packed._family) == "causal"
+    assert row_path(rows.reach_BT, "dense", packed._family) == "causal"
     for name, value in found["dense"].items():
         assert torch.equal(found["causal"][name], value), name
 
 
 def test_a_long_row_of_one_sequence_is_attended_to_as_a_whole_where_no_mask_of_its_square_is_made(tmp_path):
     packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    one, other = (long_microbatch(DENSE_TOKENS + 1, sequences=sequences) for sequences in (1, 2))
-    assert [path_of(row.reach_BT, "blocks", packed._family) for row in (one, other)] == ["causal", "blocks"]
-    assert [path_of(row.reach_BT, "flex", packed._family) for row in (one, other)] == ["causal", "flex"]
-    assert path_of(one.reach_BT, "blocks", Abilities(dense=False, tree=True)) == "blocks"
-    blocks, causal = (packed._states(one, path) for path in ("blocks", "causal"))
+    rows, other = (long_microbatch(DENSE_TOKENS + 1, sequences=sequences) for sequences in (1, 2))
+    assert [row_path(row.reach_BT, "blocks", packed._family) for row in (rows, other)] == ["causal", "blocks"]
+    assert [row_path(row.reach_BT, "flex", packed._family) for row in (rows, other)] == ["causal", "flex"]
+    assert row_path(rows.reach_BT, "blocks", Abilities(dense=False, tree=True)) == "blocks"
+    blocks, causal = (packed._states(rows, path) for path in ("blocks", "causal"))
     expected = gradients(packed, blocks)
     packed.module.zero_grad()
     for name, gradient in gradients(packed, causal).items():
@@ -186,11 +193,11 @@ def test_a_long_row_of_one_sequence_is_attended_to_as_a_whole_where_no_mask_of_i
 @pytest.mark.parametrize("path", ["blocks", "unpacked"])
 def test_gradients_of_long_rows_are_those_of_a_dense_mask(tmp_path, path):
     packed = PackedModel(tiny_model(tmp_path, "qwen3"), dtype="float32", device="cpu")
-    one = long_microbatch(600, sequences=3)
-    read = np.unique(one.predecessor_N)
-    dense = packed._states(one, "dense")[read]
+    rows = long_microbatch(600, sequences=3)
+    read = np.unique(rows.predecessor_N)
+    dense = packed._states(rows, "dense")[read]
     expected = gradients(packed, dense)
-    other = packed._states(one, path)[read]
+    other = packed._states(rows, path)[read]
     assert (other - dense).abs().max() < 1e-5 * dense.abs().max()
     found = gradients(packed, other)
     assert found.keys() == expected.keys() and found
@@ -203,8 +210,8 @@ def test_a_row_beyond_the_dense_bound_is_read_in_blocks(tmp_path):
     assert packed.reading == f"dense to {DENSE_TOKENS} tokens, then blocks or causal"
     with torch.no_grad():
         for num_T in (DENSE_TOKENS, DENSE_TOKENS + 1):
-            one = long_microbatch(num_T, sequences=2)
-            dense, mine = packed._states(one, "dense"), packed.states(one)
+            rows = long_microbatch(num_T, sequences=2)
+            dense, mine = packed._states(rows, "dense"), packed.states(rows)
             assert torch.equal(dense, mine) is (num_T == DENSE_TOKENS)
             assert (dense - mine).abs().max() < 1e-5 * dense.abs().max()
 
@@ -240,3 +247,136 @@ def test_memory_of_a_forward_is_linear_in_the_length_of_a_row(tmp_path):
     assert forward_mb(folder, num_T, "dense") > 3 * bound_mb
     short, long = (forward_mb(folder, num, "") for num in (num_T, 2 * num_T))
     assert short < bound_mb and long < 2 * bound_mb
+
+
+N, D, V = 23, 16, 97
+
+
+def given_head(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "hidden": torch.randn(N, D).to(dtype).requires_grad_(),
+        "weight": torch.randn(V, D).to(dtype).requires_grad_(),
+        "bias": torch.randn(V).to(dtype).requires_grad_(),
+        "target": torch.randint(0, V, (N,)),
+        "temperature": 0.5 + torch.rand(N),
+    }
+
+
+def exact(each: dict[str, torch.Tensor], softcap: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same in float64 by torch's own functions: inputs, and [2, N]."""
+    double = {name: each[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")}
+    logits = torch.nn.functional.linear(*double.values())
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = torch.log_softmax(logits / each["temperature"].double()[:, None], -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return double, torch.stack((logprobs.gather(1, each["target"][:, None]).squeeze(1), entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("chunk", [1, 7, N, 100])
+def test_the_chunked_head_and_its_gradients_are_those_of_float64(dtype, softcap, chunk):
+    other = given_head(dtype)
+    found = LinearLogprobs.apply(*other.values(), softcap, chunk)
+    double, expected = exact(other, softcap)
+    assert all(each.dtype == torch.float32 for each in found)
+    assert (torch.stack(found) - expected).abs().max() < 1e-5
+    weight = torch.randn(2, N)
+    (torch.stack(found) * weight).sum().backward()
+    (expected * weight).sum().backward()
+    # A gradient in bfloat16 is rounded once, whatever it was summed of.
+    bound = 1e-5 if dtype == torch.float32 else 2**-8
+    for name, value in double.items():
+        away = (other[name].grad - value.grad).abs()
+        assert (away <= bound * value.grad.abs() + 1e-5 * value.grad.abs().max()).all(), name
+
+
+def head(dtype: torch.dtype, max_logits: int, softcap: float = 0.0) -> tuple[Head, torch.nn.Linear]:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(D, V).to(dtype)
+    return Head(layer, softcap=softcap, max_logits=max_logits), layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_any_bound_on_the_logits_held_gives_one_result(dtype, softcap):
+    each = given_head(dtype)
+    results = []
+    for max_logits in (2**26, 5 * V, 1):
+        of, layer = head(dtype, max_logits, softcap)
+        targets = (each["target"], each["temperature"])
+        both = of.logprobs_and_entropy(each["hidden"], *targets)
+        assert (both[0] - of.logprobs(each["hidden"], *targets)).abs().max() < 1e-5
+        assert torch.equal(of.most_likely(each["hidden"]), layer(each["hidden"]).argmax(-1))
+        both.sum().backward()
+        results.append((both, layer.weight.grad))
+    for both, gradient in results[1:]:
+        assert (both - results[0][0]).abs().max() < 1e-5
+        assert (gradient.float() - results[0][1].float()).abs().max() < 0.02 * results[0][1].float().abs().max()
+
+
+@pytest.mark.parametrize("temperature", ["each its own", 1.0])
+def test_a_float32_head_computes_bit_for_bit_what_torchs_own_functions_do(temperature):
+    it = given_head()
+    if temperature == 1.0:
+        it["temperature"] = torch.ones(N)
+    of, layer = head(torch.float32, 2**26)
+    found = of.logprobs(it["hidden"], it["target"], it["temperature"])
+    logits = torch.nn.functional.linear(it["hidden"], layer.weight, layer.bias) / it["temperature"][:, None]
+    expected = torch.log_softmax(logits, -1).gather(1, it["target"][:, None]).squeeze(1)
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(each.sum(), (it["hidden"], layer.weight)) for each in (found, expected)]
+    assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))
+
+
+MEASURE_head = f"""{PEAK_MB}
+import torch
+from trainer.learners.head import Head
+
+layer = torch.nn.Linear(512, 2**17, bias=False, dtype=torch.bfloat16)
+hidden = torch.randn(8, 512, dtype=torch.bfloat16)
+head = Head(layer, softcap=0.0, max_logits=2**26)
+hidden @ layer.weight[:64].T
+before = peak_mb()
+with torch.no_grad():
+    head.logprobs(hidden, torch.zeros(8, dtype=torch.int64), torch.ones(8))
+    head.most_likely(hidden)
+print(peak_mb() - before)
+"""
+
+
+@pytest.mark.slow
+def test_no_float32_copy_of_a_head_in_half_precision_is_made():
+    done = subprocess.run([sys.executable, "-c", MEASURE_head], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2**17 * 512 * 4 / 2**20 / 2  # half of such a copy
+
+
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 207
+model name\t: Intel(R) Xeon(R) Processor
+
+processor\t: 1
+vendor_id\t: Other
+"""
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+
+
+@pytest.mark.parametrize(("told", "named"), [(X86, "GenuineIntel 6 207"), (ARM, "0x41 0xd40")])
+def test_a_cpu_is_named_by_vendor_family_and_model(told: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(told)
+    assert cpu_model(file) == named
+
+
+def test_a_cpu_of_which_nothing_is_told_has_a_name_too(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    assert cpu_model(tmp_path / "missing") and cpu_model(tmp_path / "empty")
+
+
+def test_two_models_of_cpu_are_a_difference_even_of_one_instruction_set() -> None:
+    here = numerics("cpu")
+    assert here["cpu_model"] == cpu_model() and set(here) == {"torch", "device", "cpu", "cpu_model", "threads"}

@@ -37,7 +37,7 @@ def halve(experience: Experience) -> Experience:
 
 @processor(version=1)
 def drop_first(batch: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
-    return (Drop("first of its batch"), *(with_weight(one, 2.0) for one in batch[1:]))
+    return (Drop("first of its batch"), *(with_weight(each, 2.0) for each in batch[1:]))
 
 
 @processor(version=1, inline=True)
@@ -69,20 +69,20 @@ def items(num: int = 4, lane: str = "usual", **header: object) -> list[TrainItem
     found = []
     for i in range(num):
         ratio = lane == "usual"
-        one = make_item(
+        item = make_item(
             [1, 2, 3, *[4] * i], [Span(2, 3 + i, 0, 1.0, ratio)], group=f"{lane}-{i}.0", lane=lane, advantage=i - 1.0,
             **header,
         )  # fmt: skip
-        found.append(TrainItem(msgspec.structs.replace(one.experience, advantage=i - 1.0), one.item))
+        found.append(TrainItem(msgspec.structs.replace(item.experience, advantage=i - 1.0), item.item))
     return found
 
 
 def applied(steps, given: list[TrainItem], *, alone: bool = True) -> tuple[Batch, list[TrainItem]]:
-    batch = Batch(run="r", token=1, step=7, version=3, items=tuple(one.item for one in given), drops={"stale": 2})
+    batch = Batch(run="r", token=1, step=7, version=3, items=tuple(each.item for each in given), drops={"stale": 2})
     record, kept = asyncio.run(apply_chain(steps, batch, given, alone=alone))
     read = decode(encode(record))
     assert read == record, "what the chain decided is in the journal"
-    assert record.items == tuple(one.item for one in kept)
+    assert record.items == tuple(each.item for each in kept)
     return record, kept
 
 
@@ -90,37 +90,37 @@ def test_normalized_advantages_have_mean_0_and_variance_1_over_the_whole_batch()
     given = items(5)
     steps = build_batch([ProcessorConfig(use="trainer.processors:normalize_advantages", stage="batch")])
     record, kept = applied(steps, given)
-    values = np.array([one.advantage for one in record.items])
+    values = np.array([item.advantage for item in record.items])
     # (-1, 0, 1, 2, 3): mean 1, variance 2
     assert values == pytest.approx(np.array([-2, -1, 0, 1, 2]) / np.sqrt(2))
-    assert [one.experience.advantage for one in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
+    assert [each.experience.advantage for each in kept] == [-1.0, 0.0, 1.0, 2.0, 3.0], "the log says what it said"
 
 
 def test_normalized_advantages_of_a_lane_are_not_scaled_by_those_of_another():
     live = [
-        msgspec.structs.replace(one.experience, advantage=1000.0 * i, lane="live") for i, one in enumerate(items(2))
+        msgspec.structs.replace(item.experience, advantage=1000.0 * i, lane="live") for i, item in enumerate(items(2))
     ]
-    usual = [one.experience for one in items(3)]
-    found = [one.advantage for one in normalize_advantages((*usual, *live))]
+    usual = [item.experience for item in items(3)]
+    found = [each.advantage for each in normalize_advantages((*usual, *live))]
     assert found[:3] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3)) and found[3:] == pytest.approx([-1, 1])
 
 
 def test_normalizing_leaves_alone_what_has_no_advantage_or_nothing_to_compare():
-    plain = tuple(one.experience for one in items(3))
-    none = tuple(msgspec.structs.replace(one, advantage=None) for one in plain)
-    alike = tuple(msgspec.structs.replace(one, advantage=0.5) for one in plain)
+    plain = tuple(item.experience for item in items(3))
+    none = tuple(msgspec.structs.replace(each, advantage=None) for each in plain)
+    alike = tuple(msgspec.structs.replace(each, advantage=0.5) for each in plain)
     assert normalize_advantages((*none, plain[0])) == (*none, plain[0])
     assert normalize_advantages(alike) == alike
     scaled = normalize_advantages(plain, center=False)
-    assert [one.advantage for one in scaled] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3))
+    assert [each.advantage for each in scaled] == pytest.approx(np.array([-1, 0, 1]) / np.sqrt(2 / 3))
 
 
 def test_drops_and_weights_are_written_down_with_their_reasons():
     record, kept = applied(chain("halve", "drop_first"), items())
-    assert [one.id for one in record.dropped] == ["usual-0.0.0-0-0"]
+    assert [each.id for each in record.dropped] == ["usual-0.0.0-0-0"]
     assert record.dropped_because == ("first of its batch",)
     assert record.drops == {"stale": 2, "first of its batch": 1}
-    assert [(one.advantage, one.weight) for one in record.items] == [(0.0, 2.0), (0.5, 2.0), (1.0, 2.0)]
+    assert [(item.advantage, item.weight) for item in record.items] == [(0.0, 2.0), (0.5, 2.0), (1.0, 2.0)]
     assert len(kept) == 3
 
 
@@ -128,17 +128,17 @@ def test_equal_sequences_weighs_by_length():
     use = "trainer.processors:equal_sequences"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
     # lengths 1, 2, 3, mean 2: Σ weight·length = 6 = the tokens, so the denominator stays what it is
-    assert [one.weight for one in record.items] == pytest.approx([2.0, 1.0, 2 / 3])
+    assert [item.weight for item in record.items] == pytest.approx([2.0, 1.0, 2 / 3])
 
 
 def test_drop_weak_leaves_out_what_teaches_nothing():
     use = "trainer.processors:drop_weak"
     record, _ = applied(build_batch([ProcessorConfig(use=use, stage="batch")]), items(3))
-    assert [one.id for one in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
+    assert [each.id for each in record.dropped] == ["usual-1.0.0-0-0"] and record.dropped_because == ("weak advantage",)
 
 
 def test_drop_weak_keeps_an_answer_whose_turns_differ():
-    weak, *_ = (msgspec.structs.replace(one.experience, advantage=0.0) for one in items(1))
+    weak, *_ = (msgspec.structs.replace(item.experience, advantage=0.0) for item in items(1))
     turns = msgspec.structs.replace(weak, advantages=(Stretch(2, 1.0), Stretch(3, -1.0)))
     found = drop_weak((weak, turns))
     assert isinstance(found[0], Drop) and not isinstance(found[1], Drop)
@@ -153,11 +153,11 @@ def test_drop_weak_leaves_every_other_token_the_weight_it_had_in_the_whole(mean)
     _, kept = applied(steps, given)
 
     def size(some: list[TrainItem], lane: str) -> int:
-        return sum(one.experience.num_sampled if mean == "tokens" else 1 for one in some if one.item.lane == lane)
+        return sum(each.experience.num_sampled if mean == "tokens" else 1 for each in some if each.item.lane == lane)
 
     assert len(kept) == 5
     for lane in ("usual", "expert"):
-        shares = [one.item.weight / size(kept, lane) for one in kept if one.item.lane == lane]
+        shares = [each.item.weight / size(kept, lane) for each in kept if each.item.lane == lane]
         assert shares == pytest.approx([1 / size(given, lane)] * len(shares))
 
 
@@ -176,11 +176,11 @@ def test_a_faulty_processor_costs_its_experiences_with_a_reason(name, reason):
 
 def test_a_weight_in_the_log_is_nobodys_and_a_pair_goes_whole():
     marked = [
-        msgspec.structs.replace(one, experience=msgspec.structs.replace(one.experience, weight=50.0))
-        for one in items(2, meta={"batch.weight": 50.0})
+        msgspec.structs.replace(item, experience=msgspec.structs.replace(item.experience, weight=50.0))
+        for item in items(2, meta={"batch.weight": 50.0})
     ]
     record, _ = applied(chain("halve"), marked)
-    assert [one.weight for one in record.items] == [1.0, 1.0]
+    assert [item.weight for item in record.items] == [1.0, 1.0]
     sides = [
         make_item([1, 2, 3 + i], [Span(2, 3, -1, 1.0, False)], group="p.0", episode=i, lane="human", kind=side)
         for i, side in enumerate(("chosen", "rejected"))
@@ -196,7 +196,7 @@ def test_what_rides_along_is_not_trained_alone():
     record, kept = applied(chain("drop_usual"), given, alone=False)
     assert not kept and record.dropped_because == ("unwanted", "unwanted", ALONE, ALONE)
     _, kept = applied(chain("drop_usual"), given)
-    assert [one.item.lane for one in kept] == ["expert", "expert"]
+    assert [each.item.lane for each in kept] == ["expert", "expert"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,9 @@ def test_a_killed_trainer_repeats_the_journal_without_running_the_chain(tmp_path
     tensors, records = asyncio.run(whole())
     again, records_again = asyncio.run(killed())
     assert again == tensors
-    batches = [one for one in records if isinstance(one, Batch) and one.phase == "train"]
-    assert all(len(one.dropped) == 1 and one.dropped_because == ("first of its batch",) for one in batches)
-    content = {one.step: (one.items, one.dropped) for one in records if isinstance(one, Batch)}
-    assert content == {one.step: (one.items, one.dropped) for one in records_again if isinstance(one, Batch)}
+    batches = [record for record in records if isinstance(record, Batch) and record.phase == "train"]
+    assert all(len(batch.dropped) == 1 and batch.dropped_because == ("first of its batch",) for batch in batches)
+    content = {record.step: (record.items, record.dropped) for record in records if isinstance(record, Batch)}
+    assert content == {
+        record.step: (record.items, record.dropped) for record in records_again if isinstance(record, Batch)
+    }

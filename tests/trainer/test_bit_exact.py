@@ -68,7 +68,7 @@ async def replayed(log: Log, store: KillingStore, learner: Learner, config: Trai
     run = Learning(
         floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("replay")), position=Position()
     )
-    return [one async for one in replay(run, "t", log, store, start)]
+    return [compared async for compared in replay(run, "t", log, store, start)]
 
 
 @pytest.mark.slow
@@ -120,10 +120,10 @@ def test_an_asynchronous_run_with_twenty_crashes_replays_three_times_to_equal_ha
             tasks.create_task(feed(log, seed=7))
             learner, died = await train_through_kills(bus, store, opened(model, config), kills, log, config)
         assert died == NUM_CRASHES
-        steps = {one.step for one in await journal(log) if isinstance(one, Saved)}
+        steps = {entry.step for entry in await journal(log) if isinstance(entry, Saved)}
         runs = [await replayed(log, store, opened(model, config)(), config) for _ in range(3)]
-        assert {one.step for one in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
-        assert all(one.equal and not one.fault for found in runs for one in found)
+        assert {each.step for each in runs[0]} == steps and len(steps) > ASYNC_STEPS / 8
+        assert all(each.equal and not each.fault for found in runs for each in found)
         assert runs[0] == runs[1] == runs[2]
         assert runs[0][-1].got == whole_hash(learner.save())
 

@@ -1,45 +1,58 @@
 """The buffer: what is held, how often it may be trained, and that deliveries twice or late change nothing."""
 
+import asyncio
+import itertools
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import Block, encode
+from infra.log.bus import Partition
+from infra.log.log import Log
+from infra.log.lookup import MAX_HOLE, runs
+from infra.log.memory import MemoryBus
+from infra.store.memory import MemoryStore
+from schemas import Block, decode, encode, topics
+from schemas.errors import BadFrame, OffsetOutOfRange
 from tests.trainer.buffered_blocks import block, mixed
-from trainer.buffer.buffer import Buffer, Known, candidate_of, use_key
-from trainer.buffer.pool import Candidate
+from trainer.buffer.buffer import COUNTS, KEY_BYTES, Buffer, Known, Stored, Uses, make_candidate, read_blocks, use_key
+from trainer.buffer.pool import FIRST_ROWS, Candidate, LaneRows, Pool, lowest
 
 
 def filled(*blocks: Block, **max_uses: int) -> Buffer:
     buffer = Buffer(max_uses or {"usual": 1, "expert": 2})  # type: ignore[arg-type]
-    for offset, one in enumerate(blocks):
-        assert buffer.add(offset, encode(one), one) == ""
+    for offset, each in enumerate(blocks):
+        assert buffer.add(offset, encode(each), each) == ""
     return buffer
 
 
-def add(buffer: Buffer, offset: int, one: Block) -> str:
-    return buffer.add(offset, encode(one), one)
+def add(buffer: Buffer, offset: int, each: Block) -> str:
+    return buffer.add(offset, encode(each), each)
 
 
 def only(buffer: Buffer, lane: str = "usual") -> Candidate:
-    (one,) = buffer.candidates(lane)  # type: ignore[arg-type]
-    return one
+    (candidate,) = buffer.candidates(lane)  # type: ignore[arg-type]
+    return candidate
 
 
 def test_a_drawn_group_comes_back_whole_and_is_gone() -> None:
-    one = block("a.0", num_members=3)
-    buffer = filled(one, block("b.0"))
+    each = block("a.0", num_members=3)
+    buffer = filled(each, block("b.0"))
     (drawn,) = buffer.take(buffer.candidates("usual")[:1])
-    assert [member.id for member in drawn.experiences] == [member.id for member in one.experiences]
-    assert drawn.experiences[2].tokens.tolist() == one.experiences[2].tokens.tolist()
+    assert [member.id for member in drawn.experiences] == [member.id for member in each.experiences]
+    assert drawn.experiences[2].tokens.tolist() == each.experiences[2].tokens.tolist()
     assert buffer.references() == [1] and buffer.num_experiences("usual") == 2
 
 
 def test_a_group_with_a_sequence_longer_than_the_context_is_refused_whole() -> None:
-    one = block("a.0", num_members=2)
-    longest = max(member.num_tokens for member in one.experiences)
-    assert Buffer({"usual": 1}, max_tokens=longest).add(0, encode(one), one) == ""
+    each = block("a.0", num_members=2)
+    longest = max(member.num_tokens for member in each.experiences)
+    assert Buffer({"usual": 1}, max_tokens=longest).add(0, encode(each), each) == ""
     buffer = Buffer({"usual": 1}, max_tokens=longest - 1)
-    assert add(buffer, 0, one) == "longer than the context" and not buffer.references()
+    assert add(buffer, 0, each) == "longer than the context" and not buffer.references()
 
 
 def test_a_second_delivery_changes_nothing() -> None:
@@ -69,9 +82,9 @@ def test_an_amended_answer_that_was_trained_is_left_and_a_copy_that_waits_is_rep
             add(buffer, offset, block(f"turn{turn}.0", lane="live", num_members=1, revision=rated - turn))
             offset += 1
         if rated % 2:
-            trained += [(one.group, one.revision) for one in buffer.candidates("live")]
+            trained += [(candidate.group, candidate.revision) for candidate in buffer.candidates("live")]
             buffer.take(buffer.candidates("live"))
-    trained += [(one.group, one.revision) for one in buffer.candidates("live")]
+    trained += [(candidate.group, candidate.revision) for candidate in buffer.candidates("live")]
     assert trained == [("turn0.0", 1), ("turn1.0", 0), ("turn2.0", 1), ("turn3.0", 0), ("turn4.0", 0)]
 
 
@@ -106,7 +119,7 @@ def test_uses_are_forgotten_below_the_horizon_unless_held_or_delivered_again() -
 
 
 def only_uses(buffer: Buffer, group: str) -> int:
-    return next(one.uses for one in buffer.candidates("expert") if one.group == group)
+    return next(candidate.uses for candidate in buffer.candidates("expert") if candidate.group == group)
 
 
 def test_what_has_no_use_left_was_heard_here_and_after_a_restart() -> None:
@@ -151,7 +164,7 @@ def test_validation_blocks_are_never_candidates_and_stay_referenced() -> None:
         block("a.0", lane="expert", held_out=True),
     )
     assert buffer.candidates("expert") == [] and buffer.num_experiences("expert") == 0
-    assert [one.group for one in buffer.validation()] == ["b.0", "a.0"]
+    assert [each.group for each in buffer.validation()] == ["b.0", "a.0"]
     assert buffer.references() == [0, 1]
 
 
@@ -163,7 +176,7 @@ def test_a_group_that_the_master_waits_for_is_refused_with_a_reason_where_it_is_
 
 def test_a_use_of_something_no_longer_held_still_counts() -> None:
     buffer = filled()
-    buffer.count_use(candidate_of(9, block("a.0"), 0))
+    buffer.count_use(make_candidate(9, block("a.0"), 0))
     assert dict(buffer.uses) == {use_key("a.0", 0, "usual"): Known(1, 9)}
     assert add(buffer, 9, block("a.0")) == "already trained"
 
@@ -171,19 +184,19 @@ def test_a_use_of_something_no_longer_held_still_counts() -> None:
 def test_a_use_that_the_journal_tells_of_counts_for_whichever_revision_is_held() -> None:
     for held, told in ((0, 1), (1, 0)):
         buffer = filled(block("a.0", revision=held), block("e.0", lane="expert", revision=held))
-        buffer.count_use(candidate_of(9, block("a.0", revision=told), 0))
-        buffer.count_use(candidate_of(9, block("e.0", lane="expert", revision=told), 0))
+        buffer.count_use(make_candidate(9, block("a.0", revision=told), 0))
+        buffer.count_use(make_candidate(9, block("e.0", lane="expert", revision=told), 0))
         assert not buffer.candidates("usual") and only(buffer, "expert").uses == 1
         assert add(buffer, 9, block("a.0", revision=2)) == "already trained"
     buffer = filled(block("a.0"))
-    buffer.count_use(candidate_of(9, block("a.0", revision=1, retrained=1), 0))
+    buffer.count_use(make_candidate(9, block("a.0", revision=1, retrained=1), 0))
     assert only(buffer).uses == 0, "what was sent to be trained again is counted by itself"
 
 
 def test_a_candidate_is_as_old_as_its_oldest_token_and_has_a_ratio_only_if_all_have() -> None:
     young, old = block(version=9).experiences[0], block(version=2, ratio=False).experiences[1]
-    one = candidate_of(4, Block((young, old)), 0)
-    assert (one.min_version, one.has_ratio, one.num_experiences, one.offset) == (2, False, 2, 4)
+    each = make_candidate(4, Block((young, old)), 0)
+    assert (each.min_version, each.has_ratio, each.num_experiences, each.offset) == (2, False, 2, 4)
 
 
 DELIVERIES = st.lists(
@@ -200,17 +213,223 @@ def test_no_group_is_trained_more_than_max_uses_whatever_is_delivered_drawn_or_r
     for offset, (group, revision, draw, restart) in enumerate(deliveries):
         add(buffer, offset, block(group, revision=revision))
         if draw:
-            for one in buffer.candidates("usual"):
-                buffer.take([one])
-                trained[one.group] = trained.get(one.group, 0) + 1
+            for candidate in buffer.candidates("usual"):
+                buffer.take([candidate])
+                trained[candidate.group] = trained.get(candidate.group, 0) + 1
         if restart:
             held = buffer.candidates("usual")
             blocks = buffer.look_at(held)
             buffer = Buffer({"usual": max_uses}, buffer.uses)
-            assert [add(buffer, one.offset, back) for one, back in zip(held, blocks, strict=True)] == [""] * len(held)
+            assert [add(buffer, block.offset, back) for block, back in zip(held, blocks, strict=True)] == [""] * len(
+                held
+            )
     assert all(times <= max_uses for times in trained.values())
     assert {use_key(group, 0, "usual"): times for group, times in trained.items()} == {
         key: known.count for key, known in buffer.uses
     }
-    names = [one.group for one in buffer.candidates("usual")]
+    names = [candidate.group for candidate in buffer.candidates("usual")]
     assert len(names) == len(set(names)) and sorted(buffer.references()) == buffer.references()
+
+
+def test_counts_and_offsets_of_any_size_are_kept_apart() -> None:
+    uses = Uses()
+    for key, known in ((b"a", Known(0, 0)), (b"b", Known(COUNTS - 1, 2**40)), (b"c", Known(3, 7))):
+        uses.put(key, known)
+        assert dict(uses)[key] == known and uses.times(key) == known.count
+    assert COUNTS == 2**32
+    assert uses.times(b"unknown") == 0 and len(uses) == 3
+
+
+def test_a_use_counts_one_more_and_keeps_the_newest_delivery() -> None:
+    uses = Uses()
+    for offset in (5, 3, 9):
+        uses.add(b"a", offset)
+    assert dict(uses) == {b"a": Known(3, 9)}
+    uses.add(b"b", 0)
+    uses.add(b"b", 0)
+    assert dict(uses)[b"b"] == Known(2, 0)
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    uses = Uses()
+    uses.add(b"a", 1)
+    copy = uses.copy()
+    uses.add(b"a", 2)
+    uses.add(b"b", 2)
+    assert dict(copy) == {b"a": Known(1, 1)}
+
+
+def test_only_what_was_last_delivered_below_the_offset_and_is_not_held_is_forgotten() -> None:
+    uses = Uses()
+    for key, offset in ((b"held", 3), (b"old", 3), (b"at", 5), (b"new", 6)):
+        uses.put(key, Known(7, offset))
+    assert uses.forget_below(5, {b"held"}) == 1
+    assert {key for key, _ in uses} == {b"held", b"at", b"new"}
+
+
+def test_a_delivery_is_remembered_with_the_uses_of_its_group_retraining_and_lane() -> None:
+    keys = [use_key(*parts) for parts in (("a", 0, "b"), ("a", 1, "b"), ("a", 0, "c"), ("d", 0, "b"))]
+    assert len(set(keys)) == 4 and {len(key) for key in keys} == {KEY_BYTES}
+    uses = Uses()
+    uses.put(keys[0], Known(2, 4))
+    assert (uses.delivered(keys[0], 6), uses.delivered(keys[0], 5), uses.delivered(keys[1], 6)) == (2, 2, 0)
+    assert dict(uses) == {keys[0]: Known(2, 6)}, "a group that was never trained takes no room"
+
+
+async def filled_blocks(num_blocks: int) -> Log:
+    log = Log(MemoryBus(), "t", store=MemoryStore())
+    await log.create_topics(partitions=2, keep_ms=-1)
+    for number in range(num_blocks):
+        await log.publish(topics.BUFFER, block(f"g{number}.0"))
+    return log
+
+
+def read(num_blocks: int, offsets: Iterable[int]) -> dict[int, Stored]:
+    async def main() -> dict[int, Stored]:
+        return await read_blocks(await filled_blocks(num_blocks), offsets)
+
+    return asyncio.run(main())
+
+
+@given(st.sets(st.integers(0, 10_000), max_size=60), st.integers(1, 100))
+def test_runs_cover_every_offset_once_and_read_no_hole_of_max_hole(offsets: set[int], max_hole: int) -> None:
+    found = runs(offsets, max_hole)
+    covered = [offset for start, stop in found for offset in range(start, stop)]
+    assert offsets <= set(covered) and len(covered) == len(set(covered))
+    assert all(start in offsets and stop - 1 in offsets for start, stop in found)
+    assert all(later[0] - earlier[1] >= max_hole for earlier, later in itertools.pairwise(found))
+    assert sum(1 for offset in covered if offset not in offsets) <= max_hole * len(offsets)
+
+
+def test_the_named_offsets_come_back_and_no_others() -> None:
+    far = 3 * MAX_HOLE
+    found = read(far + 1, [far, 0, 2, 2])
+    assert sorted(found) == [0, 2, far]
+    assert [found[offset].block.group for offset in (0, 2, far)] == ["g0.0", "g2.0", f"g{far}.0"]
+    frame, each = found[far].frame, found[far].block
+    again = decode(frame)
+    assert isinstance(again, Block) and again.experiences[1].tokens.tolist() == each.experiences[1].tokens.tolist()
+
+
+def test_nothing_asked_is_nothing_read() -> None:
+    assert read(1, []) == {}
+
+
+@pytest.mark.parametrize("offsets", [[3], [1, 900]])
+def test_an_offset_past_the_end_is_an_error_that_names_it(offsets: list[int]) -> None:
+    with pytest.raises(OffsetOutOfRange, match=f"offset {offsets[-1]} is not kept, and the journal names it"):
+        read(3, offsets)
+
+
+def test_an_offset_that_retention_took_is_an_error_and_never_a_gap() -> None:
+    async def main() -> None:
+        log = await filled_blocks(6)
+        await log.bus.delete_records(Partition(log.name(topics.BUFFER), 0), 4)
+        assert sorted(await read_blocks(log, [4, 5])) == [4, 5]
+        with pytest.raises(OffsetOutOfRange):
+            await read_blocks(log, [2, 5])
+
+    asyncio.run(main())
+
+
+def test_a_record_that_is_no_block_is_an_error_that_names_its_offset() -> None:
+    async def main() -> None:
+        log = await filled_blocks(1)
+        await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k")
+        assert sorted(await read_blocks(log, [0])) == [0]
+        with pytest.raises(BadFrame, match="buffer offset 1"):
+            await read_blocks(log, [0, 1])
+
+    asyncio.run(main())
+
+
+def test_a_block_in_the_object_store_comes_back_as_a_frame_of_its_own() -> None:
+    async def main() -> None:
+        log = await filled_blocks(0)
+        large = block("large.0", num_members=64, meta={"trace": "".join(chr(33 + at % 90) for at in range(20_000))})
+        await log.publish(topics.BUFFER, large)
+        (found,) = (await read_blocks(log, [0])).values()
+        frame, each = found.frame, found.block
+        again = decode(frame)
+        assert isinstance(again, Block) and each.group == again.group == "large.0"
+        assert len(frame) > 768 * 1024, "the claim check was redeemed"
+
+    asyncio.run(main())
+
+
+CANDIDATES = st.builds(
+    Candidate,
+    group=st.just("l"),
+    lane=st.just("live"),
+    offset=st.integers(0, 2**40),
+    num_experiences=st.integers(1, 4),
+    num_tokens=st.integers(0, 5000),
+    priority=st.floats(-0.5, 2.0),
+    uses=st.integers(0, 3),
+    tenant=st.sampled_from(["", "a", "b"]),
+    subject=st.sampled_from(["", "u", "v", "w"]),
+    has_ratio=st.booleans(),
+    is_pair=st.booleans(),
+    join=st.sampled_from(["", "", "j0", "j1", "j2"]),
+)
+LISTS = st.lists(CANDIDATES, max_size=60, unique_by=lambda each: each.offset)
+
+
+@given(st.lists(st.integers(0, 9) | st.floats(0, 9), max_size=50), st.integers(1, 60))
+def test_the_lowest_are_the_beginning_of_the_whole_order(ranks, num) -> None:
+    rank_N = np.array(ranks, float)
+    whole = np.argsort(rank_N, kind="stable")
+    found = lowest(rank_N, num)
+    assert len(found) >= min(num, len(ranks))
+    assert np.array_equal(found, whole[: len(found)])
+
+
+@given(LISTS, st.lists(st.tuples(st.integers(0, 59), st.booleans()), max_size=200))
+def test_the_rows_of_a_lane_are_those_of_its_candidates_as_they_come_and_go(candidates, turns) -> None:
+    rows, expected = LaneRows(), dict[int, Candidate]()
+    for at, comes in turns:
+        if at >= len(candidates):
+            continue
+        candidate = candidates[at]
+        if comes:
+            more = msgspec.structs.replace(
+                candidate, uses=expected[candidate.offset].uses + 1 if candidate.offset in expected else 0
+            )
+            rows.put(more)
+            expected[candidate.offset] = more
+        elif candidate.offset in expected:
+            assert rows.pop(candidate.offset) == expected.pop(candidate.offset)
+        assert (candidate.offset in rows) == (candidate.offset in expected)
+    assert list(rows) == list(rows.pool()) == list(expected.values()) and len(rows) == len(expected)
+    assert_same_numbers(rows.pool(), list(expected.values()))
+
+
+def test_the_memory_of_a_lane_is_that_of_what_it_holds_whatever_passed_through_it() -> None:
+    rows = LaneRows()
+    for at in range(10_000):
+        rows.put(Candidate(group="g", lane="live", offset=at, num_experiences=1, tenant="t", subject=f"u{at}"))
+        if at >= 100:
+            rows.pop(at - 100)
+    pool = rows.pool()
+    assert len(pool) == 100 and len(pool.held) <= 200 + 2 * FIRST_ROWS
+    assert len(pool.codes) <= len(pool.held) + 1, "users who have gone are forgotten with what they said"
+
+
+def test_a_pool_is_as_it_was_when_it_was_asked_for() -> None:
+    rows = LaneRows()
+    for at in range(3):
+        rows.put(Candidate(group=f"g{at}", lane="live", offset=at, num_experiences=1))
+    before = rows.pool()
+    rows.pop(1)
+    rows.put(Candidate(group="new", lane="live", offset=9, num_experiences=1))
+    assert [each.group for each in before] == ["g0", "g1", "g2"]
+    assert [row.group for row in rows.pool()] == ["g0", "g2", "new"]
+
+
+def assert_same_numbers(pool: Pool, expected: list[Candidate]) -> None:
+    """The columns hold what the candidates say, and codes tell tenants and users apart."""
+    for name in ("offset", "priority", "num_experiences", "num_tokens", "uses", "has_ratio", "is_pair"):
+        assert pool.column(name).tolist() == [getattr(each, name) for each in expected]
+    assert pool.column("tenant").tolist() == [pool.codes[each.tenant,] for each in expected]
+    assert pool.column("user").tolist() == [pool.codes[each.tenant, each.subject] for each in expected]
+    assert pool.column("is_joined").tolist() == [bool(each.join) for each in expected]

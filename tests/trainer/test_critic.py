@@ -86,14 +86,14 @@ def fixed_point(items: list[TrainItem], config: CriticConfig) -> np.ndarray:
     """Values by position, each set to the mean of what its tokens are pulled to, until they stay."""
     bootstrap = config.truncated == "bootstrap"
     parts = pack(items, max_tokens=1000, bootstrap=bootstrap).microbatches
-    table = np.zeros(max(int(one.positions_BT.max()) for one in parts) + 1)
+    table = np.zeros(max(int(each.positions_BT.max()) for each in parts) + 1)
     for _ in range(4000):
         pulls = np.zeros((2, len(table)))
-        for one in parts:
-            position_BT = one.positions_BT.reshape(-1)
-            value, advantage = advantages(one, table[position_BT], np.ones(len(one.target_N), bool), config)
-            np.add.at(pulls, (0, position_BT[one.predecessor_N]), value + advantage)
-            np.add.at(pulls, (1, position_BT[one.predecessor_N]), 1)
+        for each in parts:
+            position_BT = each.positions_BT.reshape(-1)
+            value, advantage = advantages(each, table[position_BT], np.ones(len(each.target_N), bool), config)
+            np.add.at(pulls, (0, position_BT[each.predecessor_N]), value + advantage)
+            np.add.at(pulls, (1, position_BT[each.predecessor_N]), 1)
         moved = np.where(pulls[1] > 0, pulls[0] / np.maximum(pulls[1], 1), table)
         if np.abs(moved - table).max() < 1e-12:
             break
@@ -128,9 +128,9 @@ def test_of_a_truncated_episode_only_the_last_part_is_bootstrapped_and_no_end_co
         *ending([3], "terminal", first=2),
     ]
     for bootstrap in (False, True):
-        (one,) = pack(items, max_tokens=1000, bootstrap=bootstrap).microbatches
-        rewards = [one.reward_N[one.sequence_N == s].sum() for s in range(3)]
-        valued = [bool((one.bootstrap_N[one.sequence_N == s] >= 0).any()) for s in range(3)]
+        (rows,) = pack(items, max_tokens=1000, bootstrap=bootstrap).microbatches
+        rewards = [rows.reward_N[rows.sequence_N == s].sum() for s in range(3)]
+        valued = [bool((rows.bootstrap_N[rows.sequence_N == s] >= 0).any()) for s in range(3)]
         assert valued == [False, bootstrap, False]
         assert rewards == [HALF, 0.0 if bootstrap else HALF, HALF]
 
@@ -204,7 +204,7 @@ def test_a_critic_that_learns_from_cut_off_answers_of_a_half_values_them_at_a_ha
         learner.step(batch, learning_rate=1e-9, seed=step)
     assert learner.critic is not None
     values = np.concatenate(
-        [learner.critic.all_values(one).detach().numpy()[one.predecessor_N] for one in batch.microbatches]
+        [learner.critic.all_values(rows).detach().numpy()[rows.predecessor_N] for rows in batch.microbatches]
     )
     assert values == pytest.approx(np.full(len(values), HALF), abs=0.1)
 
@@ -218,8 +218,8 @@ def test_a_truncated_sequence_is_worth_what_its_last_state_is(model):
     assert critic is not None
     found = {}
     for end in ("truncated", "terminal"):
-        one = make_item([1, 10, 20, 21], [Span(2, 4, 0)], logprobs=[-1, -1], reward=0.0, end=end)
-        part = pack([one], max_tokens=100, bootstrap=True).microbatches[0]
+        item = make_item([1, 10, 20, 21], [Span(2, 4, 0)], logprobs=[-1, -1], reward=0.0, end=end)
+        part = pack([item], max_tokens=100, bootstrap=True).microbatches[0]
         assert (part.bootstrap_N >= 0).tolist() == [False, end == "truncated"]
         found[end] = estimate(critic, [Rows((part,), 1, None)], [[np.ones(2, bool)]])[0][0][0]
     assert found["terminal"].target == pytest.approx([0, 0], abs=1e-6)  # λ 1: what came, which is nothing
@@ -235,8 +235,8 @@ def test_observations_between_turns_do_not_decay(model):
         ([1, 10, 20, 21], [Span(2, 4, 0)]),
         ([1, 10, 20, 40, 41, 42, 21], [Span(2, 3, 0), Span(6, 7, 0)]),
     ):
-        one = make_item(tokens, spans, logprobs=[-1, -1], reward=1.0)
-        part = pack([one], max_tokens=100).microbatches[0]
+        span = make_item(tokens, spans, logprobs=[-1, -1], reward=1.0)
+        part = pack([span], max_tokens=100).microbatches[0]
         found.append(estimate(critic, [Rows((part,), 1, None)], [[np.ones(2, bool)]])[0][0][0].advantage)
     # V = 0 at the start: A = (γλ·1, 1), however many tokens were only seen in between
     assert found[0] == pytest.approx([0.95, 1.0]) and found[1] == pytest.approx([0.95, 1.0])
@@ -247,8 +247,8 @@ def test_a_checkpoint_brings_the_critic_back_to_the_same_bits(model, minibatches
     learner, other = opened(model, minibatches), opened(model, minibatches)
     learner.step(pack(coins(0), max_tokens=40), learning_rate=1e-3, seed=0)
     other.restore(learner.save())
-    for one in (learner, other):
-        one.step(pack(coins(1), max_tokens=40), learning_rate=1e-3, seed=1)
+    for each in (learner, other):
+        each.step(pack(coins(1), max_tokens=40), learning_rate=1e-3, seed=1)
     saved, again = learner.save(), other.save()
     assert {name for name in saved if name.startswith("critic/head")} == {"critic/head.weight", "critic/head.bias"}
     assert all(bytes(saved[name].data) == bytes(again[name].data) for name in saved) and saved.keys() == again.keys()

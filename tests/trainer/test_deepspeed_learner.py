@@ -198,7 +198,7 @@ def test_a_state_goes_on_under_either_learner_and_another_number_of_ranks(agree,
     """torch → two ranks of ZeRO 3 → one rank of ZeRO 1 → torch, each step compared with one process."""
     config = TrainerConfig(threads=1)
     alone = TorchLearner(model, config, device="cpu")
-    usual = [one for one in random_items(0) if one.item.lane == "usual"]
+    usual = [item for item in random_items(0) if item.item.lane == "usual"]
     alone.step(pack(usual, max_tokens=40, version=5), learning_rate=1e-4, seed=0)
     (tmp_path / "state").write_bytes(save_tensors(alone.save()))
     agree(3, "states", str(tmp_path), num_ranks=2)

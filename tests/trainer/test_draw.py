@@ -1,11 +1,36 @@
 """The draw: issue order, the staleness bound, and what is worth waiting for."""
 
+from collections import Counter
+from typing import NamedTuple
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from test_pack import check_faithful
+from trainer_samples import make_item, num_positions
 
-from trainer.buffer.draw import draw_least_used, shuffled
-from trainer.buffer.pool import Candidate, Draw, draw_in_order, missing, pool_of, unfit, worth_waiting_for
+from schemas import Block, Join, Span, encode, ids, make_experience
+from trainer.batch.batch import TrainItem, pack
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.draw import (
+    MAX_AWAITED,
+    NO_LIMITS,
+    ShareLimits,
+    draw_by_priority,
+    draw_least_used,
+    find_joins,
+    find_room,
+    is_open,
+    parted,
+    shuffled,
+    united,
+)
+from trainer.buffer.draw import fill as fill_pool
+from trainer.buffer.pool import Candidate, Draw, draw_in_order, make_pool, missing, unfit, worth_waiting_for
+from trainer.config import LaneConfig
+from trainer.loop.supply import drawn_from
 
 
 def group(sequence: int, version: int = 0, **more: int) -> Candidate:
@@ -18,7 +43,7 @@ def group(sequence: int, version: int = 0, **more: int) -> Candidate:
 def test_groups_are_drawn_in_issue_order_whatever_the_order_of_arrival() -> None:
     arrived = [group(3, offset=0), group(1, offset=1), group(2, offset=2)]
     draw = draw_in_order(arrived, num_groups=2, version=0, max_staleness=2)
-    assert [one.sequence for one in draw.taken] == [1, 2]
+    assert [candidate.sequence for candidate in draw.taken] == [1, 2]
 
 
 @given(
@@ -29,8 +54,8 @@ def test_no_group_wholly_older_than_the_bound_is_ever_drawn(pairs, version, boun
     draw = draw_in_order(
         [group(sequence, at) for sequence, at in pairs], num_groups=wanted, version=version, max_staleness=bound
     )
-    assert all(version - one.min_version <= bound for one in draw.taken)
-    assert {one.sequence for one, _ in draw.dropped} == {s for s, at in pairs if version - at > bound}
+    assert all(version - candidate.min_version <= bound for candidate in draw.taken)
+    assert {each.sequence for each, _ in draw.dropped} == {s for s, at in pairs if version - at > bound}
     assert {reason for _, reason in draw.dropped} <= {"stale"}
     assert draw.wait == (len(pairs) - len(draw.dropped) < wanted)
 
@@ -63,15 +88,15 @@ def test_closed_groups_are_not_missing() -> None:
 
 def test_spread_draw_takes_the_least_used_first_and_depends_on_the_seed_alone() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=4, uses=at % 2) for at in range(10)]
-    draw = draw_least_used(pool_of(lane), num_experiences=12, max_uses=9, seed=1)
-    assert len(draw.taken) == 3 and all(one.uses == 0 for one in draw.taken)
-    assert draw == draw_least_used(pool_of(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
-    assert draw != draw_least_used(pool_of(lane), num_experiences=12, max_uses=9, seed=2)
+    draw = draw_least_used(make_pool(lane), num_experiences=12, max_uses=9, seed=1)
+    assert len(draw.taken) == 3 and all(candidate.uses == 0 for candidate in draw.taken)
+    assert draw == draw_least_used(make_pool(reversed(lane)), num_experiences=12, max_uses=9, seed=1)
+    assert draw != draw_least_used(make_pool(lane), num_experiences=12, max_uses=9, seed=2)
 
 
 def test_spread_draw_respects_max_uses() -> None:
     lane = [Candidate(group="e.0", lane="expert", offset=0, num_experiences=4, uses=2)]
-    assert draw_least_used(pool_of(lane), num_experiences=4, max_uses=2, seed=0).wait
+    assert draw_least_used(make_pool(lane), num_experiences=4, max_uses=2, seed=0).wait
 
 
 def test_a_group_of_which_nothing_else_is_known_is_unused_nobodys_and_fit() -> None:
@@ -100,7 +125,7 @@ def test_what_a_lanes_loss_cannot_learn_from_is_named_with_one_reason() -> None:
 def test_groups_nobody_issued_are_drawn_first_in_the_order_of_their_arrival() -> None:
     arrived = [group(4, offset=0), group(-1, offset=7), group(-1, offset=2)]
     draw = draw_in_order(arrived, num_groups=3, version=0, max_staleness=2)
-    assert [one.offset for one in draw.taken] == [2, 7, 0]
+    assert [candidate.offset for candidate in draw.taken] == [2, 7, 0]
 
 
 def test_nothing_is_drawn_past_a_group_worth_waiting_for_and_up_to_it_everything() -> None:
@@ -126,8 +151,8 @@ def test_the_next_in_issue_order_stands_for_a_missing_group_and_nobody_else() ->
 
 def test_the_seed_gives_the_same_order_in_every_release() -> None:
     lane = [Candidate(group=f"e.{at}", lane="expert", offset=at, num_experiences=1) for at in range(10)]
-    draw = draw_least_used(pool_of(lane), num_experiences=10, max_uses=1, seed=7)
-    assert [one.offset for one in draw.taken] == [8, 1, 0, 9, 4, 7, 2, 5, 6, 3]
+    draw = draw_least_used(make_pool(lane), num_experiences=10, max_uses=1, seed=7)
+    assert [candidate.offset for candidate in draw.taken] == [8, 1, 0, 9, 4, 7, 2, 5, 6, 3]
     assert draw.wait is False and draw.held_back == 0
 
 
@@ -148,3 +173,348 @@ def test_a_group_is_drawn_as_long_as_one_of_its_tokens_is_young_enough_and_a_pai
     draw = draw_in_order([long, pair], num_groups=1, version=9, max_staleness=2)
     assert draw.taken == (long,) and draw.dropped == ((pair, "stale"),)
     assert draw_in_order([long], num_groups=1, version=10, max_staleness=2).dropped == ((long, "stale"),)
+
+
+def one(at: int, tenant: str = "", subject: str = "", size: int = 1, priority: float = 1.0) -> Candidate:
+    return Candidate(
+        group=f"l.{at}", lane="live", offset=at, num_experiences=size, tenant=tenant, subject=subject, priority=priority
+    )
+
+
+def pool(**counts: int) -> list[Candidate]:
+    names = [name for name, count in counts.items() for _ in range(count)]
+    return [one(at, tenant=name) for at, name in enumerate(names)]
+
+
+class Filled(NamedTuple):
+    taken: tuple[int, ...]
+    held_back: int = 0
+
+
+def fill(candidates: list[Candidate], wanted: int, limits: ShareLimits = NO_LIMITS) -> Filled:
+    held = make_pool(candidates)
+    taken, held_back = fill_pool(held, find_room(held, wanted, limits))
+    return Filled(tuple(taken), held_back)
+
+
+def drawn(candidates: list[Candidate], wanted: int, limits: ShareLimits) -> Counter[str]:
+    return Counter(candidates[place].tenant for place in fill(candidates, wanted, limits).taken)
+
+
+def test_without_limits_groups_are_taken_in_order() -> None:
+    assert fill(pool(a=5), 3).taken == (0, 1, 2)
+    assert fill([one(0, size=4), one(1, size=4)], 5).taken == (0, 1)
+
+
+def test_a_tenant_alone_is_not_held_back() -> None:
+    assert drawn(pool(a=9), 6, ShareLimits(tenant=0.1)) == {"a": 6}
+
+
+def test_a_tenant_has_its_share_of_a_batch_and_the_rest_waits() -> None:
+    filled = fill(pool(a=90, b=40), 32, ShareLimits(tenant=0.5))
+    assert drawn(pool(a=90, b=40), 32, ShareLimits(tenant=0.5)) == {"a": 16, "b": 16}
+    assert filled.held_back == 74
+
+
+def test_an_even_split_is_always_allowed() -> None:
+    assert drawn(pool(a=20, b=20), 10, ShareLimits(tenant=0.1)) == {"a": 5, "b": 5}
+
+
+def test_a_batch_is_smaller_where_others_have_little() -> None:
+    assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5)) == {"a": 3, "b": 3}
+
+
+def test_but_it_is_filled_up_to_the_least_a_step_takes() -> None:
+    assert drawn(pool(a=90, b=3), 32, ShareLimits(tenant=0.5, least=20)) == {"a": 17, "b": 3}
+
+
+def test_data_of_nobody_in_particular_is_not_limited() -> None:
+    candidates = [one(at, subject="" if at < 30 else "u") for at in range(60)]
+    taken = [candidates[place].subject for place in fill(candidates[::-1], 20, ShareLimits(subject=0.25)).taken]
+    assert taken.count("u") == 10, "an even split between him and the others"
+    assert drawn(pool(**{"": 30, "b": 1}), 20, ShareLimits(tenant=0.5))[""] >= 19
+
+
+def test_users_are_limited_within_their_tenant_too() -> None:
+    candidates = [one(at, "a", "heavy" if at < 50 else f"u{at}") for at in range(60)]
+    filled = fill(candidates, 10, ShareLimits(tenant=0.5, subject=0.2))
+    subjects = Counter(candidates[place].subject for place in filled.taken)
+    assert subjects["heavy"] == 2 and sum(subjects.values()) == 10
+
+
+PARTIES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from(["u", "v", "w", ""]), st.integers(1, 3)), max_size=60
+)
+
+
+@given(PARTIES, st.integers(1, 50), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 20))
+def test_nobody_has_more_than_the_share_or_an_even_split_up_to_a_group(parties, wanted, tenant, subject, least) -> None:
+    candidates = [one(at, *who, size=size) for at, (*who, size) in enumerate(parties)]
+    filled = fill(candidates, wanted, ShareLimits(tenant, subject, least))
+    assert len(set(filled.taken)) == len(filled.taken) and list(filled.taken) == sorted(filled.taken)
+    if not candidates:
+        return
+    assert filled.taken, "something is drawn wherever something is there"
+    taken = [candidates[place] for place in filled.taken]
+    total = sum(member.num_experiences for member in taken)
+    if total <= least + 2:  # filled up to `least` from whoever has them
+        return
+    tenants, users = {who for who, _, _ in parties}, {(who, user) for who, user, _ in parties}
+    for key, share, present in (
+        (lambda member: member.tenant, tenant, tenants),
+        (lambda member: (member.tenant, member.subject) if member.subject else "", subject, users),
+    ):
+        sums: Counter[object] = Counter()
+        for member in taken:
+            sums[key(member)] += member.num_experiences
+        allowed = max(1, max(share, 1 / len(present)) * (total + 3))
+        assert all(count <= allowed + 3 for who, count in sums.items() if who), (sums, total)
+
+
+@pytest.mark.parametrize("draw", [draw_least_used, draw_by_priority])
+def test_the_same_seed_draws_the_same_within_the_shares(draw) -> None:
+    candidates = pool(a=90, b=40)
+    first = draw(make_pool(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
+    assert first == draw(make_pool(candidates), num_experiences=20, max_uses=1, seed=5, limits=ShareLimits(tenant=0.5))
+    assert Counter(member.tenant for member in first.taken)["a"] == 10
+
+
+def test_groups_without_tokens_have_a_weight_where_the_mean_is_over_tokens() -> None:
+    candidates = make_pool(pool(a=60, b=4))
+    drawn = draw_by_priority(
+        candidates, num_experiences=20, max_uses=1, seed=1, limits=ShareLimits(tenant=0.5), by_tokens=True
+    ).taken
+    assert len(drawn) == 8 and {member.weight for member in drawn} == {0.0}, "nothing of them is in the mean"
+
+
+@pytest.mark.parametrize("draw", [draw_least_used, draw_by_priority])
+def test_a_draw_counts_what_a_share_held_back(draw) -> None:
+    limits = ShareLimits(tenant=0.5)
+    held = [
+        draw(make_pool(pool(a=9, b=2)), num_experiences=8, max_uses=1, seed=at, limits=limits).held_back
+        for at in range(20)
+    ]
+    assert 0 < max(held) <= 7
+
+
+def test_a_share_matters_only_where_two_have_something() -> None:
+    mixed, users = [one(0, "a", "u"), one(1, "b", "u")], [one(0, "a", "u"), one(1, "a", "v")]
+    for candidates, limits, expected in (
+        (mixed, ShareLimits(tenant=0.9), False),
+        (mixed, ShareLimits(subject=0.9), False),
+        (users, ShareLimits(tenant=0.9), True),
+        (users, ShareLimits(subject=0.9), False),
+        (mixed, ShareLimits(), True),
+        (mixed[:1], ShareLimits(0.1, 0.1), True),
+        ([], ShareLimits(0.1, 0.1), True),
+    ):
+        assert is_open(make_pool(candidates), limits) is expected
+
+
+def test_one_whole_group_may_be_above_the_share() -> None:
+    order = [one(0, "a", size=9), one(1, "a"), one(2, "b", size=5), one(3, "b", size=5)]
+    filled = fill(order, 10, ShareLimits(tenant=0.5))
+    assert filled.taken == (0, 2) and filled.held_back == 1
+    assert fill([one(0, "a", size=4), one(1, "a"), one(2, "b", size=5)], 10, ShareLimits(tenant=0.5)).taken == (0, 1, 2)
+
+
+def test_what_fills_a_batch_up_to_the_least_is_the_oldest_of_what_waited_in_order() -> None:
+    order = [one(at, "a", size=2) for at in range(5)] + [one(5, "b", size=2)]
+    filled = fill(order, 12, ShareLimits(tenant=0.5, least=7))
+    assert filled.taken == (0, 1, 2, 5) and filled.held_back == 4
+    assert fill(order, 12, ShareLimits(tenant=0.5, least=4)).taken == (0, 5)
+
+
+def test_a_batch_within_the_shares_is_filled_up_to_the_least_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    for least, taken in ((6, (0, 2)), (7, (0, 1, 2)), (10, (0, 1, 2, 3))):
+        assert fill(order, 10, ShareLimits(tenant=0.5, least=least)).taken == taken
+
+
+def test_whole_groups_of_a_party_without_a_limit_may_be_more_than_the_batch() -> None:
+    tenant = [one(0, "a", "u", size=3), one(1, "a", "v", size=3)]
+    assert fill(tenant, 4, ShareLimits(subject=0.5)) == Filled((0, 1))
+    user = [one(0, "", "u", size=3), one(1, "", "u", size=3), one(2, "b")]
+    assert fill(user, 4, ShareLimits(tenant=0.5)) == Filled((0, 1))
+
+
+def test_where_more_tenants_wait_than_a_batch_has_experiences_each_has_one_at_most() -> None:
+    assert drawn(pool(a=2, b=1, c=1, d=1, e=1), 3, ShareLimits(tenant=0.1)) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_user_without_a_name_is_not_limited_within_a_tenant() -> None:
+    order = [one(at, "a") for at in range(8)] + [one(8, "a", "u"), one(9, "a", "u")]
+    assert fill(order, 8, ShareLimits(subject=0.25)).taken == tuple(range(8))
+
+
+def test_users_of_one_name_at_two_tenants_are_two() -> None:
+    order = [one(0, "a", "u"), one(1, "b", "u"), one(2, "a", "v"), one(3, "b", "v")]
+    assert fill(order, 4, ShareLimits(subject=0.25)).taken == (0, 1, 2, 3)
+
+
+def test_a_batch_within_the_shares_stays_smaller_where_whole_groups_do_not_fit() -> None:
+    order = [one(at, tenant, size=3) for at, tenant in enumerate("aabb")]
+    filled = fill(order, 10, ShareLimits(tenant=0.5))
+    assert filled == Filled((0, 2), 6)
+
+
+TURNS = 20
+ASKED, ANSWERED = 30, 10  # tokens of a question and of an answer
+
+
+def session(name: str | None, turns: int = TURNS, *, seed: int = 0) -> list[TrainItem]:
+    """Turns that each go on from all that was said before; name: of their join."""
+    tokens = np.random.default_rng(seed).integers(0, 1000, turns * (ASKED + ANSWERED)).tolist()
+    found = []
+    for number in range(turns):
+        stop = (number + 1) * (ASKED + ANSWERED)
+        span = Span(stop - ANSWERED, stop, version=3 + number // 7)
+        found.append(make_item(tokens[:stop], [span], group=f"s{seed}.{number}", advantage=0.1 * number, lane="live"))
+    if name is None:
+        return found
+    return [joined(each, Join(name, turns - 1 - at)) for at, each in enumerate(found)]
+
+
+def joined(each: TrainItem, join: Join) -> TrainItem:
+    return replace(each, experience=replace(each.experience, join=join))
+
+
+def computed_per_token(items: list[TrainItem], max_tokens: int) -> float:
+    """Positions that the learner computes for each token of the session."""
+    return num_positions(pack(items, max_tokens=max_tokens)) / max(item.experience.num_tokens for item in items)
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 512, 100])
+def test_a_session_of_20_turns_is_computed_once_whatever_room_there_is(max_tokens: int) -> None:
+    assert computed_per_token(session("s0.0"), max_tokens) == pytest.approx(1.0, abs=0.01)
+    assert computed_per_token(session(None), max_tokens) >= 10.0
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 512, 100])
+def test_every_answer_of_a_join_is_trained_once_with_its_own_numbers_and_its_own_prompt(max_tokens: int) -> None:
+    items = [*session("s0.0"), *session("s1.0", 3, seed=1), *session(None, 3, seed=2)]
+    batch = pack(items, max_tokens=max_tokens)
+    check_faithful(items, batch)
+    assert batch.num_tokens == 26 * ANSWERED and batch.num_sequences == batch.lane_sequences["live"] == 26
+
+
+def test_branches_of_a_session_share_what_they_have_in_common() -> None:
+    """A turn asked twice, and history that was rewritten after the first question."""
+    base = session("s0.0", 3)
+    again = make_item(
+        [*base[1].experience.tokens[:50].tolist(), *range(2000, 2030)], [Span(70, 80, 3)], group="s0.7", lane="live"
+    )
+    other = make_item(
+        [*base[0].experience.tokens[:20].tolist(), *range(3000, 3030)], [Span(40, 50, 3)], group="s0.8", lane="live"
+    )
+    items = [*base, joined(again, Join("s0.0", 1)), joined(other, Join("s0.0", 0))]
+    batch = pack(items, max_tokens=1000)
+    check_faithful(items, batch)
+    assert num_positions(batch) == (120 - 1) + (30 - 1) + (30 - 1)
+
+
+def test_turns_of_logs_written_before_there_were_joins_are_laid_out_as_they_were() -> None:
+    """What lies where decides sums, and sums decide bits: a replay must lay out the same."""
+    strangers = [
+        replace(each, experience=replace(each.experience, group=f"task-{at}.0"))
+        for at, each in enumerate(session(None, 4))
+    ]
+    layouts = [pack(items, max_tokens=400).microbatches for items in (session(None, 4), strangers)]
+    for old, expected in zip(*layouts, strict=True):
+        for name in ("tokens_BT", "positions_BT", "reach_BT", "predecessor_N", "target_N", "sequence_N"):
+            assert np.array_equal(getattr(old, name), getattr(expected, name)), name
+
+
+def turn(number: int, join: Join | None, *, session: int = 0, revision: int = 0) -> Block:
+    group = f"s{session}.{number}"
+    return Block((make_experience(
+        tokens=[1, 2, 3, number], logprobs=[-0.5], messages=(), spans=(Span(3, 4, 3),), id=ids.experience_id(group, 0, 0),
+        group=group, episode=0, group_size=1, lane="live", join=join, revision=revision, advantage=1.0, tenant=f"t{session}",
+    ),))  # fmt: skip
+
+
+def filled(*blocks: Block, max_uses: int = 1) -> Buffer:
+    buffer = Buffer({"live": max_uses})
+    for offset, block in enumerate(blocks):
+        assert buffer.add(offset, encode(block), block) == ""
+    return buffer
+
+
+def numbers(candidates: object) -> list[str]:
+    return [candidate.group for candidate in candidates]  # type: ignore[attr-defined]
+
+
+def test_a_join_is_drawn_once_all_of_it_is_here() -> None:
+    buffer = filled(turn(0, Join("s0.0", 2)), turn(1, Join("s0.0", 1)), turn(5, None, session=1))
+    assert numbers(buffer.drawable("live")) == ["s1.5"] and buffer.num_groups("live") == 3
+    last = turn(2, Join("s0.0", 0))
+    buffer.add(3, encode(last), last)
+    assert numbers(buffer.drawable("live")) == ["s0.0", "s0.1", "s1.5", "s0.2"]
+
+
+def test_a_join_is_whole_also_where_its_last_turn_is_refused_or_cannot_be_read() -> None:
+    buffer = Buffer({"live": 1}, max_tokens=3)
+    for offset, each in enumerate([turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0))]):
+        assert buffer.add(offset, encode(each), each) == "longer than the context"
+    buffer = filled(turn(0, Join("s0.0", 1)))
+    assert not buffer.drawable("live")
+    buffer.await_no_more()
+    assert numbers(buffer.drawable("live")) == ["s0.0"]
+
+
+def test_a_turn_that_comes_again_after_the_last_of_its_join_keeps_none_of_them_waiting() -> None:
+    first, last = turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0))
+    buffer = filled(first, last)
+    assert buffer.add(9, encode(first), first) == "duplicate"
+    assert numbers(buffer.drawable("live")) == ["s0.0", "s0.1"]
+
+
+def test_what_is_awaited_is_bounded() -> None:
+    buffer = filled(*(turn(0, Join(f"s{at}.0", 1), session=at) for at in range(MAX_AWAITED + 3)))
+    assert numbers(buffer.drawable("live")) == ["s0.0", "s1.0", "s2.0"]
+
+
+def test_a_revision_is_drawn_with_what_is_left_of_its_join() -> None:
+    buffer = filled(turn(0, Join("s0.0", 1)), turn(1, Join("s0.0", 0)), turn(0, Join("s0.0", 0), revision=1))
+    joins = find_joins(buffer.drawable("live"))
+    (unit,) = united(buffer.drawable("live"), joins)
+    assert unit.num_experiences == 2
+    assert sorted(numbers(parted(Draw(taken=(unit,)), joins).taken)) == ["s0.0", "s0.1"]
+
+
+def candidates(joins: int, turns: int, alone: int) -> list[Candidate]:
+    found = [
+        Candidate(group=f"s{join}.{at}", lane="live", offset=100 * at + join, num_experiences=1, join=f"s{join}.0",
+                  num_tokens=5, priority=1.0 + at, tenant=f"t{join % 2}")
+        for join in range(joins) for at in range(turns)
+    ]  # fmt: skip
+    return found + [
+        Candidate(group=f"a{at}.0", lane="live", offset=9000 + at, num_experiences=1, num_tokens=5)
+        for at in range(alone)
+    ]
+
+
+@pytest.mark.parametrize("draw", ["least-used", "priority"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_no_draw_parts_a_join_and_all_of_its_turns_weigh_alike(draw: str, share: float) -> None:
+    lane = LaneConfig(weight=1.0, draw=draw, tenant_share=share)  # type: ignore[arg-type]
+    held = make_pool(candidates(6, 5, 10))
+    for seed in range(20):
+        found = drawn_from(held, lane, num_experiences=12, seed=seed)
+        taken: dict[str, set[float]] = {}
+        count: dict[str, int] = {}
+        for candidate in found.taken:
+            name = candidate.join or candidate.group
+            taken.setdefault(name, set()).add(candidate.weight)
+            count[name] = count.get(name, 0) + 1
+        assert all(count[name] == 5 for name in taken if name.startswith("s")) and len(found.taken) >= 12
+        assert all(len(weights) == 1 for weights in taken.values())
+        assert len({candidate.offset for candidate in found.taken}) == len(found.taken)
+
+
+def test_without_joins_the_draw_is_what_it_was() -> None:
+    held = make_pool(candidates(0, 0, 30))
+    joins = find_joins(held)
+    assert united(held, joins) is held
+    draw = Draw(taken=tuple(held.chosen(slice(3))))
+    assert parted(draw, joins) is draw

@@ -18,7 +18,7 @@ from tests.trainer.buffered_blocks import block
 from tests.trainer.memory_run import CONFIG, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.draw import FAIR, NO_LIMITS, ShareLimits, blended, chances, draw_by_priority, find_room, systematic
-from trainer.buffer.pool import Candidate, pool_of
+from trainer.buffer.pool import Candidate, make_pool
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.learners.scripted import ScriptedLearner
 
@@ -38,16 +38,16 @@ def crowd(num: int, *, sizes: Sequence[int] = (1,), seed: int = 0) -> list[Candi
     priority = np.where(random.random(num) < 0.8, random.uniform(0.1, 0.2, num), random.uniform(0.3, 1.0, num))
     return [
         Candidate(
-            group=f"l.{at}", lane="live", offset=at, num_experiences=int(random.choice(sizes)), priority=float(one),
-            num_tokens=int(100 + 900 * one), tenant=str(random.choice(list("abcde"), p=[0.71, 0.1, 0.1, 0.05, 0.04])),
+            group=f"l.{at}", lane="live", offset=at, num_experiences=int(random.choice(sizes)), priority=float(each),
+            num_tokens=int(100 + 900 * each), tenant=str(random.choice(list("abcde"), p=[0.71, 0.1, 0.1, 0.05, 0.04])),
             subject=f"u{random.integers(0, num // 12 + 1)}",
         )
-        for at, one in enumerate(priority.tolist())
+        for at, each in enumerate(priority.tolist())
     ]  # fmt: skip
 
 
-def value(one: Candidate) -> float:
-    return 0.1 + 0.5 * one.priority
+def value(candidate: Candidate) -> float:
+    return 0.1 + 0.5 * candidate.priority
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def value(one: Candidate) -> float:
 @pytest.mark.parametrize("wanted", [7, 16, 64])
 def test_the_mean_weight_of_a_step_is_1_under_any_share(wanted: int, limits: ShareLimits) -> None:
     """Exactly: each group's chance times its weight, summed, is the number of groups."""
-    order = pool_of(sorted(crowd(2000), key=lambda one: (one.tenant, one.subject)))
+    order = make_pool(sorted(crowd(2000), key=lambda each: (each.tenant, each.subject)))
     chance_N, _ = chances(order, find_room(order, wanted, limits))
     assert chance_N.sum() == pytest.approx(wanted) and 0 < chance_N.min() <= chance_N.max() <= 1
     weights = [
-        one.weight
+        experience.weight
         for seed in range(300)
-        for one in draw_by_priority(order, num_experiences=wanted, max_uses=1, seed=seed, limits=limits).taken
+        for experience in draw_by_priority(order, num_experiences=wanted, max_uses=1, seed=seed, limits=limits).taken
     ]
     error = np.std(weights) / len(weights) ** 0.5
     assert abs(np.mean(weights) - 1) < 4 * error and error < 0.02
@@ -73,13 +73,15 @@ def test_the_mean_weight_of_a_step_is_1_under_any_share(wanted: int, limits: Sha
 @pytest.mark.parametrize("percent", [2, 10, 50, 100])
 def test_the_weighted_mean_of_a_draw_is_that_of_the_pool_at_any_share_of_it(percent, by_tokens, sizes) -> None:
     candidates = crowd(400, sizes=sizes)
-    pool, unit = pool_of(candidates), (lambda one: one.num_tokens if by_tokens else one.num_experiences)
-    expected = sum(unit(one) * value(one) for one in candidates) / sum(map(unit, candidates))
-    wanted = sum(one.num_experiences for one in candidates) * percent // 100
+    pool, unit = make_pool(candidates), (lambda each: each.num_tokens if by_tokens else each.num_experiences)
+    expected = sum(unit(candidate) * value(candidate) for candidate in candidates) / sum(map(unit, candidates))
+    wanted = sum(candidate.num_experiences for candidate in candidates) * percent // 100
     means = []
     for seed in range(300):
         taken = draw_by_priority(pool, num_experiences=wanted, max_uses=1, seed=seed, by_tokens=by_tokens).taken
-        means.append(sum(one.weight * unit(one) * value(one) for one in taken) / sum(map(unit, taken)))
+        means.append(
+            sum(candidate.weight * unit(candidate) * value(candidate) for candidate in taken) / sum(map(unit, taken))
+        )
     error = float(np.std(means)) / len(means) ** 0.5
     assert abs(np.mean(means) - expected) < 4 * error + 1e-9 and error < 0.02
 
@@ -87,16 +89,16 @@ def test_the_weighted_mean_of_a_draw_is_that_of_the_pool_at_any_share_of_it(perc
 def test_within_a_share_the_weighted_mean_of_a_party_is_that_of_all_it_has() -> None:
     random = np.random.default_rng(0)
     values = np.concatenate([random.uniform(0.1, 0.4, 300), random.uniform(0.3, 1.0, 40)])
-    candidates = pool_of(
+    candidates = make_pool(
         Candidate(group=f"l.{at}", lane="live", offset=at, num_experiences=1, tenant="ab"[at >= 300], priority=priority)
         for at, priority in enumerate(values.tolist())
     )
     sums, counts = Counter[str](), Counter[str]()
     for seed in range(600):
         drawn = draw_by_priority(candidates, num_experiences=40, max_uses=1, seed=seed, limits=ShareLimits(tenant=0.5))
-        for one in drawn.taken:
-            sums[one.tenant] += one.weight * values[one.offset]
-            counts[one.tenant] += 1
+        for candidate in drawn.taken:
+            sums[candidate.tenant] += candidate.weight * values[candidate.offset]
+            counts[candidate.tenant] += 1
     assert counts["a"] == counts["b"]
     assert sums["a"] / counts["a"] == pytest.approx(values[:300].mean(), rel=0.02)
     assert sums["b"] / counts["b"] == pytest.approx(values[300:].mean(), rel=0.02)
@@ -105,16 +107,16 @@ def test_within_a_share_the_weighted_mean_of_a_party_is_that_of_all_it_has() -> 
 @given(st.integers(0, 10**6), st.integers(1, 80), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(1, 20))
 def test_no_party_has_more_than_its_share_or_an_even_split_up_to_a_group(seed, wanted, tenant, subject, least) -> None:
     candidates, limits = crowd(120, sizes=(1, 2, 3), seed=seed % 50), ShareLimits(tenant, subject, least)
-    draw = draw_by_priority(pool_of(candidates), num_experiences=wanted, max_uses=1, seed=seed, limits=limits)
-    total = sum(one.num_experiences for one in draw.taken)
+    draw = draw_by_priority(make_pool(candidates), num_experiences=wanted, max_uses=1, seed=seed, limits=limits)
+    total = sum(candidate.num_experiences for candidate in draw.taken)
     if total <= least + 3:  # filled up past the shares
         return
-    room = find_room(pool_of(candidates), wanted, limits)
-    for share, party in ((tenant, lambda one: one.tenant), (subject, lambda one: (one.tenant, one.subject))):
-        present = len({party(one) for one in candidates})
+    room = find_room(make_pool(candidates), wanted, limits)
+    for share, party in ((tenant, lambda each: each.tenant), (subject, lambda each: (each.tenant, each.subject))):
+        present = len({party(candidate) for candidate in candidates})
         sums = Counter[object]()
-        for one in draw.taken:
-            sums[party(one)] += 1
+        for candidate in draw.taken:
+            sums[party(candidate)] += 1
         allowed = max(1, max(share, 1 / present) * (max(total, room.size) + 3))
         assert max(sums.values()) <= allowed + 1
 
@@ -124,7 +126,7 @@ def test_a_step_is_filled_up_to_the_least_past_the_shares() -> None:
         Candidate(group=f"l.{at}", lane="live", offset=at, num_experiences=1, tenant="ab"[at >= 90]) for at in range(93)
     ]
     draw = draw_by_priority(
-        pool_of(candidates), num_experiences=32, max_uses=1, seed=3, limits=ShareLimits(tenant=0.5, least=20)
+        make_pool(candidates), num_experiences=32, max_uses=1, seed=3, limits=ShareLimits(tenant=0.5, least=20)
     )
     assert len(draw.taken) == 20
 
@@ -148,19 +150,19 @@ def streamed(candidates: list[Candidate], lane: LaneConfig, *, waiting: int, com
     weighted = total = 0.0
     for step in range(len(rest) // come):
         draw = draw_by_priority(
-            pool_of(here),
+            make_pool(here),
             num_experiences=drawn,
             max_uses=lane.max_uses,
             seed=step,
             correction=lane.exponent,
             by_tokens=True,
         )
-        weighted += sum(one.weight * one.num_tokens * value(one) for one in draw.taken)
-        total += sum(one.weight * one.num_tokens for one in draw.taken)
-        gone = {one.offset for one in draw.taken}
-        here = [one for one in here if one.offset not in gone] + rest[step * come : (step + 1) * come]
-    tokens = sum(one.num_tokens for one in candidates)
-    return weighted / total / (sum(one.num_tokens * value(one) for one in candidates) / tokens) - 1
+        weighted += sum(candidate.weight * candidate.num_tokens * value(candidate) for candidate in draw.taken)
+        total += sum(candidate.weight * candidate.num_tokens for candidate in draw.taken)
+        gone = {candidate.offset for candidate in draw.taken}
+        here = [each for each in here if each.offset not in gone] + rest[step * come : (step + 1) * come]
+    tokens = sum(candidate.num_tokens for candidate in candidates)
+    return weighted / total / (sum(candidate.num_tokens * value(candidate) for candidate in candidates) / tokens) - 1
 
 
 def test_where_each_group_is_trained_once_the_mean_of_what_is_trained_is_that_of_all_that_came() -> None:
@@ -197,24 +199,28 @@ def test_priorities_that_do_not_differ_draw_evenly_and_negative_ones_count_as_no
 @given(st.lists(st.floats(0, 2), max_size=40), st.integers(1, 60), st.integers(0, 10**6), st.floats(0, 1))
 def test_a_draw_takes_whole_groups_once_and_as_many_as_there_are(priorities, wanted, seed, correction) -> None:
     lane = lane_of(priorities, num_experiences=2)
-    draw = draw_by_priority(pool_of(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
-    names = [one.group for one in draw.taken]
+    draw = draw_by_priority(make_pool(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
+    names = [candidate.group for candidate in draw.taken]
     assert len(set(names)) == len(names) == min(len(lane), -(-wanted // 2)) and draw.wait == (not lane)
-    assert draw == draw_by_priority(pool_of(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction)
+    assert draw == draw_by_priority(
+        make_pool(lane), num_experiences=wanted, max_uses=1, seed=seed, correction=correction
+    )
     if names and (correction == 0 or len(names) == len(lane)):
-        assert [one.weight for one in draw.taken] == pytest.approx([1.0] * len(names)), "all of it needs no weights"
+        assert [candidate.weight for candidate in draw.taken] == pytest.approx([1.0] * len(names)), (
+            "all of it needs no weights"
+        )
 
 
 def test_used_up_groups_are_not_drawn() -> None:
-    lane = [msgspec.structs.replace(one, uses=at % 2) for at, one in enumerate(lane_of([1.0] * 6))]
-    draw = draw_by_priority(pool_of(lane), num_experiences=6, max_uses=1, seed=0)
-    assert {one.offset for one in draw.taken} == {0, 2, 4}
-    assert draw_by_priority(pool_of(lane[1::2]), num_experiences=1, max_uses=1, seed=0).wait
+    lane = [msgspec.structs.replace(each, uses=at % 2) for at, each in enumerate(lane_of([1.0] * 6))]
+    draw = draw_by_priority(make_pool(lane), num_experiences=6, max_uses=1, seed=0)
+    assert {candidate.offset for candidate in draw.taken} == {0, 2, 4}
+    assert draw_by_priority(make_pool(lane[1::2]), num_experiences=1, max_uses=1, seed=0).wait
 
 
 def test_groups_without_tokens_divide_nothing_by_nothing() -> None:
-    draw = draw_by_priority(pool_of(lane_of([1.0, 0.5])), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
-    assert [one.weight for one in draw.taken] == [0.0]
+    draw = draw_by_priority(make_pool(lane_of([1.0, 0.5])), num_experiences=1, max_uses=1, seed=0, by_tokens=True)
+    assert [candidate.weight for candidate in draw.taken] == [0.0]
 
 
 def test_nothing_is_decoded_but_what_was_drawn() -> None:
@@ -243,6 +249,6 @@ def test_the_journal_holds_the_weights_of_the_draw() -> None:
         await train(log, store, ScriptedLearner(), config)
         return await journal(log)
 
-    batches = [one for one in asyncio.run(run()) if isinstance(one, Batch) and one.phase == "train"]
-    weights = {item.weight for one in batches for item in one.items if item.lane == "expert"}
-    assert weights and {item.weight for one in batches for item in one.items if item.lane == "usual"} == {1.0}
+    batches = [each for each in asyncio.run(run()) if isinstance(each, Batch) and each.phase == "train"]
+    weights = {item.weight for batch in batches for item in batch.items if item.lane == "expert"}
+    assert weights and {item.weight for batch in batches for item in batch.items if item.lane == "usual"} == {1.0}

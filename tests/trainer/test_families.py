@@ -1,5 +1,6 @@
 """The forward of every family: packed, or sequence by sequence, against the model's own forward of each sequence."""
 
+import numpy as np
 import pytest
 import torch
 from test_torch_learner import plain_logprobs
@@ -9,7 +10,9 @@ from infra.model.model import load_model
 from schemas.errors import ConfigError
 from tests.tiny_models import FAMILIES
 from trainer.batch.batch import pack
+from trainer.batch.split import widened
 from trainer.learners.forward import PackedModel
+from trainer.learners.sequence_parallel import rank_part, require_divisible, require_ranks
 
 READ = {
     "mistral": "blocks",
@@ -27,13 +30,13 @@ def test_logprobs_and_gradients_of_every_family_are_those_of_each_sequence_alone
     assert packed.reading == READ[family]
     items = random_items(seed=3, groups=2, size=4)
     plain = load_model(folder)
-    for one in pack(items, max_tokens=100).microbatches:
-        logprob_N = packed.logprobs(one)
+    for rows in pack(items, max_tokens=100).microbatches:
+        logprob_N = packed.logprobs(rows)
         (logprob_N.sum() / 100).backward()
-        for s in set(one.sequence_N.tolist()):
+        for s in set(rows.sequence_N.tolist()):
             expected = plain_logprobs(plain, items[s])
             (expected.sum() / 100).backward()
-            assert (logprob_N[torch.from_numpy(one.sequence_N == s)] - expected).abs().max() < 1e-4
+            assert (logprob_N[torch.from_numpy(rows.sequence_N == s)] - expected).abs().max() < 1e-4
     for (name, value), (_, other) in zip(packed.module.named_parameters(), plain.named_parameters(), strict=True):
         assert (value.grad - other.grad).abs().max() <= 1e-5 * max(1.0, float(other.grad.abs().max())), name
 
@@ -73,3 +76,57 @@ def test_a_model_that_no_reading_gives_its_own_logprobs_is_refused_by_name(tmp_p
 def test_a_family_of_pictures_without_code_of_its_own_is_refused_with_the_reason(tmp_path, family, why):
     with pytest.raises(ConfigError, match=why):
         PackedModel(tiny_model(tmp_path, family), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_token_is_on_one_rank_and_every_sampled_one_is_read_by_one(size: int) -> None:
+    for rows in pack(random_items(3), max_tokens=70).microbatches:
+        wide = widened(rows, -(-rows.tokens_BT.shape[1] // size) * size)
+        parts = [rank_part(wide, size, place) for place in range(size)]
+        assert np.array_equal(np.concatenate([part.tokens_BP for part in parts], 1), wide.tokens_BT)
+        assert np.array_equal(np.concatenate([part.positions_BP for part in parts], 1), wide.positions_BT)
+        assert sorted(n for part in parts for n in part.read_R) == list(range(len(rows.target_N)))
+        for part in parts:
+            read = part.tokens_BP.reshape(-1)[part.at_R]
+            assert np.array_equal(read, rows.tokens_BT.reshape(-1)[rows.predecessor_N[part.read_R]])
+
+
+def test_what_rows_are_padded_with_is_seen_by_itself_alone() -> None:
+    rows = pack(random_items(3)[:4], max_tokens=100).microbatches[0]
+    num_T = rows.tokens_BT.shape[1]
+    wide = widened(rows, num_T + 3)
+    assert wide.tokens_BT.shape == wide.reach_BT.shape == (len(rows.tokens_BT), num_T + 3)
+    assert np.array_equal(wide.reach_BT[:, :num_T], rows.reach_BT)
+    assert (wide.reach_BT[:, num_T:] == np.arange(num_T + 1, num_T + 4)).all()
+
+
+@pytest.mark.parametrize(("size", "world"), [(3, 4), (2, 1), (0, 2)])
+def test_ranks_must_come_in_whole_groups(size: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=rf"sequence_parallel: got {size} with {world} rank\(s\), expected a number"):
+        require_ranks(size, world)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("qwen3", 3, "got 3 with 4 heads and 2 of keys in .*, expected a number that divides the heads"),
+        ("llava", 2, "got 2 with .*, which takes pictures, expected 1"),
+        ("qwen3.5", 2, r"\(qwen3_5_text\), expected 1: it has layers of linear_attention"),
+    ],
+)
+def test_a_model_whose_rows_cannot_be_split_is_refused_by_name(tmp_path, family: str, size: int, message: str) -> None:
+    folder = tiny_model(tmp_path, family)
+    for weights in (tmp_path / family).glob("*.safetensors"):
+        weights.unlink()  # nothing is loaded
+    with pytest.raises(ConfigError, match=message):
+        require_divisible(folder, size)
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ConfigError, match=r"its positions \(dynamic\) depend on the longest row"):
+        require_divisible(tiny_model(tmp_path, "qwen3", rope_parameters=rope), 2)
+
+
+def test_fewer_heads_of_keys_than_ranks_are_repeated(tmp_path) -> None:
+    require_divisible(tiny_model(tmp_path, "qwen3"), 4)

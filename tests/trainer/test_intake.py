@@ -24,10 +24,10 @@ def intake(**offsets: int) -> Intake:
     return Intake(Buffer({"usual": 1}), **{"buffer_next": 0, "progress_next": 0, **offsets})
 
 
-def arrive(one: Intake, *sequences: int) -> None:
+def arrive(each: Intake, *sequences: int) -> None:
     for sequence in sequences:
         arrived = block(f"g{sequence}.0", sequence=sequence)
-        assert one.take_block(message(arrived, sequence), arrived) == ""
+        assert each.take_block(message(arrived, sequence), arrived) == ""
 
 
 def closed(sequence: int, outcome: str = "dropped") -> Closure:
@@ -35,79 +35,79 @@ def closed(sequence: int, outcome: str = "dropped") -> Closure:
 
 
 def test_numbers_below_the_newest_arrival_that_never_came_are_absent() -> None:
-    one = intake()
-    arrive(one, 4, 0, 2)
-    assert one.absent() == [1, 3]
-    one.take_closure(closed(3))
-    assert one.absent() == [1]
-    one.take_closure(closed(1, "buffered"))
-    assert one.absent() == [1], "buffered means it will come"
+    each = intake()
+    arrive(each, 4, 0, 2)
+    assert each.absent() == [1, 3]
+    each.take_closure(closed(3))
+    assert each.absent() == [1]
+    each.take_closure(closed(1, "buffered"))
+    assert each.absent() == [1], "buffered means it will come"
 
 
 def test_what_a_restart_brings_back_has_arrived() -> None:
-    one = intake()
+    each = intake()
     back = block("g1.0", sequence=1)
-    assert one.keep(7, message(back, 7).record.value, back, b"") == ""
-    arrive(one, 2)
-    assert one.absent() == [0]
+    assert each.keep(7, message(back, 7).record.value, back, b"") == ""
+    arrive(each, 2)
+    assert each.absent() == [0]
 
 
 def test_groups_that_were_not_issued_are_never_absent() -> None:
-    one = intake()
-    one.take_block(message(block(lane="usual", sequence=-1), 0), block(sequence=-1))
-    assert one.absent() == []
+    each = intake()
+    each.take_block(message(block(lane="usual", sequence=-1), 0), block(sequence=-1))
+    assert each.absent() == []
 
 
 def test_what_lies_below_a_draw_is_no_longer_waited_for_unless_it_is_still_absent() -> None:
-    one = intake()
-    arrive(one, 0, 1, 3, 4)
-    one.settle([0, 1])
-    assert one.floor == 2 and one.absent() == [2]
-    one.settle([3, 4])
-    assert one.floor == 2, "2 may still come, and is then the oldest"
-    arrive(one, 2)
-    one.settle([2])
-    assert one.floor == 3
+    each = intake()
+    arrive(each, 0, 1, 3, 4)
+    each.settle([0, 1])
+    assert each.floor == 2 and each.absent() == [2]
+    each.settle([3, 4])
+    assert each.floor == 2, "2 may still come, and is then the oldest"
+    arrive(each, 2)
+    each.settle([2])
+    assert each.floor == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30))
 def test_the_floor_only_rises_and_never_passes_an_absent_number(events: list[tuple[int, bool]]) -> None:
-    one, arrived = intake(), set()
+    each, arrived = intake(), set()
     for number, draw in events:
-        if number not in arrived and number >= one.floor:
-            arrive(one, number)
+        if number not in arrived and number >= each.floor:
+            arrive(each, number)
             arrived.add(number)
         if draw:
-            before, absent = one.floor, one.absent()
-            one.settle([number])
-            assert one.floor >= before
-            assert all(one.floor <= missing for missing in absent if missing <= number)
+            before, absent = each.floor, each.absent()
+            each.settle([number])
+            assert each.floor >= before
+            assert all(each.floor <= missing for missing in absent if missing <= number)
 
 
 def test_only_the_masters_word_says_that_no_more_will_come() -> None:
-    one = intake()
-    one.take_report(Progress(role="explore", instance="e", state="draining", gauges={"outstanding_groups": 9.0}))
-    assert not one.draining and one.outstanding_groups == 0
-    one.take_report(Progress(role="master", instance="m", master=MasterState(state="draining", outstanding=9)))
-    assert one.draining and one.outstanding_groups == 9
-    one.take_report(Progress(role="master", instance="m", state="issuing", gauges={"outstanding_groups": 1.0}))
-    assert one.draining and one.outstanding_groups == 9, "names and gauges are for people"
-    one.take_report(Progress(role="master", instance="m", master=MasterState(state="issuing")))
-    assert not one.draining
+    each = intake()
+    each.take_report(Progress(role="explore", instance="e", state="draining", gauges={"outstanding_groups": 9.0}))
+    assert not each.draining and each.outstanding_groups == 0
+    each.take_report(Progress(role="master", instance="m", master=MasterState(state="draining", outstanding=9)))
+    assert each.draining and each.outstanding_groups == 9
+    each.take_report(Progress(role="master", instance="m", state="issuing", gauges={"outstanding_groups": 1.0}))
+    assert each.draining and each.outstanding_groups == 9, "names and gauges are for people"
+    each.take_report(Progress(role="master", instance="m", master=MasterState(state="issuing")))
+    assert not each.draining
 
 
 @pytest.mark.parametrize("state", ["draining", "evaluating", "done"])
 def test_no_more_will_come_also_when_the_master_is_past_draining(state: MasterPhase) -> None:
-    one = intake()
-    one.take_report(Progress(role="master", instance="m", master=MasterState(state=state, outstanding=1)))
-    assert one.draining, "the last groups are trained, however late they come"
+    each = intake()
+    each.take_report(Progress(role="master", instance="m", master=MasterState(state=state, outstanding=1)))
+    assert each.draining, "the last groups are trained, however late they come"
 
 
 def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
     async def main() -> None:
         log = Log(MemoryBus(), "t")
         await log.create_topics(partitions=1, keep_ms=-1)
-        one = intake()
+        each = intake()
         telling, told = asyncio.Event(), asyncio.Event()
 
         async def tell_dropped(dropped: dict[str, str]) -> None:
@@ -117,16 +117,16 @@ def test_a_restart_reads_on_no_further_than_the_drops_that_were_told() -> None:
         await log.publish(topics.BUFFER, block("a.0"))
         await log.publish(topics.BUFFER, block("b.0", lane="live"))
         await log.publish(topics.BUFFER, block("c.0"))
-        following = asyncio.create_task(follow_buffer(log, one, Metrics("train"), tell_dropped))
+        following = asyncio.create_task(follow_buffer(log, each, Metrics("train"), tell_dropped))
         async with asyncio.timeout(10):
             await telling.wait()
-            assert one.buffer_next == 1, "a checkpoint of now must not pass b.0, which nobody knows to be dropped"
+            assert each.buffer_next == 1, "a checkpoint of now must not pass b.0, which nobody knows to be dropped"
             told.set()
-            while one.buffer_next < 3:
-                one.changed.clear()
-                await one.changed.wait()
+            while each.buffer_next < 3:
+                each.changed.clear()
+                await each.changed.wait()
         following.cancel()
-        assert one.buffer.references() == [0, 2]
+        assert each.buffer.references() == [0, 2]
 
     asyncio.run(main())
 
@@ -135,22 +135,22 @@ def test_what_of_the_buffer_cannot_be_read_or_trained_is_dropped_with_a_reason()
     async def main() -> None:
         log = Log(MemoryBus(), "t")
         await log.create_topics(partitions=1, keep_ms=-1)
-        one, metrics = intake(), Metrics("train")
+        each, metrics = intake(), Metrics("train")
         told: dict[str, str] = {}
 
         async def tell_dropped(dropped: dict[str, str]) -> None:
             told.update(dropped)
 
-        following = asyncio.create_task(follow_buffer(log, one, metrics, tell_dropped))
+        following = asyncio.create_task(follow_buffer(log, each, metrics, tell_dropped))
         await log.bus.send(log.name(topics.BUFFER), b"no frame", key=b"k", headers=(("group", b"c.0"),))
         await log.publish(topics.BUFFER, block("b.0", lane="live"))
         await log.publish(topics.BUFFER, block("a.0"))
         async with asyncio.timeout(10):
-            while one.buffer_next < 3:
-                one.changed.clear()
-                await one.changed.wait()
+            while each.buffer_next < 3:
+                each.changed.clear()
+                await each.changed.wait()
         following.cancel()
-        assert one.buffer.num_groups("usual") == 1
+        assert each.buffer.num_groups("usual") == 1
         refused = {name: value for name, value in metrics.counters().items() if name.startswith("buffer_refused")}
         assert refused == {"buffer_refused{reason=bad frame}": 1.0, "buffer_refused{reason=lane not trained}": 1.0}
         assert told == {"c.0": "bad frame", "b.0": "lane not trained"}
@@ -165,13 +165,13 @@ def test_following_progress_hears_closures_from_where_it_stopped() -> None:
         await log.create_topics(partitions=1, keep_ms=-1)
         for number in (0, 1):
             await log.publish(topics.PROGRESS, closed(number))
-        one = intake(progress_next=1)
-        arrive(one, 2)
-        following = asyncio.create_task(follow_progress(log, one))
+        each = intake(progress_next=1)
+        arrive(each, 2)
+        following = asyncio.create_task(follow_progress(log, each))
         async with asyncio.timeout(10):
-            await one.changed.wait()
+            await each.changed.wait()
         following.cancel()
-        assert one.absent() == [0] and one.progress_next == 2
+        assert each.absent() == [0] and each.progress_next == 2
 
     asyncio.run(main())
 

@@ -1,26 +1,49 @@
 """The journal's reading rules: fences, first record wins, rollbacks."""
 
 import asyncio
+import itertools
+from collections import Counter
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from infra.ledger.audit import audit
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
+from infra.settings.config import Keep
+from infra.store.memory import MemoryStore
 from schemas import Batch, Fence, PolicyEvent, Rollback, Saved, Skip, topics
 from schemas.errors import BadFrame, FencedOut
+from schemas.journal import effective
+from tests.trainer.memory_run import CONFIG, FLOOR, STEPS, block, filled_log, journal, train
+from trainer.config import SLOTS, LaneConfig
+from trainer.journal.checkpoint import (
+    CheckpointPlace,
+    CheckpointTime,
+    Manifest,
+    Position,
+    journal_begin,
+    kept,
+    load_newest,
+    trim_below,
+    uses_below,
+)
 from trainer.journal.journal import (
     Journal,
     Lease,
     Pending,
     append,
-    effective,
     is_quarantined,
     pending,
     read_journal,
     read_records,
     take_lease,
 )  # fmt: skip
+from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.saving import trim_journal
 
 
 def batch(step: int, token: int) -> Batch:
@@ -126,7 +149,7 @@ def test_rollbacks_are_told_apart_by_their_first_step() -> None:
 def test_a_skipped_step_that_was_taken_back_later_is_quarantined_and_so_is_no_step_beside_it() -> None:
     skips = [Skip(run="r", token=1, step=step, reason="x") for step in (1, 4)]
     entries = [*(batch(step, 1) for step in range(5)), *skips, back(1, 2), batch(5, 1)]
-    fates = [(one.batch.step, one.fate) for one in pending(entries, -1) if isinstance(one, Pending)]
+    fates = [(entry.batch.step, entry.fate) for entry in pending(entries, -1) if isinstance(entry, Pending)]
     assert fates == [
         (0, "trained"), (1, "quarantined"), (2, "quarantined"), (3, "trained"), (4, "skipped"), (5, "open")
     ]  # fmt: skip
@@ -208,3 +231,162 @@ def test_of_a_trimmed_journal_the_first_record_stands_for_the_fence_before_it() 
     whole = [Fence(run="r", token=5), first, late, second]
     assert effective(whole, "r") == ([first, second], 5)
     assert effective(whole[1:], "r") == ([first, second], 5), "what an overtaken trainer wrote counts"
+
+
+def pruned(gaps_ms: list[int], newest: int, keep_ms: int) -> tuple[list[CheckpointTime], list[CheckpointTime]]:
+    """All checkpoints of a run that prunes after each, and those that are left at its end."""
+    made: list[CheckpointTime] = []
+    left: list[CheckpointTime] = []
+    for step, gap in enumerate(gaps_ms):
+        each = CheckpointTime(CheckpointPlace(step, 1), (made[-1].time_ms if made else 10**12) + gap)
+        made.append(each)
+        stay = kept([*left, each], newest=newest, keep_ms=keep_ms)
+        left = [mark for mark in [*left, each] if mark.place in stay]
+        assert len(left) <= newest + SLOTS + 2
+    return made, left
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=80), st.integers(3, 6), st.integers(1, 100_000))
+def test_the_newest_stay_and_everything_inside_the_horizon_can_be_replayed(
+    gaps_ms: list[int], newest: int, keep_ms: int
+) -> None:
+    made, left = pruned(gaps_ms, newest, keep_ms)
+    assert left[-newest:] == made[-newest:]
+    begins_ms = made[-1].time_ms - keep_ms
+    assert left[0].time_ms <= begins_ms or left[0] == made[0], "the first one inside could not be replayed"
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=80))
+def test_a_run_inside_its_horizon_can_be_replayed_from_its_first_step(gaps_ms: list[int]) -> None:
+    made, left = pruned(gaps_ms, 3, 10**9)
+    assert left[0] == made[0]
+
+
+def test_checkpoints_thin_out_to_about_one_in_each_span_of_the_horizon() -> None:
+    made, left = pruned([1000] * 1000, 3, 80_000)  # spans of 10 s
+    inside = [each for each in left[:-3] if each.time_ms > made[-1].time_ms - 80_000]
+    assert SLOTS - 2 <= len(inside) <= SLOTS + 1
+    assert all(each.time_ms % 10_000 == 0 for each in inside)
+
+
+def test_fewer_than_three_are_never_kept() -> None:
+    with pytest.raises(ValueError, match="newest: got 2"):
+        kept([], newest=2, keep_ms=1)
+
+
+def manifest(step: int, oldest_offset: int = 0, *, token: int = 1, time_ms: int = 0, **position: int) -> Manifest:
+    return Manifest(
+        position=Position(step=step, **position),  # type: ignore[arg-type]
+        state="",
+        size=0,
+        sha256="",
+        index="",
+        index_sha256="",
+        token=token,
+        oldest_offset=oldest_offset,
+        time_ms=time_ms,
+    )
+
+
+@given(st.dictionaries(st.integers(0, 30), st.integers(0, 1000), min_size=1), st.data())
+def test_the_buffer_is_trimmed_to_what_the_neediest_kept_checkpoint_needs_and_never_above(
+    needs: dict[int, int], data: st.DataObject
+) -> None:
+    manifests = [manifest(step, offset) for step, offset in needs.items()]
+    stay = data.draw(st.sets(st.sampled_from([manifest.place for manifest in manifests]), min_size=1))
+    below = trim_below(manifests, stay)
+    assert all(below <= manifest.oldest_offset for manifest in manifests if manifest.place in stay)
+    assert any(below == manifest.oldest_offset for manifest in manifests if manifest.place in stay)
+
+
+def test_without_a_checkpoint_nothing_is_trimmed() -> None:
+    assert trim_below([], []) == 0
+
+
+def test_uses_reach_back_to_what_the_oldest_checkpoint_had_read_once_it_is_older_than_the_horizon() -> None:
+    made = [manifest(step, token=0, time_ms=10**12 + 1000 * step, buffer_next=10 * step) for step in range(4)]
+    stay = {each.place for each in made[2:]}
+    assert uses_below(made, stay, keep_ms=1000) == 20
+    assert uses_below(made, stay, keep_ms=1001) == 0, "what the oldest had read may be delivered again"
+    assert uses_below([], set(), keep_ms=1000) == 0
+
+
+def test_what_was_trained_before_the_first_checkpoint_and_is_delivered_after_it_is_not_trained_again() -> None:
+    expert = LaneConfig(loss="sft", weight=0.5, max_uses=1, optional=True)
+    lanes = {"usual": LaneConfig(weight=0.5), "expert": expert}
+    config = msgspec.structs.replace(CONFIG, lanes=lanes, warmup=None, checkpoint_every=1)
+
+    async def trained() -> Counter[tuple[str, int]]:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=6))
+        for number in range(4):  # by a worker that died before it could say that it had sent them
+            await log.publish(topics.BUFFER, block(number, "expert"))
+        await train(log, store, ScriptedLearner(), config)
+        batches = [entry for entry in await journal(log) if isinstance(entry, Batch)]
+        return Counter((item.id, item.use) for batch in batches for item in batch.items if item.lane == "expert")
+
+    times = asyncio.run(trained())
+    assert len(times) == 8 and set(times.values()) == {1}
+
+
+def test_a_checkpoint_remembers_the_uses_of_its_horizon_and_not_of_the_whole_run() -> None:
+    async def remembered(keep: str) -> int:
+        tick, store = itertools.count(step=1000), MemoryStore()
+        log = await filled_log(store, MemoryBus(lambda: next(tick)))
+        config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
+        await train(log, store, ScriptedLearner(), config, msgspec.structs.replace(FLOOR, keep=Keep(replay=keep)))
+        found = load_newest(store, "t")
+        assert found is not None and found.position.step >= STEPS
+        return len(found.uses)
+
+    whole = asyncio.run(remembered("30d"))
+    assert whole >= 2 * STEPS
+    assert asyncio.run(remembered("10s")) < whole / 2
+
+
+def test_the_journal_reaches_back_to_the_newest_checkpoint_older_than_the_horizon() -> None:
+    made = [
+        manifest(step, token=0, time_ms=10**12 + 1000 * step, journal_next=10 * step, journal_token=7)
+        for step in range(1, 5)
+    ]
+    stay = {each.place for each in made[1:]}
+    assert journal_begin(made, stay, keep_ms=2000) == (19, 7)
+    assert journal_begin(made, stay, keep_ms=2001) == (0, -1), "another run may have written inside the horizon"
+    assert journal_begin([], set(), keep_ms=1000) == (0, -1)
+
+
+def test_the_journal_is_bounded_by_the_horizon_and_resume_and_audit_go_on_from_what_is_kept() -> None:
+    config = msgspec.structs.replace(CONFIG, checkpoint_every=1)
+    floor = msgspec.structs.replace(FLOOR, keep=Keep(replay="10s"))
+
+    async def main() -> None:
+        tick, store = itertools.count(step=1000), MemoryStore()
+        log = await filled_log(store, MemoryBus(lambda: next(tick)))
+        await train(log, store, ScriptedLearner(), msgspec.structs.replace(config, max_steps=STEPS - 2), floor)
+        (first,), _ = (list(bound.values()) for bound in await log.bounds(topics.BATCHES))
+        assert first > 10, "the journal grows with the life of the run"
+        kept_records = await journal(log)
+        entries, token = effective([record for record in kept_records if not isinstance(record, Fence)], "t")
+        assert token == entries[0].token, "the first record kept says which lease was in force"
+        before = load_newest(store, "t")
+        await train(log, store, ScriptedLearner(), config, floor)  # resumes from what is kept
+        after = load_newest(store, "t")
+        assert before is not None and after is not None and after.position.step > before.position.step
+        account = await audit(log, "t")
+        assert account.is_clean
+
+    asyncio.run(main())
+
+
+def test_a_journal_is_not_trimmed_to_a_record_of_a_trainer_that_was_overtaken() -> None:
+    async def begins(token: int) -> int:
+        log = await filled_log(MemoryStore())
+        for number in range(6):
+            await log.publish(topics.BATCHES, Fence(run="t", token=token if number == 4 else 9))
+        trimmed = await trim_journal(log, "t", 4, 9)
+        assert trimmed == (token >= 9)
+        return (await log.bounds(topics.BATCHES))[0][0]
+
+    assert asyncio.run(begins(9)) == 4
+    assert asyncio.run(begins(8)) == 0

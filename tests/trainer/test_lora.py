@@ -36,7 +36,7 @@ from trainer.learners.torch import TorchLearner
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Learning
 from trainer.replay.replay import find_start, replay
-from trainer.state import adapter_of
+from trainer.state import state_adapter
 
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
 NUM = 2 * 3 * 2  # layers, targets, A and B
@@ -56,7 +56,7 @@ def opened(model: str, lora: LoraConfig | None = LORA, *, kl: float = 0.0, **set
 
 
 def bytes_of(tensors: dict[str, Tensor]) -> int:
-    return sum(one.num_bytes for one in tensors.values())
+    return sum(each.num_bytes for each in tensors.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,7 +69,7 @@ def test_the_adapter_alone_is_trained_saved_and_published(model: str, dtype: str
     assert stats.finite and stats.grad_norm > 0
     moved = learner.tensors()
     assert len(moved) == NUM and all(name.startswith("base_model.model.model.layers.") for name in moved)
-    assert {one.dtype for one in moved.values()} == {"F32" if dtype == "float32" else "BF16"}
+    assert {each.dtype for each in moved.values()} == {"F32" if dtype == "float32" else "BF16"}
     assert all(to_numpy(moved[name]).any() for name in moved) and moved != before
     assert learner.probe(probe.sequences) != probe
     for name, value in learner.model.module.named_parameters():
@@ -77,7 +77,7 @@ def test_the_adapter_alone_is_trained_saved_and_published(model: str, dtype: str
     state = learner.save()
     kinds = ("model", "adam/step", "adam/exp_avg", "adam/exp_avg_sq")
     assert set(state) == {"adapter", "phase", *(f"{kind}/{name}" for name in moved for kind in kinds)}
-    assert adapter_of(state) == learner.adapter
+    assert state_adapter(state) == learner.adapter
 
 
 def test_restore_continues_to_the_same_bits_and_only_on_the_same_base(model: str, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_restore_continues_to_the_same_bits_and_only_on_the_same_base(model: str
     other = opened(model)
     other.step(batch(50), learning_rate=1e-2, seed=1)
     other.restore(saved)
-    for one in (learner, other):
-        one.step(batch(1), learning_rate=1e-3, seed=1)
+    for each in (learner, other):
+        each.step(batch(1), learning_rate=1e-3, seed=1)
     assert learner.save() == other.save()
     with pytest.raises(ValueError, match=r"state: it is an adapter of rank 4.*expected full weights"):
         opened(model, None).restore(saved)
@@ -105,17 +105,17 @@ def test_a_kl_takes_the_base_for_its_reference_without_a_second_model(model: str
     plain = opened(model, None)
     own = sum(value.numel() for value in plain.model.module.parameters())
     held = sum(value.numel() for value in learner.model.module.parameters())
-    adapter = sum(one.num_bytes // 4 for one in learner.tensors().values())
+    adapter = sum(each.num_bytes // 4 for each in learner.tensors().values())
     assert held == own + 2 * adapter
     learner.begin_phase("train")
     twin.begin_phase("train")
     for step in range(2):
         stats = learner.step(batch(step), learning_rate=1e-2, seed=step)
     assert stats.values["usual/kl_reference"] > 0
-    one = pack(items(0), max_tokens=10_000).microbatches[0]
+    rows = pack(items(0), max_tokens=10_000).microbatches[0]
     assert learner._reference is not None
     with torch.no_grad():
-        here, base, policy = learner._reference.logprobs(one), plain.model.logprobs(one), learner.model.logprobs(one)
+        here, base, policy = learner._reference.logprobs(rows), plain.model.logprobs(rows), learner.model.logprobs(rows)
     assert torch.equal(here, base) and not torch.equal(policy, base)
     saved = learner.save()
     assert {name.partition("/")[0] for name in saved} == {"adapter", "phase", "model", "adam", "reference"}
@@ -178,7 +178,7 @@ def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(mode
         store = MemoryStore()
         log = await filled_log(store)
         await run_loop(log, store, learner, config)
-        assert sum(one.phase == "warmup" for one in await journal(log) if isinstance(one, Saved)) > 0
+        assert sum(entry.phase == "warmup" for entry in await journal(log) if isinstance(entry, Saved)) > 0
         start = await find_start(log, store, "t", to_step=None)
         again = Learning(
             floor=FLOOR,
@@ -187,8 +187,8 @@ def test_a_run_through_its_warm_up_is_replayed_and_resumed_to_the_same_bits(mode
             report=TrainerReport(Metrics("replay")),
             position=Position(),
         )
-        found = [one async for one in replay(again, "t", log, store, start)]
-        assert len(found) > 3 and all(one.equal and not one.fault for one in found)
+        found = [compared async for compared in replay(again, "t", log, store, start)]
+        assert len(found) > 3 and all(each.equal and not each.fault for each in found)
         assert again.learner.save() == learner.save() and found[0].made_with["peft"]
 
         bus, killed = KillingBus(), KillingStore()
@@ -210,7 +210,7 @@ def test_versions_are_the_adapter_and_say_of_what(model: str) -> None:
         events = await published(log)
         follower = PolicyFetcher(store, "main")
         policies = [follower.fetch(event) for event in events]
-        assert len(policies) == 5 and {one.adapter for one in policies} == {learner.adapter}
+        assert len(policies) == 5 and {each.adapter for each in policies} == {learner.adapter}
         assert dict(policies[-1].tensors) == learner.tensors()
         whole = bytes_of(opened(model, None).tensors())
         assert all(event.stats["bytes"] < 0.5 * whole for event in events)

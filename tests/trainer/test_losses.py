@@ -1,12 +1,25 @@
 """Each loss against its formula written again in numpy, and against the signs its gradient must have."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from trainer_samples import make_item
 
+from infra.cli.demo.char_model import build_char_model
+from schemas import Block, Span
 from schemas.errors import ConfigError
-from trainer.config import LOSSES, LaneConfig
-from trainer.losses import losses
+from schemas.experience import CHOSEN, REJECTED, pair_fault, pair_side
+from tests.trainer.buffered_blocks import block, message
+from trainer.batch.batch import TrainItem, pack
+from trainer.batch.split import split
+from trainer.buffer.buffer import Buffer
+from trainer.buffer.intake import Intake
+from trainer.buffer.pool import unfit
+from trainer.config import LOSSES, LaneConfig, TrainerConfig
+from trainer.learners.torch import TorchLearner
+from trainer.losses import losses, offpolicy
 from trainer.losses.loss import LossInputs, LossOutput, lane_loss, needs, open_objective
 from trainer.losses.losses import decoupled, dppo, grpo, sft, tis
 
@@ -202,3 +215,154 @@ def test_an_option_that_the_learner_reads_is_declared_and_a_declared_one_is_an_o
 def test_the_settings_name_every_loss_that_is_built_in() -> None:
     built_in = {name for name, loss in vars(losses).items() if getattr(loss, "__module__", "") == losses.__name__}
     assert built_in - {"second_moment_bound"} == {*LOSSES}
+
+
+def test_effective_share_is_one_for_equal_weights_and_one_over_b_for_a_single_one():
+    assert offpolicy.effective_share(np.full(8, 3.0)) == pytest.approx(1.0)
+    assert offpolicy.effective_share(np.array([0.0, 0.0, 5.0, 0.0])) == pytest.approx(0.25)
+    # (1 + 3)² / (2 (1 + 9)) = 16 / 20
+    assert offpolicy.effective_share(np.array([1.0, 3.0])) == pytest.approx(0.8)
+    assert offpolicy.effective_share(np.array([])) == 1.0
+
+
+def test_chi_square_is_the_variance_of_weights_of_mean_one():
+    assert offpolicy.chi_square(np.array([0.5, 1.5])) == pytest.approx(0.25)
+    assert offpolicy.chi_square(np.ones(5)) == 0.0
+
+
+def test_k1_and_k3_estimate_the_same_divergence():
+    # Two outcomes, μ = (0.5, 0.5), π = (0.25, 0.75): KL(μ‖π) = 0.5 ln 2 + 0.5 ln(2/3) = 0.143841
+    log_weight = np.log([0.5, 1.5])
+    assert offpolicy.k1(log_weight).mean() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert offpolicy.k3(log_weight).mean() == pytest.approx(offpolicy.k1(log_weight).mean())  # since mean w is 1
+    assert (offpolicy.k3(np.linspace(-3, 3, 41)) >= 0).all()
+    # Near 0, k3 = x²/2: exact there too, where e^x - 1 - x loses every digit.
+    assert offpolicy.k3(np.array([1e-6]))[0] == pytest.approx(5e-13, rel=1e-3)
+
+
+def test_divergence_mask_is_in_probabilities_and_only_in_the_advantages_direction():
+    behaviour = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.001]).log()
+    current = torch.tensor([0.8, 0.8, 0.2, 0.2, 0.1]).log()
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    # The last token grew a hundredfold, but by less than 0.2: it may go on.
+    assert offpolicy.divergence_mask(current, behaviour, advantage, 0.2).tolist() == [True, False, False, True, False]
+
+
+def test_surrogate_clips_only_where_the_surrogate_is_flat():
+    ratio = torch.tensor([1.3, 1.3, 0.7, 0.7], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    offpolicy.clipped_surrogate(ratio, advantage, 0.2, 0.2).sum().backward()
+    flat = offpolicy.surrogate_clips(ratio, advantage, 0.2, 0.2)
+    assert flat.tolist() == [True, False, False, True]
+    assert ratio.grad.tolist() == [0.0, -1.0, 1.0, 0.0]
+
+
+def test_log_linear_proximal_is_behaviour_when_fresh_and_nears_current_with_age():
+    behaviour, current = torch.full((4,), -2.0), torch.full((4,), -1.0)
+    staleness = torch.tensor([-1, 0, 1, 3])
+    # α = s/(s+1): 0, 0, 1/2, 3/4
+    got = offpolicy.log_linear_proximal(behaviour, current, staleness)
+    assert got.tolist() == pytest.approx([-2.0, -2.0, -1.5, -1.25])
+
+
+def test_staleness_weight_forgets_only_what_is_behind():
+    assert offpolicy.staleness_weight(np.array([-1, 0, 2]), 0.5).tolist() == [1.0, 1.0, 0.25]
+    assert offpolicy.staleness_weight(torch.tensor([-1, 0, 2]), 0.5).tolist() == [1.0, 1.0, 0.25]
+
+
+def test_truncation_and_learning_rate():
+    assert offpolicy.truncated_weight(torch.tensor([0.0, 3.0]), 5.0).tolist() == [1.0, 5.0]
+    assert offpolicy.ess_learning_rate(2e-4, 0.25) == pytest.approx(1e-4)
+
+
+PROMPT = (1, 20, 21)
+
+
+def side(answer: list[int], kind: str, *, group: str = "p.0", episode: int = 0, prompt=PROMPT) -> TrainItem:
+    stop = len(prompt) + len(answer)
+    return make_item(
+        [*prompt, *answer],
+        [Span(len(prompt), stop, -1, 1.0, False)],
+        group=group,
+        episode=episode,
+        lane="human",
+        logprobs=np.zeros(len(answer)),
+        kind=kind,
+    )
+
+
+def pair(chosen: list[int], rejected: list[int], group: str = "p.0") -> list[TrainItem]:
+    return [side(rejected, REJECTED, group=group, episode=1), side(chosen, CHOSEN, group=group, episode=0)]
+
+
+def block_of(items: list[TrainItem]) -> Block:
+    return Block(tuple(item.experience for item in items))
+
+
+@pytest.mark.parametrize(
+    ("items", "fault"),
+    [
+        (pair([30, 2], [31, 2]), ""),
+        (pair([30, 2], [30, 2]), "pair with equal sides"),
+        (pair([30, 2], [31, 2])[:1], "half a pair"),
+        ([*pair([30], [31]), side([32], CHOSEN, episode=2)], "half a pair"),
+        ([side([30], CHOSEN), side([31], "answer", episode=1)], "half a pair"),
+        ([side([30], CHOSEN), side([31], REJECTED, episode=1, prompt=(1, 20, 22))], "pair with different prompts"),
+        ([side([30], ""), side([31], "", episode=1)], ""),
+    ],
+)
+def test_a_pair_is_two_answers_to_one_prompt_that_differ(items, fault):
+    assert pair_fault([item.experience for item in items]) == fault
+
+
+def test_the_buffer_keeps_whole_pairs_and_says_why_it_refuses_others():
+    intake = Intake(Buffer({"human": 1}), buffer_next=0, progress_next=0)
+    good, equal = block_of(pair([30, 2], [31, 2], "good.0")), block_of(pair([30, 2], [30, 2], "equal.0"))
+    assert intake.take_block(message(good, 0), good) == ""
+    assert intake.take_block(message(equal, 1), equal) == "pair with equal sides"
+    (held,) = intake.buffer.candidates("human")
+    assert held.is_pair and held.num_experiences == 2
+    assert unfit([held], ratio=False, pairs=True) == []
+    intake.take_block(message(block("late.0", lane="human"), 2), block("late.0", lane="human"))
+    assert [reason for _, reason in unfit(intake.buffer.candidates("human"), ratio=False, pairs=True)] == ["not a pair"]
+
+
+def test_sides_of_a_pair_share_a_row_however_little_fits():
+    items = [each for p in range(5) for each in pair([30 + p, *[40] * (3 * p)], [60 + p, 2, 2, 2], f"p-{p}.0")]
+    whole = pack(items, max_tokens=10_000)
+    assert whole.lane_sequences == {"human": 10}
+    for batch in (pack(items, max_tokens=5), *split(pack(items, max_tokens=12), 3, seed=1)):
+        for rows in batch.microbatches:
+            marks = {int(mark) for mark in rows.pair_N}
+            assert all(mark ^ 1 in marks for mark in marks)
+
+
+def opened(model: str, **lane) -> TorchLearner:
+    lanes = {"human": LaneConfig(loss="dpo", **lane)}
+    return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+def test_learning_from_pairs_widens_the_margin_and_any_cut_gives_one_step(model):
+    items = [each for p in range(6) for each in pair([30 + p, 2], [60 + p, 2, 2], f"p-{p}.0")]
+    learners = [opened(model), opened(model)]
+    first = [
+        learner.step(pack(items, max_tokens=size), learning_rate=1e-3, seed=0)
+        for learner, size in zip(learners, (10_000, 6), strict=True)
+    ]
+    assert first[0].loss == pytest.approx(np.log(2)), "before the first step every margin is 0"
+    assert first[1].loss == pytest.approx(first[0].loss) and first[1].grad_norm == pytest.approx(first[0].grad_norm)
+    for step in range(1, 8):
+        stats = learners[0].step(pack(items, max_tokens=10_000), learning_rate=1e-3, seed=step)
+    assert stats.loss < 0.5
+
+
+def test_a_lane_that_compares_takes_nothing_but_pairs(model):
+    lone = [side([30], ""), *pair([31], [32], "q.0")]
+    with pytest.raises(ValueError, match="outside any pair"):
+        opened(model).step(pack(lone, max_tokens=100), learning_rate=1e-3, seed=0)
+    assert [pair_side(each.experience) for each in pair([1], [2])] == [REJECTED, CHOSEN]

@@ -10,19 +10,19 @@ from trainer.batch.split import for_ranks, split
 from trainer.batch.tree import Pictures
 
 
-def visible(one: Microbatch, n: int) -> list[tuple[int, int]]:
+def visible(rows: Microbatch, n: int) -> list[tuple[int, int]]:
     """(position, token) of everything sampled token n is conditioned on, by brute force over the mask's definition."""
-    row, i = divmod(int(one.predecessor_N[n]), one.tokens_BT.shape[1])
-    seen = [j for j in range(i + 1) if i < one.reach_BT[row, j]]
-    return [(int(one.positions_BT[row, j]), int(one.tokens_BT[row, j])) for j in seen]
+    row, i = divmod(int(rows.predecessor_N[n]), rows.tokens_BT.shape[1])
+    seen = [j for j in range(i + 1) if i < rows.reach_BT[row, j]]
+    return [(int(rows.positions_BT[row, j]), int(rows.tokens_BT[row, j])) for j in seen]
 
 
 def check_faithful(items: list[TrainItem], batch: PackedBatch) -> None:
     """Every sampled token appears once, conditioned on exactly its own sequence, with its own numbers."""
     expected = {}
-    for s, one in enumerate(items):
-        logprobs = iter(one.experience.logprobs.tolist())
-        for span in one.experience.spans:
+    for s, item in enumerate(items):
+        logprobs = iter(item.experience.logprobs.tolist())
+        for span in item.experience.spans:
             for at in range(span.start, span.stop):
                 numbers = (span.version, np.float32(span.temperature or 1), span.ratio, span.kv < 0)
                 expected[s, at] = (*numbers, next(logprobs))
@@ -79,16 +79,16 @@ def test_shared_prefixes_are_computed_once():
 def test_microbatches_stay_within_max_tokens_and_a_longer_sequence_goes_alone():
     items = [*random_items(seed=3), make_item(range(80), [Span(40, 80, 0)], group="long.0")]
     batch = pack(items, max_tokens=60)
-    over = [one for one in batch.microbatches if one.tokens_BT.size > 60]
-    assert [set(one.sequence_N) for one in over] == [{len(items) - 1}]
+    over = [rows for rows in batch.microbatches if rows.tokens_BT.size > 60]
+    assert [set(each.sequence_N) for each in over] == [{len(items) - 1}]
     assert over[0].tokens_BT.shape == (1, 79)
 
 
 def test_lane_tokens_do_not_depend_on_how_the_batch_was_cut():
     items = random_items(seed=4)
     expected = {"usual": 0, "expert": 0}
-    for one in items:
-        expected[one.item.lane] += one.experience.num_sampled
+    for item in items:
+        expected[item.item.lane] += item.experience.num_sampled
     for max_tokens in (1, 30, 1000):
         batch = pack(items, max_tokens=max_tokens)
         assert batch.lane_tokens == expected
@@ -105,7 +105,7 @@ def test_split_deals_every_token_once_with_a_like_share_of_each_lane():
     batch = pack(items, max_tokens=2)
     parts = split(batch, 4, seed=1)
     assert [part.lane_tokens for part in parts] == [{"usual": 2, "expert": 2}] * 4
-    assert sorted(s for part in parts for one in part.microbatches for s in one.sequence_N) == list(range(16))
+    assert sorted(s for part in parts for rows in part.microbatches for s in rows.sequence_N) == list(range(16))
     assert [part.lane_tokens for part in split(batch, 4, seed=1)] == [part.lane_tokens for part in parts]
 
 
@@ -113,7 +113,9 @@ def test_split_parts_are_faithful():
     items = random_items(seed=5)
     parts = split(pack(items, max_tokens=60), 3, seed=0)
     joined = PackedBatch(
-        microbatches=tuple(one for part in parts for one in part.microbatches), lane_tokens={}, num_sequences=len(items)
+        microbatches=tuple(rows for part in parts for rows in part.microbatches),
+        lane_tokens={},
+        num_sequences=len(items),
     )
     check_faithful(items, joined)
 
@@ -126,11 +128,11 @@ def test_what_ranks_get_is_faithful_and_within_max_tokens(ranks, max_tokens):
     dealt = for_ranks(batch, ranks)
     assert len(dealt) == ranks
     joined = PackedBatch(
-        microbatches=tuple(one for part in dealt for one in part), lane_tokens={}, num_sequences=len(items)
+        microbatches=tuple(each for part in dealt for each in part), lane_tokens={}, num_sequences=len(items)
     )
     check_faithful(items, joined)
-    assert all(one.tokens_BT.size <= max_tokens or len(one.tokens_BT) == 1 for one in joined.microbatches)
-    rows = [sum(len(one.tokens_BT) for one in part) for part in dealt]
+    assert all(rows.tokens_BT.size <= max_tokens or len(rows.tokens_BT) == 1 for rows in joined.microbatches)
+    rows = [sum(len(each.tokens_BT) for each in part) for part in dealt]
     assert max(rows) - min(rows) <= 1
 
 
@@ -141,32 +143,34 @@ def test_each_rank_fills_its_microbatches_up_to_max_tokens():
         make_item([1] * (num_tokens + 1), [Span(num_tokens, num_tokens + 1, 0)], group=f"{g}.0") for g in range(rows)
     ]
     batch = pack(items, max_tokens=16_384)
-    assert [len(one.tokens_BT) for one in batch.microbatches] == [3] * 20
+    assert [len(rows.tokens_BT) for rows in batch.microbatches] == [3] * 20
     assert max(len(part) for part in for_ranks(batch, ranks)) == 3
 
 
 def test_pictures_go_with_their_rows_to_their_rank():
     items = [
         TrainItem(
-            one.experience,
-            one.item,
+            item.experience,
+            item.item,
             Pictures((str(s),), np.array([0, 1]), (np.full((3, 2, 2), s, np.float32),)) if s % 3 else None,
         )
-        for s, one in enumerate(make_item([7, 7, *range(s + 3)], [Span(4, s + 5, 0)], group=f"{s}.0") for s in range(9))
+        for s, item in enumerate(
+            make_item([7, 7, *range(s + 3)], [Span(4, s + 5, 0)], group=f"{s}.0") for s in range(9)
+        )
     ]
     batch = pack(items, max_tokens=40)
     for ranks in (1, 2, 4):
         shown = {}
-        for one in (each for part in for_ranks(batch, ranks) for each in part):
-            at = one.places_P.reshape(len(one.pixels_I3HW), -1)
-            for pixels, places in zip(one.pixels_I3HW, at, strict=True):
-                row = places[0] // one.tokens_BT.shape[1]
+        for other in (each for part in for_ranks(batch, ranks) for each in part):
+            at = other.places_P.reshape(len(other.pixels_I3HW), -1)
+            for pixels, places in zip(other.pixels_I3HW, at, strict=True):
+                row = places[0] // other.tokens_BT.shape[1]
                 (of_row,) = {
                     int(s)
-                    for s in one.sequence_N[one.predecessor_N // one.tokens_BT.shape[1] == row]
+                    for s in other.sequence_N[other.predecessor_N // other.tokens_BT.shape[1] == row]
                     if s % 3 and pixels[0, 0, 0] == s
                 }
-                shown[of_row] = one.positions_BT.reshape(-1)[places].tolist()
+                shown[of_row] = other.positions_BT.reshape(-1)[places].tolist()
         assert shown == {s: [0, 1] for s in range(9) if s % 3}
 
 

@@ -97,7 +97,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def slope(function: Callable[[np.ndarray], float], at: np.ndarray) -> np.ndarray:
     step = 1e-6
-    return np.array([(function(at + step * one) - function(at - step * one)) / (2 * step) for one in np.eye(len(at))])
+    return np.array(
+        [(function(at + step * each) - function(at - step * each)) / (2 * step) for each in np.eye(len(at))]
+    )
 
 
 def test_off_policy_the_estimate_and_its_gradient_are_on_average_those_of_the_exact_divergence():
@@ -146,19 +148,19 @@ def test_the_entropy_and_its_gradient_are_exact_over_the_vocabulary(model, max_t
     with torch.no_grad():  # an untrained model's answers are all alike
         packed.module.get_output_embeddings().weight.mul_(30)
     found: dict[int, list[float]] = {}
-    for one in pack(items, max_tokens=max_tokens).microbatches:
-        logprob_N, entropy_N = packed.logprobs_and_entropy(one)
-        assert (logprob_N - packed.logprobs(one)).abs().max() < 5e-5
+    for rows in pack(items, max_tokens=max_tokens).microbatches:
+        logprob_N, entropy_N = packed.logprobs_and_entropy(rows)
+        assert (logprob_N - packed.logprobs(rows)).abs().max() < 5e-5
         entropy_N.sum().backward()
-        for s, value in zip(one.sequence_N.tolist(), entropy_N.tolist(), strict=True):
+        for s, value in zip(rows.sequence_N.tolist(), entropy_N.tolist(), strict=True):
             found.setdefault(s, []).append(value)
     plain = load_model(model).double()
     with torch.no_grad():
         plain.get_output_embeddings().weight.mul_(30)
-    for s, one in enumerate(items):
-        ids = torch.tensor(one.experience.tokens.astype(np.int64))
+    for s, item in enumerate(items):
+        ids = torch.tensor(item.experience.tokens.astype(np.int64))
         logits = plain(input_ids=ids[None], use_cache=False).logits[0]
-        places = [(at - 1, span.temperature) for span in one.experience.spans for at in range(span.start, span.stop)]
+        places = [(at - 1, span.temperature) for span in item.experience.spans for at in range(span.start, span.stop)]
         p = torch.stack([torch.softmax(logits[at] / temperature, -1) for at, temperature in places])
         entropy = -(p * p.log()).sum(-1)
         entropy.sum().backward()
@@ -182,15 +184,15 @@ def of_layout(
     dealt = split(batch, parts, seed=1)
     for index, part in enumerate(dealt):
         context = step_context(objectives, batch, len(dealt), index, staleness_decay=0.9, bounds={})
-        for one in (micro for rank in split(part, ranks) for micro in rank.microbatches):
-            begin = np.flatnonzero(np.append(True, one.sequence_N[1:] != one.sequence_N[:-1]))
-            place_N = np.arange(len(one.target_N)) - np.repeat(begin, np.diff(np.append(begin, len(one.target_N))))
-            names = [(order[s], int(place)) for s, place in zip(one.sequence_N, place_N, strict=True)]
+        for rows in (micro for rank in split(part, ranks) for micro in rank.microbatches):
+            begin = np.flatnonzero(np.append(True, rows.sequence_N[1:] != rows.sequence_N[:-1]))
+            place_N = np.arange(len(rows.target_N)) - np.repeat(begin, np.diff(np.append(begin, len(rows.target_N))))
+            names = [(order[s], int(place)) for s, place in zip(rows.sequence_N, place_N, strict=True)]
             given = [np.random.default_rng(name).normal(size=3) for name in names]
             logprob, reference, entropy = (tensor(column) for column in np.array(given).T)
             logprob = (one_minus(logprob)).requires_grad_()
             entropy.requires_grad_()
-            value, _ = microbatch_loss(context, one, logprob, reference_N=one_minus(reference), entropy_N=entropy)
+            value, _ = microbatch_loss(context, rows, logprob, reference_N=one_minus(reference), entropy_N=entropy)
             value.backward()
             loss += float(value.detach())
             slope_of = entropy.grad if entropy.grad is not None else torch.zeros(len(names))
@@ -226,7 +228,7 @@ def test_packing_order_minibatches_and_ranks_never_change_loss_or_gradient_of_th
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"distill", "dpo", "ppo"}))
 def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(model, loss):
     """The terms add to the loss what they measure, whatever loss it is."""
-    items = [one for one in random_items(1, groups=2, size=3) if one.item.lane == "usual"]
+    items = [item for item in random_items(1, groups=2, size=3) if item.item.lane == "usual"]
     batch = pack(items, max_tokens=60, version=5)
 
     def stepped(**terms: float):
@@ -246,8 +248,8 @@ def test_every_loss_takes_both_terms_and_without_them_a_step_keeps_its_bits(mode
 def test_only_a_microbatch_with_a_lane_that_compares_needs_a_forward_of_the_reference():
     objectives = open_objectives({"usual": LaneConfig(), "expert": LaneConfig(loss="sft", kl=0.1)})
     parts = pack(random_items(1), max_tokens=1).microbatches  # a sequence each
-    assert {int(one.lane_N[0]) for one in parts} == {LANE_NAMES.index("usual"), LANE_NAMES.index("expert")}
-    assert all(compares(objectives, one) == (LANE_NAMES[one.lane_N[0]] == "expert") for one in parts)
+    assert {int(each.lane_N[0]) for each in parts} == {LANE_NAMES.index("usual"), LANE_NAMES.index("expert")}
+    assert all(compares(objectives, each) == (LANE_NAMES[each.lane_N[0]] == "expert") for each in parts)
 
 
 def test_two_terms_of_one_divergence_are_refused():

@@ -1,5 +1,6 @@
 """Training on pictures: packed as a plain forward reads them, with gradients that reach the tower."""
 
+import asyncio
 from pathlib import Path
 from random import Random
 
@@ -8,23 +9,34 @@ import numpy as np
 import pytest
 import torch
 
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.model.model import load_tokenizer
 from infra.model.vision import FAMILIES
+from infra.observe.metrics import Metrics
 from infra.policies.tensors import to_numpy
+from infra.settings.config import Floor, Pacing
 from infra.store.images import deposit_image
 from infra.store.memory import MemoryStore
-from schemas import Block, Message, Span
+from schemas import Batch, Block, Drawn, Message, Span, make_experience, topics
 from schemas.errors import BadFrame
 from tests.eye_model import NUM_PLACES, build_eye_model, drawings
+from tests.role import role_of
 from tests.trainer.trainer_samples import make_item
 from trainer.batch.batch import Microbatch, TrainItem, pack
-from trainer.batch.image_inputs import ImageInputs, open_sight
+from trainer.batch.image_inputs import BAD_IMAGE, ImageInputs, open_sight
 from trainer.batch.split import split
 from trainer.buffer.pool import Candidate
 from trainer.config import LaneConfig, TrainerConfig
+from trainer.journal.checkpoint import Position
 from trainer.learners.forward import PackedModel
 from trainer.learners.orders import decode_arrays, encode_arrays
 from trainer.learners.torch import TorchLearner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
+from trainer.replay.replay import find_start, replay
+from trainer.state import whole_hash
+from trainer.train import run_trainer
 
 SFT = TrainerConfig(lanes={"usual": LaneConfig(loss="sft", weight=1.0)})
 
@@ -42,11 +54,11 @@ def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[
     assert image_inputs is not None
     tokenizer = load_tokenizer(model)
     items = []
-    for index, one in enumerate(drawings(count)):
-        deposit_image(store, one.image, one.picture)
-        question = Message(role="user", content="count", images=(one.image,))
+    for index, each in enumerate(drawings(count)):
+        deposit_image(store, each.image, each.picture)
+        question = Message(role="user", content="count", images=(each.image,))
         prompt = tokenizer.encode_chat([question])
-        for episode, answer in enumerate((one.answer, "9")):
+        for episode, answer in enumerate((each.answer, "9")):
             tokens = [*prompt, *tokenizer.encode(answer), tokenizer.eos_ids[0]]
             item = make_item(tokens, [Span(len(prompt), len(tokens), 0)], group=f"t-{index}.0", episode=episode)
             messages = (question, Message(role="assistant", content=answer))
@@ -57,9 +69,9 @@ def opened(model: Path, count: int = 6) -> tuple[ImageInputs, MemoryStore, list[
 def by_sequence(model: PackedModel, batch: object) -> dict[int, np.ndarray]:
     found = {}
     with torch.no_grad():
-        for one in batch.microbatches:  # type: ignore[attr-defined]
-            logprobs = model.logprobs(one).numpy()
-            found |= {int(s): logprobs[one.sequence_N == s] for s in np.unique(one.sequence_N)}
+        for rows in batch.microbatches:  # type: ignore[attr-defined]
+            logprobs = model.logprobs(rows).numpy()
+            found |= {int(s): logprobs[rows.sequence_N == s] for s in np.unique(rows.sequence_N)}
     return found
 
 
@@ -68,7 +80,7 @@ def test_a_packed_picture_gives_the_logprobs_of_each_sequence_alone_and_is_compu
     shown = image_inputs.shown(items)
     packed = PackedModel(str(model), dtype="float32", device="cpu")
     together = pack(shown, max_tokens=4096)
-    assert sum(len(one.pixels_I3HW) for one in together.microbatches) == 6, "a group's picture is computed once"
+    assert sum(len(rows.pixels_I3HW) for rows in together.microbatches) == 6, "a group's picture is computed once"
     found = by_sequence(packed, together)
     vision = image_inputs.vision
     for s, item in enumerate(shown):
@@ -88,7 +100,7 @@ def test_parts_and_ranks_get_the_pictures_of_their_rows(model: Path) -> None:
     whole = pack(image_inputs.shown(items), max_tokens=14)
     expected = by_sequence(packed, whole)
     assert len(whole.microbatches) > 1
-    sent = [Microbatch(**decode_arrays(encode_arrays(one))) for one in whole.microbatches]
+    sent = [Microbatch(**decode_arrays(encode_arrays(rows))) for rows in whole.microbatches]
     for parts in (split(whole, 3, seed=1), [msgspec.structs.replace(whole, microbatches=tuple(sent))]):
         found = {s: values for part in parts for s, values in by_sequence(packed, part).items()}
         assert found.keys() == expected.keys()
@@ -106,8 +118,8 @@ def test_an_image_token_that_was_sampled_is_a_token_like_any_other(model: Path) 
     first_place = int(np.flatnonzero(first.experience.tokens == image_inputs.vision.token)[0])
     assert shown.pictures is not None
     assert shown.pictures.places_P.tolist() == list(range(first_place, first_place + NUM_PLACES))
-    (one,) = pack([shown], max_tokens=64).microbatches
-    assert len(one.places_P) == NUM_PLACES
+    (rows,) = pack([shown], max_tokens=64).microbatches
+    assert len(rows.places_P) == NUM_PLACES
 
 
 def test_gradients_reach_the_vision_tower_and_a_loss_over_pictures_falls(model: Path) -> None:
@@ -117,7 +129,7 @@ def test_gradients_reach_the_vision_tower_and_a_loss_over_pictures_falls(model: 
     before = learner.tensors()
     losses = [learner.step(batch, learning_rate=3e-3, seed=step).loss for step in range(60)]
     moved = {
-        name for name, one in learner.tensors().items() if not np.array_equal(to_numpy(one), to_numpy(before[name]))
+        name for name, item in learner.tensors().items() if not np.array_equal(to_numpy(item), to_numpy(before[name]))
     }
     for part in ("vision_tower.embeddings.patch_embedding", "multi_modal_projector", "language_model"):
         assert any(part in name for name in moved), f"nothing of {part} was trained"
@@ -131,7 +143,7 @@ def swapped(items: list[TrainItem]) -> list[TrainItem]:
     found = []
     for item in items:
         messages = item.experience.messages
-        other = next(one for one in items if one.experience.response != item.experience.response)
+        other = next(each for each in items if each.experience.response != item.experience.response)
         question = msgspec.structs.replace(messages[0], images=other.experience.messages[0].images)
         found.append(TrainItem(item.experience.with_bulk(messages=(question, *messages[1:])), item.item))
     return found
@@ -139,7 +151,7 @@ def swapped(items: list[TrainItem]) -> list[TrainItem]:
 
 def test_a_group_whose_image_cannot_be_shown_is_found_before_the_journal(model: Path) -> None:
     image_inputs, store, items = opened(model, 3)
-    blocks = [Block(tuple(one.experience for one in items[at : at + 2])) for at in (0, 2, 4)]
+    blocks = [Block(tuple(item.experience for item in items[at : at + 2])) for at in (0, 2, 4)]
     taken = tuple(
         Candidate(group=block.experiences[0].group, lane="usual", offset=at, num_experiences=2)
         for at, block in enumerate(blocks)
@@ -159,3 +171,100 @@ def test_places_that_do_not_fit_the_images_are_a_bad_image(model: Path) -> None:
     block = Block((experience.with_bulk(tokens=torn),))
     candidate = Candidate(group=experience.group, lane="usual", offset=0, num_experiences=1)
     assert image_inputs.unreadable([candidate], [block]) == [candidate]
+
+
+FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=2, straggler_s=0.01))
+CONFIG = TrainerConfig(
+    lanes={"usual": LaneConfig(weight=1.0)}, learning_rate=1e-3, checkpoint_every=2, max_steps=4, tensorboard=""
+)
+GROUPS, GONE = 9, 4
+
+
+@pytest.fixture(scope="module")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return build_eye_model(tmp_path_factory.mktemp("eye") / "model")
+
+
+async def filled(log: Log, store: MemoryStore, tiny_model_folder: Path) -> None:
+    """Groups of two answers about a picture each; one picture is not in the store."""
+    await log.create_topics(partitions=2, keep_ms=-1)
+    tokenizer = load_tokenizer(tiny_model_folder)
+    for sequence, each in enumerate(drawings(GROUPS)):
+        if sequence != GONE:
+            deposit_image(store, each.image, each.picture)
+        question = Message(role="user", content="count", images=(each.image,))
+        prompt = tokenizer.encode_chat([question])
+        group = f"count-{sequence}.0"
+        members = tuple(
+            make_experience(
+                tokens=[*prompt, *tokenizer.encode(answer), 2], logprobs=[-0.5, -0.25],
+                messages=(question, Message(role="assistant", content=answer)), id=f"{group}.0-{episode}-0", group=group,
+                episode=episode, group_size=2, spans=(Span(len(prompt), len(prompt) + 2, 10_000),), sequence=sequence,
+                reward=float(episode), advantage=float(episode) - 0.5,
+            )
+            for episode, answer in enumerate(("9", each.answer))
+        )  # fmt: skip
+        await log.publish(topics.BUFFER, Block(members))
+
+
+def test_a_run_on_pictures_drops_what_cannot_be_shown_and_is_replayed_to_the_bit(
+    tiny_model_folder: Path,
+) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = Log(MemoryBus(), "t", store=store)
+        await filled(log, store, tiny_model_folder)
+        learner = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
+        image_inputs = open_sight(str(tiny_model_folder), store)
+        await run_trainer(role_of("train", FLOOR, log, store), CONFIG, learner, seed=3, image_inputs=image_inputs)
+        journal = [message.value async for message in log.read_all(topics.BATCHES)]
+        trained = {item.id.partition(".")[0] for each in journal if isinstance(each, Batch) for item in each.items}
+        assert trained == {f"count-{sequence}" for sequence in range(GROUPS) if sequence != GONE}
+        told = [message.value async for message in log.read_all(topics.PROGRESS)]
+        dropped = {group: why for each in told if isinstance(each, Drawn) for group, why in each.dropped.items()}
+        assert dropped == {f"count-{GONE}.0": BAD_IMAGE}
+
+        again = TorchLearner(str(tiny_model_folder), CONFIG, device="cpu")
+        compared = [
+            compared
+            async for compared in replay(
+                learning(again, tiny_model_folder, store), "t", log, store, await start(log, store)
+            )
+        ]
+        assert len(compared) >= 2 and all(each.equal and not each.fault for each in compared)
+        assert whole_hash(again.save()) == whole_hash(learner.save())
+
+        name = next(iter(store.keys("blobs/")))
+        store.delete(name)
+        with pytest.raises(BadFrame, match=f"missing: {name}"):
+            third = learning(TorchLearner(str(tiny_model_folder), CONFIG, device="cpu"), tiny_model_folder, store)
+            [compared async for compared in replay(third, "t", log, store, await start(log, store))]
+
+    asyncio.run(main())
+
+
+async def start(log: Log, store: MemoryStore):
+    return await find_start(log, store, "t", from_step=-1, to_step=None)
+
+
+def learning(learner: TorchLearner, tiny_model_folder: Path, store: MemoryStore) -> Learning:
+    return Learning(
+        floor=FLOOR, config=CONFIG, learner=learner, report=TrainerReport(Metrics("replay")), position=Position(),
+        image_inputs=open_sight(str(tiny_model_folder), store),
+    )  # fmt: skip
+
+
+def test_what_lies_in_the_log_of_a_picture_is_its_reference(tiny_model_folder: Path) -> None:
+    async def main() -> list[bytes]:
+        log = Log(MemoryBus(), "t", store=MemoryStore())
+        await filled(log, MemoryStore(), tiny_model_folder)
+        blocks = [message async for message in log.read_all(topics.BUFFER)]
+        assert all(isinstance(block.value, Block) for block in blocks)
+        images = [block.value.experiences[0].messages[0].images for block in blocks]  # type: ignore[union-attr]
+        assert [image.sha256 for (image,) in images] == [each.image.sha256 for each in drawings(GROUPS)]
+        return [block.record.value for block in blocks]
+
+    pictures = [each.picture for each in drawings(GROUPS)]
+    assert not any(picture in value for value, picture in zip(asyncio.run(main()), pictures, strict=True))
+    assert msgspec.structs.fields(Message)[-1].name == "images"

@@ -60,15 +60,15 @@ def test_after_recovery_the_run_goes_on_from_its_checkpoint_with_versions_above_
         code, page = await told(log, store)
         assert code == 0 and f"after step {before.position.step}" in page and "Lost with the old log" in page
         made = load_newest(store, "t")
-        assert made is not None and [one.token for one in places(store, "t")] == [made.position.journal_token]
-        assert {name: bytes(one.data) for name, one in made.learner.items()} == {
-            name: bytes(one.data) for name, one in before.learner.items()
+        assert made is not None and [place.token for place in places(store, "t")] == [made.position.journal_token]
+        assert {name: bytes(item.data) for name, item in made.learner.items()} == {
+            name: bytes(item.data) for name, item in before.learner.items()
         }
         assert made.position.journal_token > token and made.position.version == version + 1
         await train(log, store, ScriptedLearner(), MORE)
-        steps = [one.step for one in await journal(log) if isinstance(one, Batch)]
+        steps = [entry.step for entry in await journal(log) if isinstance(entry, Batch)]
         assert steps == list(range(before.position.step + 1, before.position.step + 1 + STEPS))
-        versions = [one.version for one in await published(log)]
+        versions = [event.version for event in await published(log)]
         assert versions == list(range(version + 1, version + 1 + len(versions))) and len(versions) > STEPS / 2
         assert (await told(log, store))[1].startswith("The log and the store belong together")
 
@@ -192,7 +192,7 @@ def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
     async def before() -> None:
         log = Log(MemoryBus(), app_name, store=store)
         await log.create_topics(partitions=2, keep_ms=-1)
-        for message in [one async for one in (await filled_log(store)).read_all(topics.BUFFER)]:
+        for message in [each async for each in (await filled_log(store)).read_all(topics.BUFFER)]:
             assert message.value is not None
             await log.publish(topics.BUFFER, message.value)
         await train(log, store, ScriptedLearner(), floor=floor)
@@ -202,11 +202,11 @@ def test_a_lost_log_is_refused_by_every_role_and_recovered_on_a_real_broker(
         await bus.start()
         try:
             log = Log(bus, app_name, store=store)
-            for message in [one async for one in (await filled_log(store)).read_all(topics.BUFFER)]:
+            for message in [each async for each in (await filled_log(store)).read_all(topics.BUFFER)]:
                 assert message.value is not None
                 await log.publish(topics.BUFFER, message.value)
             await train(log, store, ScriptedLearner(), MORE, floor=floor)
-            return [one.version for one in await published(log)]
+            return [event.version for event in await published(log)]
         finally:
             await bus.close()
 

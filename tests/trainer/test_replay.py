@@ -53,7 +53,7 @@ async def replayed(
         report=TrainerReport(Metrics("replay")),
         position=Position(),
     )
-    return [one async for one in replay(run, "t", log, store, start)], run, start
+    return [compared async for compared in replay(run, "t", log, store, start)], run, start
 
 
 class ReadOnlyBus(MemoryBus):
@@ -94,12 +94,12 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_every_checkpoint_ever_made_is_found_again_and_nothing_is_written() -> None:
     async def main() -> None:
         log, store, learner = await finished_run()
-        told = [one for one in await journal(log) if isinstance(one, Saved)]
+        told = [entry for entry in await journal(log) if isinstance(entry, Saved)]
         assert len(told) > len(checkpoint.places(store, "t")), "some were pruned"
         found, again, start = await replayed(*read_only(log, store))
-        assert [one.step for one in found] == [one.step for one in told]
-        assert all(one.equal and not one.fault for one in found)
-        assert [one.got for one in found] == [one.sha256 for one in told]
+        assert [each.step for each in found] == [each.step for each in told]
+        assert all(each.equal and not each.fault for each in found)
+        assert [each.got for each in found] == [each.sha256 for each in told]
         assert again.learner.tensors() == learner.tensors()
         assert start.survey.num_steps == again.position.step + 1
 
@@ -111,12 +111,12 @@ def test_a_replay_may_begin_and_end_anywhere() -> None:
         log, store, _ = await finished_run()
         newest = checkpoint.places(store, "t")[-1].step
         whole, _, _ = await replayed(log, store)
-        by_step = {one.step: one.got for one in whole}
+        by_step = {each.step: each.got for each in whole}
         part, _, start = await replayed(log, store, from_step=newest - 1, to_step=newest)
         assert start.manifest.place.step < newest and len(part) == 2
-        assert all(one.equal and one.got == by_step[one.step] for one in part)
+        assert all(each.equal and each.got == by_step[each.step] for each in part)
         only, again, _ = await replayed(log, store, to_step=-1)
-        assert [one.step for one in only] == [-1] and again.position.step == -1
+        assert [each.step for each in only] == [-1] and again.position.step == -1
         with pytest.raises(ConfigError, match="--from -2"):
             await replayed(log, store, from_step=-2)
 
@@ -134,7 +134,7 @@ def test_a_run_killed_at_any_send_or_put_replays_to_its_own_weights(every: int) 
         whole = (await finished_run())[2]
         assert learner.tensors() == whole.tensors(), "an undisturbed run of the same batches"
         found, again, _ = await replayed(*read_only(log, store))
-        assert len(found) > 4 and all(one.equal and not one.fault for one in found)
+        assert len(found) > 4 and all(each.equal and not each.fault for each in found)
         assert again.learner.tensors() == learner.tensors()
 
     run(main())
@@ -153,7 +153,7 @@ def test_a_death_at_any_single_send_or_put_changes_nothing() -> None:
             log = await filled_log(store, bus)
             learner, died = await train_through_kills(bus, store, ScriptedLearner, [kill], log)
             assert died == 1 and learner.tensors() == whole.tensors(), kill
-            assert all(one.equal and not one.fault for one in (await replayed(log, store))[0]), kill
+            assert all(each.equal and not each.fault for each in (await replayed(log, store))[0]), kill
 
     run(main())
 
@@ -164,9 +164,9 @@ FAILING = tuple(step_seed(3, step) for step in (12, 15, 16, 17))
 def test_skips_and_rollbacks_are_taken_from_the_journal() -> None:
     async def main() -> None:
         log, store, learner = await finished_run(fail_at=FAILING)
-        assert sum(isinstance(one, Rollback) for one in await journal(log)) == 1
+        assert sum(isinstance(entry, Rollback) for entry in await journal(log)) == 1
         found, again, _ = await replayed(log, store)  # whose own steps are all finite
-        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
     run(main())
 
@@ -182,13 +182,13 @@ def test_a_run_killed_around_a_rollback_quarantines_the_same_steps(first: int) -
         assert died
         assert undone(await journal(log)) == undone(await journal(expected))
         found, again, _ = await replayed(log, store)
-        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
     run(main())
 
 
 def undone(records: list[object]) -> set[tuple[int, int, int]]:
-    return {(one.from_step, one.to_step, one.version) for one in records if isinstance(one, Rollback)}
+    return {(record.from_step, record.to_step, record.version) for record in records if isinstance(record, Rollback)}
 
 
 @processor(version=1, inline=True)
@@ -202,11 +202,11 @@ def test_what_the_batch_chain_dropped_is_not_trained_and_is_still_what_was_journ
         log = await filled_log(store)
         chain = build_batch([ProcessorConfig(use="tests.trainer.test_replay:drop_odd", stage="batch")])
         await train(log, store, learner, chain=chain)
-        batches = [one for one in await journal(log) if isinstance(one, Batch) and one.phase == "train"]
-        gone = [{item.offset for item in one.dropped} - {item.offset for item in one.items} for one in batches]
+        batches = [entry for entry in await journal(log) if isinstance(entry, Batch) and entry.phase == "train"]
+        gone = [{item.offset for item in batch.dropped} - {item.offset for item in batch.items} for batch in batches]
         assert all(gone), "whole groups were dropped"
         found, again, _ = await replayed(log, store)
-        assert all(one.equal for one in found) and again.learner.tensors() == learner.tensors()
+        assert all(each.equal for each in found) and again.learner.tensors() == learner.tensors()
 
     run(main())
 
@@ -224,10 +224,10 @@ def test_the_buffer_keeps_what_kept_checkpoints_need_and_loses_what_none_does() 
         await train(log, store, ScriptedLearner(), config, floor)
         (begins,) = (await log.bus.beginning_offsets(log.name(topics.BUFFER))).values()
         kept = checkpoint.manifests(store, "t")
-        assert 0 < begins == min(one.oldest_offset for one in kept) and len(kept) < STEPS
+        assert 0 < begins == min(each.oldest_offset for each in kept) and len(kept) < STEPS
         for place in checkpoint.places(store, "t"):
             found, _, _ = await replayed(log, store, from_step=place.step)
-            assert all(one.equal for one in found)
+            assert all(each.equal for each in found)
 
     run(main())
 
@@ -259,9 +259,9 @@ def test_an_altered_buffered_block_is_named_by_step_and_offset() -> None:
         log, store, _ = await finished_run()
         _, batch = await batch_at(log, 9)
         offset = next(item.offset for item in batch.items if item.lane == "usual")
-        (message,) = [one async for one in log.read_all(topics.BUFFER) if one.offset == offset]
+        (message,) = [each async for each in log.read_all(topics.BUFFER) if each.offset == offset]
         assert isinstance(message.value, Block)
-        better = Block(tuple(one.with_bulk(logprobs=[-0.5, -0.26]) for one in message.value.experiences))
+        better = Block(tuple(experience.with_bulk(logprobs=[-0.5, -0.26]) for experience in message.value.experiences))
         replace(log, topics.BUFFER, offset, encode(better))
         assert f"step 9: buffer offset {offset} holds another record" in await broken(log, store)
         replace(log, topics.BUFFER, offset, message.record.value[:-1])
@@ -290,7 +290,7 @@ def test_an_altered_blob_is_named() -> None:
         config = msgspec.structs.replace(CONFIG, max_steps=STEPS + 1)
         await train(log, store, ScriptedLearner(), config)
         (key,) = store.keys("blobs/")
-        assert all(one.equal for one in (await replayed(log, store))[0])
+        assert all(each.equal for each in (await replayed(log, store))[0])
         store.put(key, store.get(key)[:-1] + b"x")
         assert re.search(rf"step \d+: buffer offset \d+: claim: {key}", await broken(log, store))
 
@@ -313,10 +313,10 @@ def test_an_altered_journal_record_shows_at_the_next_checkpoint() -> None:
     async def main() -> None:
         log, store, _ = await finished_run()
         offset, batch = await batch_at(log, 9)
-        items = tuple(msgspec.structs.replace(one, advantage=one.advantage + 0.001) for one in batch.items)
+        items = tuple(msgspec.structs.replace(item, advantage=item.advantage + 0.001) for item in batch.items)
         replace(log, topics.BATCHES, offset, encode(msgspec.structs.replace(batch, items=items)))
         found, _, _ = await replayed(log, store)
-        assert {one.step for one in found if not one.equal} == {one.step for one in found if one.step >= 9}
+        assert {each.step for each in found if not each.equal} == {each.step for each in found if each.step >= 9}
 
     run(main())
 
@@ -325,12 +325,12 @@ def test_an_altered_checkpoint_is_named_and_the_next_one_begins() -> None:
     async def main() -> None:
         log, store, _ = await finished_run()
         oldest, *_, newest = checkpoint.manifests(store, "t")
-        for one in (oldest, newest):
-            store.put(one.state, store.get(one.state)[:-1] + b"x")
+        for each in (oldest, newest):
+            store.put(each.state, store.get(each.state)[:-1] + b"x")
         found, _, start = await replayed(log, store)
         assert len(start.passed_over) == 1 and "step -1" in start.passed_over[0]
-        assert all(one.equal for one in found), "what the journal tells is not touched by it"
-        assert [one.step for one in found if one.fault] == [newest.position.step]
+        assert all(each.equal for each in found), "what the journal tells is not touched by it"
+        assert [each.step for each in found if each.fault] == [newest.position.step]
 
     run(main())
 
@@ -348,10 +348,10 @@ def test_other_kernels_give_a_distance_instead_of_bits() -> None:
     async def main() -> None:
         log, store, _ = await finished_run()
         found, _, _ = await replayed(log, store, ScriptedLearner(device="cuda", drift=1e-3))
-        assert [one.equal for one in found] == [True] + [False] * (len(found) - 1), "all but where it began"
+        assert [each.equal for each in found] == [True] + [False] * (len(found) - 1), "all but where it began"
         stored = {place.step for place in checkpoint.places(store, "t")}
-        assert {one.step for one in found if one.distance is not None} == stored
-        assert all(one.distance > 0 for one in found[1:] if one.distance is not None)
+        assert {each.step for each in found if each.distance is not None} == stored
+        assert all(each.distance > 0 for each in found[1:] if each.distance is not None)
 
     run(main())
 
@@ -363,6 +363,6 @@ def test_a_batch_that_lies_behind_a_newer_fence_is_not_replayed() -> None:
         await log.publish(topics.BATCHES, Fence(run="t", token=50))
         await log.publish(topics.BATCHES, msgspec.structs.replace(batch, step=99))
         found, again, _ = await replayed(log, store)
-        assert all(one.equal for one in found) and again.position.step < 99
+        assert all(each.equal for each in found) and again.position.step < 99
 
     run(main())

@@ -215,7 +215,7 @@ def test_distillation_on_policy_is_the_gradient_of_the_divergence_from_the_teach
         log_p = moved - np.log(np.exp(moved).sum())
         return (np.exp(log_p) * (log_p - teacher)).sum()
 
-    numeric = [(divergence(step * one) - divergence(-step * one)) / (2 * step) for one in np.eye(3)]
+    numeric = [(divergence(step * each) - divergence(-step * each)) / (2 * step) for each in np.eye(3)]
     assert (p * gradient) @ score == pytest.approx(numeric, abs=1e-8)
 
 

@@ -6,17 +6,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trainer_samples import make_item, random_items
 
 from infra.cli.demo.char_model import build_char_model
 from infra.model.model import load_model
 from infra.policies.tensors import from_torch, to_numpy, to_torch
-from schemas import Span
+from schemas import BadFrame, Block, Span, decode, encode
 from schemas.errors import ConfigError
-from trainer.batch.batch import TrainItem, pack
-from trainer.config import LaneConfig, TrainerConfig
+from schemas.wire.teacher import SECTION, teacher_logprobs, with_teacher_logprobs
+from trainer.batch.batch import LANES, PackedBatch, TrainItem, pack
+from trainer.batch.split import split
+from trainer.config import CriticConfig, LaneConfig, TrainerConfig
 from trainer.learners.forward import PackedModel
+from trainer.learners.lanes import microbatch_loss, step_context
 from trainer.learners.torch import TorchLearner
+from trainer.losses.loss import Objective, open_objectives
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +37,13 @@ def opened(model: str, loss: str = "grpo", options: dict | None = None, **settin
     return TorchLearner(model, TrainerConfig(lanes=lanes, threads=1, **settings), device="cpu")
 
 
-def plain_logprobs(module: torch.nn.Module, one: TrainItem) -> torch.Tensor:
+def plain_logprobs(module: torch.nn.Module, each: TrainItem) -> torch.Tensor:
     """Logprobs of the sampled tokens of one sequence by transformers alone."""
-    ids = torch.tensor(one.experience.tokens.astype(np.int64))
+    ids = torch.tensor(each.experience.tokens.astype(np.int64))
     logits = module(input_ids=ids[None], use_cache=False).logits[0]
     found = [
         torch.log_softmax(logits[at - 1] / span.temperature, -1)[ids[at]]
-        for span in one.experience.spans
+        for span in each.experience.spans
         for at in range(span.start, span.stop)
     ]
     return torch.stack(found)
@@ -48,14 +54,14 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model,
     items = random_items(seed=max_tokens)
     packed = PackedModel(model, dtype="float32", device="cpu", max_logits=max_logits)
     found = [[] for _ in items]
-    for one in pack(items, max_tokens=max_tokens).microbatches:
-        logprob_N = packed.logprobs(one)
+    for rows in pack(items, max_tokens=max_tokens).microbatches:
+        logprob_N = packed.logprobs(rows)
         (logprob_N.sum() / 100).backward()
-        for s, value in zip(one.sequence_N.tolist(), logprob_N.tolist(), strict=True):
+        for s, value in zip(rows.sequence_N.tolist(), logprob_N.tolist(), strict=True):
             found[s].append(value)
     plain = load_model(model)
-    for one, logprobs in zip(items, found, strict=True):
-        expected = plain_logprobs(plain, one)
+    for item, logprobs in zip(items, found, strict=True):
+        expected = plain_logprobs(plain, item)
         (expected.sum() / 100).backward()
         assert np.abs(np.array(logprobs) - expected.detach().numpy()).max() < 2e-6
     for (name, value), (_, other) in zip(packed.module.named_parameters(), plain.named_parameters(), strict=True):
@@ -65,9 +71,9 @@ def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(model,
 def test_sampled_logprobs_of_the_same_policy_show_no_mismatch(model):
     plain = load_model(model)
     items = []
-    for one in random_items(seed=1, groups=2):
-        logprobs = plain_logprobs(plain, one).detach().numpy() * (one.item.lane == "usual")
-        items.append(TrainItem(one.experience.with_bulk(logprobs=np.minimum(logprobs, 0)), one.item))
+    for item in random_items(seed=1, groups=2):
+        logprobs = plain_logprobs(plain, item).detach().numpy() * (item.item.lane == "usual")
+        items.append(TrainItem(item.experience.with_bulk(logprobs=np.minimum(logprobs, 0)), item.item))
     batch = pack(items, max_tokens=1000, version=3)
     values = opened(model).step(batch, learning_rate=1e-5, seed=0).values
     assert values["usual/mismatch_tokens"] > 0
@@ -80,12 +86,12 @@ def test_sampled_logprobs_of_the_same_policy_show_no_mismatch(model):
 
 def test_a_token_sampled_with_older_keys_and_values_is_weighed_by_what_sampled_it_and_compares_no_engine(model):
     plain, items, apart = load_model(model), [], 0.3
-    for one in random_items(seed=1, groups=2):
+    for item in random_items(seed=1, groups=2):
         spans = tuple(
-            msgspec.structs.replace(span, version=3, kv=2 if span.ratio else -1) for span in one.experience.spans
+            msgspec.structs.replace(span, version=3, kv=2 if span.ratio else -1) for span in item.experience.spans
         )
-        sampled = np.minimum(plain_logprobs(plain, one).detach().numpy() - apart, 0) * (one.item.lane == "usual")
-        items.append(TrainItem(one.experience.with_bulk(logprobs=sampled, spans=spans), one.item))
+        sampled = np.minimum(plain_logprobs(plain, item).detach().numpy() - apart, 0) * (item.item.lane == "usual")
+        items.append(TrainItem(item.experience.with_bulk(logprobs=sampled, spans=spans), item.item))
     batch = pack(items, max_tokens=1000, version=3)
     values = opened(model).step(batch, learning_rate=1e-5, seed=0).values
     assert values["usual/staleness_max"] == 0 and values["usual/mismatch_tokens"] == 0
@@ -102,8 +108,8 @@ def test_a_model_whose_head_the_packing_would_change_is_refused(model, tmp_path)
 
 
 def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(model):
-    items = [one for seed in range(8) for one in near_uniform(seed)][:64]
-    batch = pack([TrainItem(one.experience, one.item) for one in items], max_tokens=1)
+    items = [each for seed in range(8) for each in near_uniform(seed)][:64]
+    batch = pack([TrainItem(item.experience, item.item) for item in items], max_tokens=1)
     assert len(batch.microbatches) == 64
     learner = opened(model, dtype="bfloat16", gradient_clip=1e9)
 
@@ -116,7 +122,7 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_summed_in_float32(model)
             [to_torch(state[name]).flatten() for name in sorted(state) if name.startswith("adam/exp_avg/")]
         )
 
-    parts = [gradient((one,)) for one in batch.microbatches]
+    parts = [gradient((rows,)) for rows in batch.microbatches]
     exact = sum(part.double() for part in parts)
     rounded = torch.zeros_like(parts[0], dtype=torch.bfloat16)
     for part in parts:
@@ -194,15 +200,15 @@ def test_staleness_decay_is_a_weight_on_stale_tokens(model):
     decayed.step(pack(items, max_tokens=1000, version=5), learning_rate=1e-3, seed=0)
     weighted = [
         make_item(
-            one.experience.tokens,
-            one.experience.spans,
-            group=one.experience.group,
-            episode=one.experience.episode,
-            advantage=one.item.advantage,
-            logprobs=one.experience.logprobs,
-            weight=0.25 if one.experience.min_version == 3 else 1.0,
+            item.experience.tokens,
+            item.experience.spans,
+            group=item.experience.group,
+            episode=item.experience.episode,
+            advantage=item.item.advantage,
+            logprobs=item.experience.logprobs,
+            weight=0.25 if item.experience.min_version == 3 else 1.0,
         )
-        for one in items
+        for item in items
     ]
     plain = opened(model)
     plain.step(pack(weighted, max_tokens=1000, version=5), learning_rate=1e-3, seed=0)
@@ -224,8 +230,8 @@ def test_bfloat16_publishes_what_it_computes_with_and_keeps_what_rounding_would_
     assert (to_numpy(master) == to_numpy(start[name])).mean() < 0.5
     other = opened(model, dtype="bfloat16")
     other.restore(saved)
-    for one in (learner, other):
-        one.step(batch, learning_rate=1e-3, seed=9)
+    for each in (learner, other):
+        each.step(batch, learning_rate=1e-3, seed=9)
     assert all(other.tensors()[name].data == tensor.data for name, tensor in learner.tensors().items())
 
 
@@ -271,3 +277,197 @@ def test_supervised_warmup_learns_to_add(model):
         chosen = [pairs[i] for i in random.choice(len(pairs), 64, replace=False)]
         learner.step(pack(chosen, max_tokens=10_000), learning_rate=1e-3, seed=step)
     assert learner.greedy_accuracy(everything) > 0.8
+
+
+SOME = ("usual", "expert", "live")
+CONFIGS = {
+    "usual": LaneConfig(loss="reinforce", weight=0.7),
+    "expert": LaneConfig(loss="sft", weight=0.3),
+    "live": LaneConfig(loss="topr", weight=0.2),  # a mean over sequences
+}
+
+
+def items(lanes: list[tuple[int, int, int]]) -> list[TrainItem]:
+    """One sequence for each (lane, group, sampled tokens), with advantage 1; a group has one lane."""
+    return [
+        make_item(
+            [1, 3 + group, *range(20, 20 + num)],
+            [Span(2, 2 + num, 0)],
+            group=f"{SOME[lane]}-{group}.0",
+            episode=episode,
+            lane=SOME[lane],
+            logprobs=np.zeros(num),
+        )
+        for episode, (lane, group, num) in enumerate(lanes)
+    ]
+
+
+def token_weights(
+    objectives: dict[str, Objective], batch: PackedBatch, parts: int, ranks: int
+) -> dict[str, list[float]]:
+    """What each token's log π weighs in the sum over minibatches and ranks, by lane; π = μ, so ratios are 1."""
+    found: dict[str, list[float]] = {}
+    dealt = split(batch, parts, seed=3)
+    for part in dealt:
+        context = step_context(objectives, batch, len(dealt), 0, staleness_decay=1.0, bounds={})
+        for rank in split(part, ranks):
+            for rows in rank.microbatches:
+                logprob_N = torch.zeros(len(rows.target_N), dtype=torch.float64, requires_grad=True)
+                loss, _ = microbatch_loss(context, rows, logprob_N)
+                loss.backward()
+                for lane, slope in zip(rows.lane_N, logprob_N.grad.tolist(), strict=True):
+                    found.setdefault(LANES[lane], []).append(-slope)
+    return {lane: [weight / len(dealt) for weight in weights] for lane, weights in found.items()}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lanes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=14),
+    max_tokens=st.integers(1, 60),
+    parts=st.integers(1, 7),
+    ranks=st.integers(1, 3),
+)
+def test_each_token_weighs_as_in_one_step_whichever_minibatch_and_rank_it_falls_into(lanes, max_tokens, parts, ranks):
+    objectives = open_objectives(CONFIGS)
+    batch = pack(items(lanes), max_tokens=max_tokens)
+    found = token_weights(objectives, batch, parts, ranks)
+    for lane, weights in found.items():
+        count = batch.lane_sequences[lane] if lane == "live" else batch.lane_tokens[lane]
+        assert len(weights) == batch.lane_tokens[lane]
+        assert weights == pytest.approx([CONFIGS[lane].weight / count] * len(weights))
+
+
+def mixed() -> list[TrainItem]:
+    """Sixteen answers of the usual lane, each a row of its own, and demonstrations that share one row."""
+    found = [
+        make_item([1, 3 + g, *range(20, 20 + g % 4 + 1)], [Span(2, g % 4 + 3, 0)], group=f"t-{g}.0", advantage=1.0 - g % 3,
+                  logprobs=np.full(g % 4 + 1, -np.log(128)), reward=0.5)
+        for g in range(16)
+    ]  # fmt: skip
+    shown = [make_item([1, 40, 41 + g], [Span(2, 3, -1, 1.0, False)], group="d.0", episode=g, lane="expert")
+             for g in range(8)]  # fmt: skip
+    return found + shown
+
+
+@pytest.mark.parametrize("minibatches", [3, 1, 2, 5])
+def test_the_loss_of_a_step_is_the_same_for_every_number_of_minibatches(model, minibatches):
+    lanes = {
+        "usual": LaneConfig(loss="ppo", weight=0.9, options={"minibatches": minibatches}),
+        "expert": LaneConfig(loss="sft", weight=0.1),
+    }
+    config = TrainerConfig(lanes=lanes, threads=1, critic=CriticConfig(learning_rate=1e-12))
+    stats = TorchLearner(model, config, device="cpu").step(pack(mixed(), max_tokens=12), learning_rate=1e-12, seed=0)
+    each = TrainerConfig(
+        lanes=lanes | {"usual": LaneConfig(loss="ppo", weight=0.9)}, threads=1, critic=CriticConfig(learning_rate=1e-12)
+    )
+    whole = TorchLearner(model, each, device="cpu").step(pack(mixed(), max_tokens=12), learning_rate=1e-12, seed=0)
+    assert stats.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert stats.values["critic/value_loss"] == pytest.approx(whole.values["critic/value_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> str:
+    return str(build_char_model(tmp_path_factory.mktemp("model") / "char", seed=3))
+
+
+def opened_small(small: str, loss: str, options: dict | None = None, **settings) -> TorchLearner:
+    lanes = {"usual": LaneConfig(loss=loss, options=options or {})}
+    return TorchLearner(small, TrainerConfig(lanes=lanes, threads=1, **settings), device="cpu")
+
+
+def answers(seed: int, *, teacher: float | None = None) -> list[TrainItem]:
+    """Answers near the untrained policy's; teacher: its logprob of every token."""
+    random = np.random.default_rng(seed)
+    found = []
+    for i in range(12):
+        item = make_item(
+            [1, 10 + i % 3, 20, *random.integers(30, 40, 2)],
+            [Span(3, 5, 0)],
+            group=f"t-{i % 3}.0",
+            episode=i,
+            advantage=float(random.normal()),
+            logprobs=-np.log(128) + random.normal(0, 0.5, 2),
+        )
+        if teacher is not None:
+            item = TrainItem(with_teacher_logprobs(item.experience, [teacher, teacher]), item.item)
+        found.append(item)
+    return found
+
+
+def test_a_moving_reference_moves_also_where_its_steps_are_below_the_policys_precision(small):
+    learner = opened_small(small, "grpo", {"kl": 0.1}, reference_decay=0.999, dtype="bfloat16")
+    before = to_numpy(learner.save()["reference/lm_head.weight"])
+    learner.step(pack(answers(0), max_tokens=1000), learning_rate=1e-3, seed=0)
+    moved = to_numpy(learner.save()["reference/lm_head.weight"]) != before
+    assert moved.mean() > 0.5
+
+
+@pytest.mark.parametrize("decay", [0.75, 1.0, 0.0])
+def test_the_reference_follows_the_policy_as_slowly_as_asked(small, decay):
+    learner = opened_small(small, "grpo", {"kl": 0.1}, reference_decay=decay)
+    name, expected = "lm_head.weight", None
+    for step in range(3):
+        before = to_numpy(learner.save()[f"reference/{name}"])
+        learner.step(pack(answers(step), max_tokens=1000), learning_rate=1e-3, seed=step)
+        expected = decay * before + (1 - decay) * to_numpy(learner.tensors()[name])
+        assert to_numpy(learner.save()[f"reference/{name}"]) == pytest.approx(expected, abs=1e-7)
+    start = to_numpy(opened_small(small, "grpo").tensors()[name])
+    assert (np.abs(expected - start).max() == 0) == (decay == 1.0)
+
+
+def test_the_bound_of_m2po_is_that_of_the_whole_step_however_it_is_cut(small):
+    cuts = [
+        opened_small(small, "m2po").step(pack(answers(0), max_tokens=size), learning_rate=1e-3, seed=0)
+        for size in (1000, 12, 5)
+    ]
+    assert 0 < cuts[0].values["usual/clip_positive"] < 1
+    for each in cuts[1:]:
+        assert each.loss == pytest.approx(cuts[0].loss, rel=1e-5)
+        assert each.grad_norm == pytest.approx(cuts[0].grad_norm, rel=1e-5)
+        assert each.values["usual/clip_positive"] == cuts[0].values["usual/clip_positive"]
+
+
+def test_distillation_makes_likely_what_the_teacher_gives_and_unlikely_what_it_does_not(small):
+    for teacher, sign in ((-0.1, 1), (-12.0, -1)):
+        learner = opened_small(small, "distill")
+        probes = tuple(tuple(each.experience.tokens.tolist()) for each in answers(0))
+        before = learner.probe(probes).logprobs
+        for step in range(3):
+            learner.step(pack(answers(0, teacher=teacher), max_tokens=1000), learning_rate=1e-4, seed=step)
+        after = learner.probe(probes).logprobs
+        assert sign * sum(a[-1] - b[-1] for a, b in zip(after, before, strict=True)) > 0
+    with pytest.raises(ValueError, match="without a teacher"):
+        opened_small(small, "distill").step(pack(answers(0), max_tokens=1000), learning_rate=1e-3, seed=0)
+
+
+def test_teacher_logprobs_travel_as_a_section_of_their_own():
+    taught, plain = answers(0, teacher=-1.5)[0].experience, answers(0)[1].experience
+    read = decode(encode(Block((taught,))))
+    assert isinstance(read, Block)
+    found = teacher_logprobs(read.experiences[0])
+    assert found is not None and found.tolist() == [-1.5, -1.5]
+    assert teacher_logprobs(plain) is None
+    assert teacher_logprobs(taught.with_bulk(tokens=[1, 2, 3, 4, 5])) is None, "other tokens were never judged"
+    with pytest.raises(ValueError, match="expected 2"):
+        with_teacher_logprobs(plain, [-1.0])
+    with pytest.raises(ValueError, match="at most 0"):
+        with_teacher_logprobs(plain, [-1.0, 0.5])
+    broken = plain.with_bulk()
+    broken.held().extras = {SECTION: (4, b"\0" * 12)}
+    with pytest.raises(BadFrame, match="teacher_logprobs: got 12 bytes"):
+        teacher_logprobs(broken)
+
+
+def test_checkpointed_activations_give_the_same_step(small):
+    batch = pack(random_items(0), max_tokens=200, version=5)
+    plain, saving = opened_lanes(small), opened_lanes(small, activation_checkpointing=True)
+    assert saving.model.module.is_gradient_checkpointing
+    for each in (plain, saving):
+        assert each.step(batch, learning_rate=1e-3, seed=0).finite
+    for name, tensor in plain.tensors().items():
+        assert np.abs(to_numpy(tensor) - to_numpy(saving.tensors()[name])).max() < 1e-6, name
+
+
+def opened_lanes(small: str, **settings) -> TorchLearner:
+    lanes = {"usual": LaneConfig(weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
+    return TorchLearner(small, TrainerConfig(lanes=lanes, threads=1, **settings), device="cpu")

@@ -27,7 +27,7 @@ async def unkilled(folder: Path) -> tuple[dict[str, object], list[object], list[
     return learner.tensors(), await journal(log), [event.version for event in await published(log)]
 
 
-def items_of(records: list[object]) -> dict[int, object]:
+def journaled_items(records: list[object]) -> dict[int, object]:
     return {record.step: record.items for record in records if isinstance(record, Batch)}
 
 
@@ -52,9 +52,11 @@ def test_what_is_longer_than_the_context_is_told_and_all_else_is_trained(tmp_pat
         long = msgspec.structs.replace(long, id="long.0.0-0-0", group="long.0", group_size=1)
         await log.publish(topics.BUFFER, Block((long,)))
         await train(log, store, ScriptedLearner(), max_tokens=4)
-        told = [one.value async for one in log.read_all(topics.PROGRESS) if isinstance(one.value, Drawn)]
-        assert {name: why for one in told for name, why in one.dropped.items()} == {"long.0": "longer than the context"}
-        trained = {item.id for one in await journal(log) if isinstance(one, Batch) for item in one.items}
+        told = [each.value async for each in log.read_all(topics.PROGRESS) if isinstance(each.value, Drawn)]
+        assert {name: why for each in told for name, why in each.dropped.items()} == {
+            "long.0": "longer than the context"
+        }
+        trained = {item.id for entry in await journal(log) if isinstance(entry, Batch) for item in entry.items}
         assert (
             len([name for name in trained if name.startswith("usual-")]) == 4 * STEPS and "long.0.0-0-0" not in trained
         )
@@ -104,7 +106,7 @@ def test_a_trainer_killed_at_any_send_ends_with_the_same_weights_and_batches(tmp
             raise AssertionError("the run never ended")
         assert kill > 3, "nothing was killed"
         assert learner.tensors() == expected
-        assert items_of(await journal(log)) == items_of(records)
+        assert journaled_items(await journal(log)) == journaled_items(records)
         assert sorted({event.version for event in await published(log)}) == versions
 
     asyncio.run(main())
@@ -171,7 +173,7 @@ def test_groups_past_the_bound_are_dropped_with_a_reason_and_told_to_the_master(
         store = DirectoryStore(tmp_path)
         log = await filled_log(store)
         old = block(500)
-        stale = Block(tuple(one.with_bulk(spans=(Span(2, 4, 0),)) for one in old.experiences))
+        stale = Block(tuple(experience.with_bulk(spans=(Span(2, 4, 0),)) for experience in old.experiences))
         running = asyncio.create_task(train(log, store, ScriptedLearner()))
         told: dict[str, str] = {}
         async with asyncio.timeout(20):

@@ -90,9 +90,9 @@ def long_microbatch(num_tokens: int, *, sequences: int, sampled: int = 32) -> Mi
         tokens = [*begin, 3 + episode, *random.integers(3, 90, tail + (rest if not episode else 0)).tolist()]
         span = Span(max(len(begin), len(tokens) - sampled), len(tokens), 0)
         items.append(make_item(tokens, [span], group="long-0.0", episode=episode))
-    (one,) = pack(items, max_tokens=num_tokens).microbatches
-    assert one.tokens_BT.shape == (1, num_tokens)
-    return one
+    (rows,) = pack(items, max_tokens=num_tokens).microbatches
+    assert rows.tokens_BT.shape == (1, num_tokens)
+    return rows
 
 
 def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) -> list[np.ndarray]:
@@ -110,9 +110,11 @@ def random_routing(items: list[TrainItem], *, seed: int = 0, layers: int = 2) ->
 
 def with_experts(items: list[TrainItem], experts: list[np.ndarray]) -> list[TrainItem]:
     """The items, each with the experts of its tokens."""
-    return [TrainItem(with_routing(one.experience, each), one.item) for one, each in zip(items, experts, strict=True)]
+    return [
+        TrainItem(with_routing(item.experience, each), item.item) for item, each in zip(items, experts, strict=True)
+    ]
 
 
 def num_positions(batch: PackedBatch) -> int:
     """Positions that a learner computes, padding included."""
-    return sum(one.tokens_BT.size for one in batch.microbatches)
+    return sum(rows.tokens_BT.size for rows in batch.microbatches)

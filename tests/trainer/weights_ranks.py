@@ -43,8 +43,8 @@ def check_weights(model: str, stage: int, folder: Path) -> None:
     for version in range(4):
         before, whole = whole, learner.tensors()
         weights = learner.weights()
-        held = sum(one.num_bytes for one in weights._tensors.values())
-        assert 0 < held < 0.8 * sum(one.num_bytes for one in whole.values()), "a rank holds its own part alone"
+        held = sum(each.num_bytes for each in weights._tensors.values())
+        assert 0 < held < 0.8 * sum(each.num_bytes for each in whole.values()), "a rank holds its own part alone"
         assert weights.entries() == entries_of(whole) and weights.not_finite() == ""
         learner.step(pack(random_items(version), max_tokens=40, version=5), learning_rate=3e-6, seed=version)
         new = NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version)

@@ -59,7 +59,7 @@ def without_old(experience: Experience, below: int) -> Experience:
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch says of itself besides its items. See `Batch` for all fields.
+    """The fields of a batch besides its items; see `Batch`.
 
     run: whose journal it is. token: of the lease. step: from 0. version: policy version before the step. phase: of the run.
     seed: of everything random in the step. config_hash: of the settings that shape the step. masked_below: as in `Batch`, even
@@ -81,20 +81,20 @@ def step_seed(seed: int, step: int) -> int:
     return (seed * 1_000_003 + step) % 2**63
 
 
-def batch_items(one: Candidate, block: Block) -> list[BatchItem]:
+def batch_items(candidate: Candidate, block: Block) -> list[BatchItem]:
     """One group as the journal lists it."""
     return [
         BatchItem(
             id=experience.id,
             partition=0,
-            offset=one.offset,
+            offset=candidate.offset,
             index=index,
-            lane=one.lane,
-            revision=one.revision,
-            use=one.uses,
+            lane=candidate.lane,
+            revision=candidate.revision,
+            use=candidate.uses,
             min_version=experience.min_version,
             advantage=experience.advantage or 0.0,
-            weight=one.weight,
+            weight=candidate.weight,
         )
         for index, experience in enumerate(block.experiences)
     ]
@@ -107,8 +107,8 @@ def assemble(
     below, masked = stamp.masked_below, 0
     items: list[BatchItem] = []
     old: list[BatchItem] = []
-    for one, block in drawn:
-        for item in batch_items(one, block):
+    for candidate, block in drawn:
+        for item in batch_items(candidate, block):
             experience = block.experiences[item.index]
             num = num_old(experience, below) if item.lane == PACED else 0
             if num and num == experience.num_sampled:
@@ -118,8 +118,8 @@ def assemble(
             young = min((span.version for span in experience.spans if span.version >= below), default=item.min_version)
             items.append(msgspec.structs.replace(item, min_version=young) if num else item)
     drops: dict[str, int] = {STALE: len(old)} if old else {}
-    for one, reason in dropped:
-        drops[reason] = drops.get(reason, 0) + one.num_experiences
+    for candidate, reason in dropped:
+        drops[reason] = drops.get(reason, 0) + candidate.num_experiences
     batch = Batch(
         run=stamp.run,
         token=stamp.token,
@@ -131,24 +131,24 @@ def assemble(
         dropped=tuple(old),
         seed=stamp.seed,
         config_hash=stamp.config_hash,
-        blocks=digests_of((*items, *old), {one.offset: one.digest for one, _ in drawn}),
+        blocks=block_digests((*items, *old), {candidate.offset: candidate.digest for candidate, _ in drawn}),
         dropped_because=(STALE,) * len(old),
         masked_below=below if masked else -1,
         masked=masked,
     )
-    blocks = {one.offset: block for one, block in drawn}
+    blocks = {candidate.offset: block for candidate, block in drawn}
     return batch, train_items(batch, blocks)
 
 
-def digests_of(items: Iterable[BatchItem], digests: Mapping[int, bytes]) -> tuple[bytes, ...]:
-    """Of the items' blocks, in the order in which they are first named. digests: by offset, as far as known."""
+def block_digests(items: Iterable[BatchItem], digests: Mapping[int, bytes]) -> tuple[bytes, ...]:
+    """Digests of the items' blocks, in the order in which they are first named. digests: by offset, as far as known."""
     return tuple(digests[offset] for offset in dict.fromkeys(item.offset for item in items) if offset in digests)
 
 
-def items_of(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:
-    """What a journaled batch trained on, in order. Raises BadFrame naming the step and offset of what is not as it was."""
-    check_blocks(batch, {offset: one.digest for offset, one in found.items()})
-    return train_items(batch, {offset: one.block for offset, one in found.items()})
+def journaled_items(batch: Batch, found: Mapping[int, Stored]) -> list[TrainItem]:
+    """The items of a journaled batch, in order. Raises BadFrame naming the step and offset of a block that was altered."""
+    check_blocks(batch, {offset: item.digest for offset, item in found.items()})
+    return train_items(batch, {offset: item.block for offset, item in found.items()})
 
 
 def train_items(batch: Batch, blocks: Mapping[int, Block]) -> list[TrainItem]:
@@ -222,14 +222,14 @@ async def apply_chain(
     """The batch as the chain leaves it. alone: other lanes may be trained without the paced one."""
     if not steps:
         return batch, list(items)
-    given = [without_weight(one.experience) for one in items]
+    given = [without_weight(item.experience) for item in items]
     outcome = await run_whole(steps, given)
     for gone in outcome.dropped[:1]:
         logger.info("batch chain dropped step=%d first=%s reason=%s", batch.step, gone.experience.id, gone.reason)
     reasons = {_key(gone.experience): gone.reason for gone in outcome.dropped}
-    after = {_key(one): one for one in outcome.kept}
+    after = {_key(experience): experience for experience in outcome.kept}
     changed = [
-        _settled(one, before, after.get(_key(before)), reasons) for one, before in zip(items, given, strict=True)
+        _settled(item, before, after.get(_key(before)), reasons) for item, before in zip(items, given, strict=True)
     ]
     return _journaled(batch, _whole_pairs(changed), alone)
 
@@ -237,48 +237,50 @@ async def apply_chain(
 Settled = tuple[TrainItem, str]  # an item after the chain, and why it is dropped
 
 
-def _settled(one: TrainItem, before: Experience, after: Experience | None, reasons: dict[Key, str]) -> Settled:
+def _settled(item: TrainItem, before: Experience, after: Experience | None, reasons: dict[Key, str]) -> Settled:
     if after is None:
-        return one, reasons.get(_key(before), "replaced")
+        return item, reasons.get(_key(before), "replaced")
     if any(getattr(before, name) != getattr(after, name) for name in LOGGED if name != "bulk") or (
         before.bulk is not after.bulk
     ):
-        return one, "changed beyond advantage and weight"
-    item = msgspec.structs.replace(one.item, advantage=after.advantage or 0.0, weight=one.item.weight * after.weight)
-    return TrainItem(experience=one.experience, item=item), ""
+        return item, "changed beyond advantage and weight"
+    changed = msgspec.structs.replace(
+        item.item, advantage=after.advantage or 0.0, weight=item.item.weight * after.weight
+    )
+    return TrainItem(experience=item.experience, item=changed), ""
 
 
 def _whole_pairs(changed: list[Settled]) -> list[Settled]:
-    broken = {one.experience.group for one, reason in changed if reason and pair_side(one.experience)}
+    broken = {item.experience.group for item, reason in changed if reason and pair_side(item.experience)}
     return [
-        (one, reason or "half a pair")
-        if pair_side(one.experience) and one.experience.group in broken
-        else (one, reason)
-        for one, reason in changed
+        (item, reason or "half a pair")
+        if pair_side(item.experience) and item.experience.group in broken
+        else (item, reason)
+        for item, reason in changed
     ]
 
 
 def _journaled(batch: Batch, changed: list[Settled], alone: bool) -> tuple[Batch, list[TrainItem]]:
-    had_paced = any(one.item.lane == PACED for one, _ in changed)
-    has_paced = any(one.item.lane == PACED for one, reason in changed if not reason)
+    had_paced = any(item.item.lane == PACED for item, _ in changed)
+    has_paced = any(item.item.lane == PACED for item, reason in changed if not reason)
     if had_paced and not has_paced and not alone:
-        changed = [(one, reason or ALONE) for one, reason in changed]
-    kept = [one for one, reason in changed if not reason]
+        changed = [(item, reason or ALONE) for item, reason in changed]
+    kept = [item for item, reason in changed if not reason]
     drops = dict(batch.drops)
     dropped: list[BatchItem] = list(batch.dropped)
     because: list[str] = list(batch.dropped_because)
-    for one, reason in changed:
+    for item, reason in changed:
         if reason:
             drops[reason] = drops.get(reason, 0) + 1
-            dropped.append(one.item)
+            dropped.append(item.item)
             because.append(reason)
     before = dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped))
     digests = dict(zip(before, batch.blocks, strict=bool(batch.blocks)))
-    named = dict.fromkeys(item.offset for item in (*(one.item for one in kept), *dropped))
+    named = dict.fromkeys(item.offset for item in (*(item.item for item in kept), *dropped))
     record = msgspec.structs.replace(
         batch,
         blocks=tuple(digests[offset] for offset in named if offset in digests),
-        items=tuple(one.item for one in kept),
+        items=tuple(item.item for item in kept),
         drops=drops,
         dropped=tuple(dropped),
         dropped_because=tuple(because),

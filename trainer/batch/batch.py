@@ -89,7 +89,7 @@ class Microbatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step trains on.
+    """The input of one optimizer step.
 
     microbatches: this process's. lane_tokens, lane_sequences: sampled tokens and sequences of each lane in the whole step,
     over all ranks and microbatches: the denominators of the lanes' means. num_sequences: of all lanes together. version:
@@ -109,7 +109,7 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
-        return sum(len(one.target_N) for one in self.microbatches)
+        return sum(len(rows.target_N) for rows in self.microbatches)
 
 
 def pack(
@@ -136,9 +136,9 @@ def pack(
         return PackedBatch(microbatches=(), lane_tokens={}, num_sequences=0, version=version, exact=exact)
     given = _given(items, bootstrap, replay)
     groups: dict[tuple[object, ...], list[int]] = {}
-    for s, one in enumerate(items):  # equal tokens are the same only where they show the same
-        names = one.pictures.names if one.pictures is not None else ()
-        groups.setdefault((shared_by(one.experience), one.item.lane, names), []).append(s)
+    for s, item in enumerate(items):  # equal tokens are the same only where they show the same
+        names = item.pictures.names if item.pictures is not None else ()
+        groups.setdefault((shared_by(item.experience), item.item.lane, names), []).append(s)
     trees = [
         tree
         for members in groups.values()
@@ -158,12 +158,12 @@ def pack(
 
 
 def shared_by(experience: Experience) -> str:
-    """What its prompt is shared within: its group, or the turns of its session that were closed with it."""
+    """Name of the sequences that share a prompt: the group, or the turns of a session that were closed together."""
     return experience.group if experience.join is None else experience.join.name
 
 
 class _Given(NamedTuple):
-    """What is found of all sequences before they are laid out. at: of each, indexes of its sampled tokens.
+    """Arrays of all sequences before they are laid out. at: of each, indexes of its sampled tokens.
 
     pair_S: pair and side. bootstrap_S bool: its end is valued. start_S: where it begins in the gallery's numbers. experts:
     of each what was recorded.
@@ -178,27 +178,29 @@ class _Given(NamedTuple):
 
 
 def _given(items: Sequence[TrainItem], bootstrap: bool, replay: bool) -> _Given:
-    for one in items:
-        if not one.experience.spans or one.experience.num_prompt < 1:
-            got = one.experience.spans[:1]
-            raise ValueError(f"{one.experience.id}: spans: got {got}, expected sampled tokens after at least one token")
-        if len(one.experience.logprobs) != one.experience.num_sampled:
-            got_num = len(one.experience.logprobs)
+    for item in items:
+        if not item.experience.spans or item.experience.num_prompt < 1:
+            got = item.experience.spans[:1]
             raise ValueError(
-                f"{one.experience.id}: logprobs: got {got_num}, expected {one.experience.num_sampled} as the spans say"
+                f"{item.experience.id}: spans: got {got}, expected sampled tokens after at least one token"
             )
-    shown = any(one.pictures is not None for one in items)
-    length_S = np.array([one.experience.num_tokens if shown else 0 for one in items])
+        if len(item.experience.logprobs) != item.experience.num_sampled:
+            got_num = len(item.experience.logprobs)
+            raise ValueError(
+                f"{item.experience.id}: logprobs: got {got_num}, expected {item.experience.num_sampled} as the spans say"
+            )
+    shown = any(item.pictures is not None for item in items)
+    length_S = np.array([item.experience.num_tokens if shown else 0 for item in items])
     start_S = np.cumsum(length_S) - length_S
     return _Given(
-        at=[np.concatenate([np.arange(span.start, span.stop) for span in one.experience.spans]) for one in items],
+        at=[np.concatenate([np.arange(span.start, span.stop) for span in item.experience.spans]) for item in items],
         pair_S=_pairs(items),
         bootstrap_S=np.array(
-            [bootstrap and one.experience.end == "truncated" and one.experience.last for one in items]
+            [bootstrap and item.experience.end == "truncated" and item.experience.last for item in items]
         ),
         start_S=start_S,
-        gallery=hang([one.pictures for one in items], start_S, int(length_S.sum())),
-        experts=recorded([one.experience for one in items]) if replay else [None] * len(items),
+        gallery=hang([item.pictures for item in items], start_S, int(length_S.sum())),
+        experts=recorded([item.experience for item in items]) if replay else [None] * len(items),
     )
 
 
@@ -221,22 +223,22 @@ def _pairs(items: Sequence[TrainItem]) -> np.ndarray:
     """Pair and side of each sequence, [S]: pairs are numbered as their groups come."""
     numbers: dict[tuple[str, Lane], int] = {}
     found = np.full(len(items), -1)
-    for s, one in enumerate(items):
-        if side := pair_side(one.experience):
-            number = numbers.setdefault((one.experience.group, one.item.lane), len(numbers))
+    for s, item in enumerate(items):
+        if side := pair_side(item.experience):
+            number = numbers.setdefault((item.experience.group, item.item.lane), len(numbers))
             found[s] = 2 * number + (side != CHOSEN)
     return found
 
 
-def _advantages(one: TrainItem) -> np.ndarray:
-    """Of each sampled token: the item's, and by how much its turn's differs from the experience's."""
-    found = np.full(one.experience.num_sampled, one.item.advantage, np.float32)
-    if one.experience.advantages and one.experience.advantage is not None:
-        stops = [stretch.stop for stretch in one.experience.advantages]
-        values = np.array([stretch.advantage for stretch in one.experience.advantages])
-        at = np.concatenate([np.arange(span.start, span.stop) for span in one.experience.spans])
+def _advantages(item: TrainItem) -> np.ndarray:
+    """The item's advantage for each sampled token, plus the difference of its turn's from the experience's."""
+    found = np.full(item.experience.num_sampled, item.item.advantage, np.float32)
+    if item.experience.advantages and item.experience.advantage is not None:
+        stops = [stretch.stop for stretch in item.experience.advantages]
+        values = np.array([stretch.advantage for stretch in item.experience.advantages])
+        at = np.concatenate([np.arange(span.start, span.stop) for span in item.experience.spans])
         of_turn = values[np.minimum(np.searchsorted(stops, at, side="right"), len(stops) - 1)]
-        found += (of_turn - one.experience.advantage).astype(np.float32)
+        found += (of_turn - item.experience.advantage).astype(np.float32)
     return found
 
 
@@ -248,32 +250,32 @@ def _teacher(experience: Experience) -> np.ndarray:
 def _rewards(items: Sequence[TrainItem], sequence_N: np.ndarray, bootstrap_S: np.ndarray) -> np.ndarray:
     rewards_N = np.zeros(len(sequence_N), np.float32)
     last_S = np.flatnonzero(np.append(sequence_N[1:] != sequence_N[:-1], True))
-    rewards = [one.experience.reward for one in items]
+    rewards = [item.experience.reward for item in items]
     rewards_N[last_S] = np.where(bootstrap_S, 0.0, [np.nan if reward is None else reward for reward in rewards])
     return rewards_N
 
 
 def _per_token(items: Sequence[TrainItem], given: _Given, chosen: Sequence[int]) -> dict[str, np.ndarray]:
-    """What is known of the sampled tokens of some sequences, by the fields of `Microbatch`."""
+    """Per-token fields of `Microbatch` for some sequences."""
     mine = [items[s] for s in chosen]
     num_S = np.array([len(given.at[s]) for s in chosen])
-    spans = [span for one in mine for span in one.experience.spans]
+    spans = [span for item in mine for span in item.experience.spans]
     num_L = np.array([span.stop - span.start for span in spans])
     temperatures = np.array([span.temperature if span.temperature > 0 else 1.0 for span in spans], np.float32)
     sequence_N = np.repeat(np.array(chosen), num_S)
     return {
         "target_N": np.concatenate([items[s].experience.tokens[given.at[s]] for s in chosen]).astype(np.int64),
-        "behaviour_N": np.concatenate([one.experience.logprobs for one in mine]).astype(np.float32),
-        "advantage_N": np.concatenate([_advantages(one) for one in mine]),
-        "weight_N": np.repeat(np.array([one.item.weight for one in mine], np.float32), num_S),
+        "behaviour_N": np.concatenate([item.experience.logprobs for item in mine]).astype(np.float32),
+        "advantage_N": np.concatenate([_advantages(item) for item in mine]),
+        "weight_N": np.repeat(np.array([item.item.weight for item in mine], np.float32), num_S),
         "temperature_N": np.repeat(temperatures, num_L),
         "version_N": np.repeat(np.array([span.version for span in spans]), num_L),
         "ratio_N": np.repeat(np.array([span.ratio for span in spans]), num_L),
         "exact_N": np.repeat(np.array([span.kv < 0 for span in spans]), num_L),
-        "lane_N": np.repeat(np.array([LANES.index(one.item.lane) for one in mine]), num_S),
+        "lane_N": np.repeat(np.array([LANES.index(item.item.lane) for item in mine]), num_S),
         "sequence_N": sequence_N,
         "pair_N": np.repeat(given.pair_S[chosen], num_S),
-        "teacher_N": np.concatenate([_teacher(one.experience) for one in mine]),
+        "teacher_N": np.concatenate([_teacher(item.experience) for item in mine]),
         "reward_N": _rewards(mine, sequence_N, given.bootstrap_S[chosen]),
     }
 
@@ -317,16 +319,16 @@ def _assemble(
 
 def count_lanes(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
     """Sampled tokens of each lane."""
-    counts = sum((np.bincount(one.lane_N, minlength=len(LANES)) for one in microbatches), np.zeros(len(LANES), int))
+    counts = sum((np.bincount(rows.lane_N, minlength=len(LANES)) for rows in microbatches), np.zeros(len(LANES), int))
     return {lane: int(count) for lane, count in zip(LANES, counts, strict=True) if count}
 
 
 def count_sequences(microbatches: Sequence[Microbatch]) -> dict[Lane, int]:
     """Sequences of each lane."""
     counts: dict[Lane, int] = {}
-    for one in microbatches:
-        for index in np.unique(one.lane_N):
-            num = len(np.unique(one.sequence_N[one.lane_N == index]))
+    for rows in microbatches:
+        for index in np.unique(rows.lane_N):
+            num = len(np.unique(rows.sequence_N[rows.lane_N == index]))
             counts[LANES[index]] = counts.get(LANES[index], 0) + num
     return counts
 

@@ -21,7 +21,7 @@ BAD_IMAGE = "bad image"
 
 
 class ImageInputs:
-    """How one model's pictures are found. Blocking: call from a thread."""
+    """Reads the pictures of one model's experiences. Blocking: call from a thread."""
 
     def __init__(self, vision: Vision, store: Store) -> None:
         self.vision = vision
@@ -37,23 +37,23 @@ class ImageInputs:
         except ValueError as error:
             raise BadImage(BAD_IMAGE, f"{experience.id}: {error}") from error
         pixels = self._reader.read_all(images)
-        return Pictures(names=tuple(one.sha256 for one in images), places_P=places, pixels=pixels)
+        return Pictures(names=tuple(image.sha256 for image in images), places_P=places, pixels=pixels)
 
     def shown(self, items: Sequence[TrainItem]) -> list[TrainItem]:
         """The items with their pictures. Raises BadFrame naming what cannot be shown."""
         try:
-            return [msgspec.structs.replace(one, pictures=self.pictures(one.experience)) for one in items]
+            return [msgspec.structs.replace(item, pictures=self.pictures(item.experience)) for item in items]
         except BadImage as error:
             raise BadFrame(f"a journaled batch needs it: {error}") from error
 
     def unreadable(self, taken: Sequence[Candidate], blocks: Sequence[Block]) -> list[Candidate]:
         """Groups that cannot be shown. Raises StoreError."""
-        return [one for one, block in zip(taken, blocks, strict=True) if not self._can_show(block)]
+        return [candidate for candidate, block in zip(taken, blocks, strict=True) if not self._can_show(block)]
 
     def _can_show(self, block: Block) -> bool:
         try:
-            for one in block.experiences:
-                self.pictures(one)
+            for experience in block.experiences:
+                self.pictures(experience)
         except BadImage:
             return False
         return True

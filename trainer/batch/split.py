@@ -20,7 +20,7 @@ def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[P
 
     seed: None deals in order. Each part counts its own lanes. Fewer rows give fewer parts, at least one.
     """
-    keys = [(m, row) for m, one in enumerate(batch.microbatches) for row in range(len(one.tokens_BT))]
+    keys = [(m, row) for m, rows in enumerate(batch.microbatches) for row in range(len(rows.tokens_BT))]
     parts = max(1, min(parts, len(keys)))
     if seed is not None:
         keys = [keys[i] for i in np.random.default_rng(seed).permutation(len(keys))]
@@ -29,8 +29,8 @@ def split(batch: PackedBatch, parts: int, *, seed: int | None = None) -> tuple[P
     for part in range(parts):
         mine = keys[part::parts]
         chosen = [
-            _select_rows(one, rows)
-            for m, one in enumerate(batch.microbatches)
+            _select_rows(microbatch, rows)
+            for m, microbatch in enumerate(batch.microbatches)
             if (rows := sorted(row for of, row in mine if of == m))
         ]
         counts = {"lane_tokens": count_lanes(chosen), "lane_sequences": count_sequences(chosen)}
@@ -42,9 +42,9 @@ def for_ranks(batch: PackedBatch, ranks: int) -> list[tuple[Microbatch, ...]]:
     """The rows of a batch for each rank, in microbatches as full as `max_tokens` lets them be: R rows of width T on K ranks
     are at most ⌈⌈R/K⌉ / ⌊max_tokens/T⌋⌉ forwards. Ranks get as many rows as others, up to one, and rows of like widths.
     """
-    budget = batch.max_tokens or max(one.tokens_BT.size for one in batch.microbatches)
-    keys = [(m, row) for m, one in enumerate(batch.microbatches) for row in range(len(one.tokens_BT))]
-    width = [one.tokens_BT.shape[1] for one in batch.microbatches]
+    budget = batch.max_tokens or max(rows.tokens_BT.size for rows in batch.microbatches)
+    keys = [(m, row) for m, rows in enumerate(batch.microbatches) for row in range(len(rows.tokens_BT))]
+    width = [rows.tokens_BT.shape[1] for rows in batch.microbatches]
     keys.sort(key=lambda key: -width[key[0]])
     dealt = []
     for rank in range(ranks):
@@ -57,18 +57,18 @@ def for_ranks(batch: PackedBatch, ranks: int) -> list[tuple[Microbatch, ...]]:
     return dealt
 
 
-def widened(one: Microbatch, num_T: int) -> Microbatch:
+def widened(rows: Microbatch, num_T: int) -> Microbatch:
     """A microbatch of text with its rows padded to `num_T` tokens."""
-    old_T = one.tokens_BT.shape[1]
+    old_T = rows.tokens_BT.shape[1]
     if num_T == old_T:
-        return one
-    moved = {name: _moved(getattr(one, name), old_T, num_T, 0) for name in ("predecessor_N", "bootstrap_N")}
+        return rows
+    moved = {name: _moved(getattr(rows, name), old_T, num_T, 0) for name in ("predecessor_N", "bootstrap_N")}
     return msgspec.structs.replace(
-        one,
-        tokens_BT=_widened(one.tokens_BT, num_T),
-        positions_BT=_widened(one.positions_BT, num_T),
-        reach_BT=_widened(one.reach_BT, num_T, own=True),
-        experts_BTLk=padded(one.experts_BTLk, num_T),
+        rows,
+        tokens_BT=_widened(rows.tokens_BT, num_T),
+        positions_BT=_widened(rows.positions_BT, num_T),
+        reach_BT=_widened(rows.reach_BT, num_T, own=True),
+        experts_BTLk=padded(rows.experts_BTLk, num_T),
         **moved,
     )
 
@@ -79,27 +79,27 @@ def _together(microbatches: Sequence[Microbatch], keys: Sequence[tuple[int, int]
     parts = [_select_rows(microbatches[m], rows) for m, rows in chosen]
     if len(parts) == 1:
         return parts[0]
-    num_T = max(one.tokens_BT.shape[1] for one in parts)
-    first = np.cumsum([0, *(len(one.tokens_BT) for one in parts)])
+    num_T = max(rows.tokens_BT.shape[1] for rows in parts)
+    first = np.cumsum([0, *(len(rows.tokens_BT) for rows in parts)])
     joined = {
-        name: np.concatenate([getattr(one, name) for one in parts])
+        name: np.concatenate([getattr(rows, name) for rows in parts])
         for name in msgspec.structs.asdict(parts[0])
         if name.endswith("_N")
     }
     for name in ("predecessor_N", "bootstrap_N", "places_P"):
         joined[name] = np.concatenate(
             [
-                _moved(getattr(one, name), one.tokens_BT.shape[1], num_T, row)
-                for one, row in zip(parts, first, strict=False)
+                _moved(getattr(rows, name), rows.tokens_BT.shape[1], num_T, row)
+                for rows, row in zip(parts, first, strict=False)
             ]
         )
-    pixels = [one.pixels_I3HW for one in parts if len(one.pixels_I3HW)]
+    pixels = [rows.pixels_I3HW for rows in parts if len(rows.pixels_I3HW)]
     return Microbatch(
-        tokens_BT=np.concatenate([_widened(one.tokens_BT, num_T) for one in parts]),
-        positions_BT=np.concatenate([_widened(one.positions_BT, num_T) for one in parts]),
-        reach_BT=np.concatenate([_widened(one.reach_BT, num_T, own=True) for one in parts]),
+        tokens_BT=np.concatenate([_widened(rows.tokens_BT, num_T) for rows in parts]),
+        positions_BT=np.concatenate([_widened(rows.positions_BT, num_T) for rows in parts]),
+        reach_BT=np.concatenate([_widened(rows.reach_BT, num_T, own=True) for rows in parts]),
         pixels_I3HW=np.concatenate(pixels) if pixels else parts[0].pixels_I3HW,
-        experts_BTLk=np.concatenate([padded(one.experts_BTLk, num_T) for one in parts]),
+        experts_BTLk=np.concatenate([padded(rows.experts_BTLk, num_T) for rows in parts]),
         **joined,
     )
 
@@ -117,26 +117,26 @@ def _widened(values_BT: np.ndarray, num_T: int, *, own: bool = False) -> np.ndar
     return found
 
 
-def _select_rows(one: Microbatch, rows: list[int]) -> Microbatch:
-    num_T = one.tokens_BT.shape[1]
-    new_row = np.full(len(one.tokens_BT), -1)
+def _select_rows(microbatch: Microbatch, rows: list[int]) -> Microbatch:
+    num_T = microbatch.tokens_BT.shape[1]
+    new_row = np.full(len(microbatch.tokens_BT), -1)
     new_row[rows] = np.arange(len(rows))
-    row_N = new_row[one.predecessor_N // num_T]
+    row_N = new_row[microbatch.predecessor_N // num_T]
     chosen = np.flatnonzero(row_N >= 0)
     picked = {
         name: values[rows] if name.endswith("_BT") else values[chosen]
-        for name, values in msgspec.structs.asdict(one).items()
+        for name, values in msgspec.structs.asdict(microbatch).items()
         if name.endswith(("_BT", "_N"))
     }
     picked["predecessor_N"] = row_N[chosen] * num_T + picked["predecessor_N"] % num_T
     at = picked["bootstrap_N"]
     picked["bootstrap_N"] = np.where(at >= 0, row_N[chosen] * num_T + at % num_T, -1)
-    picked["experts_BTLk"] = one.experts_BTLk[rows] if len(one.experts_BTLk) else one.experts_BTLk
-    return Microbatch(**picked, **picture_rows(one.pixels_I3HW, one.places_P, new_row, num_T))
+    picked["experts_BTLk"] = microbatch.experts_BTLk[rows] if len(microbatch.experts_BTLk) else microbatch.experts_BTLk
+    return Microbatch(**picked, **picture_rows(microbatch.pixels_I3HW, microbatch.places_P, new_row, num_T))
 
 
-def _row_lane(one: Microbatch, row: int) -> int:
-    return int(one.lane_N[np.argmax(one.predecessor_N // one.tokens_BT.shape[1] == row)])
+def _row_lane(rows: Microbatch, row: int) -> int:
+    return int(rows.lane_N[np.argmax(rows.predecessor_N // rows.tokens_BT.shape[1] == row)])
 
 
 class Paths(NamedTuple):
@@ -154,21 +154,21 @@ class Paths(NamedTuple):
     experts: np.ndarray
 
 
-def unpacked(one: Microbatch) -> list[Paths]:
-    """All that is read of a microbatch, sequences of like length together, no more tokens at once than it has itself
+def unpacked(rows: Microbatch) -> list[Paths]:
+    """The paths of a microbatch, sequences of like length together, no more tokens at once than it has itself
     unless one sequence does.
     """
-    found = sorted(_paths(one), key=len, reverse=True)
-    return [_side_by_side(one, group) for group in _grouped(found, one.tokens_BT.size)]
+    found = sorted(_paths(rows), key=len, reverse=True)
+    return [_side_by_side(rows, group) for group in _grouped(found, rows.tokens_BT.size)]
 
 
-def _paths(one: Microbatch) -> Iterator[np.ndarray]:
+def _paths(rows: Microbatch) -> Iterator[np.ndarray]:
     """Nodes of each sequence that is not a prefix of another, as indexes into B*T."""
-    num_T = one.tokens_BT.shape[1]
-    read = np.unique(np.concatenate([one.predecessor_N, one.bootstrap_N[one.bootstrap_N >= 0]]))
+    num_T = rows.tokens_BT.shape[1]
+    read = np.unique(np.concatenate([rows.predecessor_N, rows.bootstrap_N[rows.bootstrap_N >= 0]]))
     for node in read.tolist():
         row, at = divmod(node, num_T)
-        reach_T = one.reach_BT[row]
+        reach_T = rows.reach_BT[row]
         # Of what follows a node in its tree something is read, since a sequence ends at its last sampled token.
         if reach_T[at] == at + 1:
             yield row * num_T + np.flatnonzero(reach_T[: at + 1] > at)
@@ -181,23 +181,25 @@ def _grouped(paths: Sequence[np.ndarray], budget: int) -> Iterator[Sequence[np.n
         paths = paths[count:]
 
 
-def _side_by_side(one: Microbatch, group: Sequence[np.ndarray]) -> Paths:
+def _side_by_side(rows: Microbatch, group: Sequence[np.ndarray]) -> Paths:
     width = len(group[0])
     tokens_GL = np.zeros((len(group), width), np.int64)
     node_P = np.concatenate(group)
     cell_P = np.concatenate([g * width + np.arange(len(path)) for g, path in enumerate(group)])
-    tokens_GL.reshape(-1)[cell_P] = one.tokens_BT.reshape(-1)[node_P]
-    pixels, places = _shown(one, node_P, cell_P)
-    return Paths(tokens_GL, node_P, cell_P, pixels, places, laid_out(one.experts_BTLk, node_P, cell_P, tokens_GL.shape))
+    tokens_GL.reshape(-1)[cell_P] = rows.tokens_BT.reshape(-1)[node_P]
+    pixels, places = _shown(rows, node_P, cell_P)
+    return Paths(
+        tokens_GL, node_P, cell_P, pixels, places, laid_out(rows.experts_BTLk, node_P, cell_P, tokens_GL.shape)
+    )
 
 
-def _shown(one: Microbatch, node_P: np.ndarray, cell_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _shown(rows: Microbatch, node_P: np.ndarray, cell_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pictures of the paths, each as often as it is on one."""
-    if not len(one.pixels_I3HW):
-        return one.pixels_I3HW, one.places_P
-    number = np.full(one.tokens_BT.size, -1)
-    number[one.places_P] = np.arange(len(one.places_P))
-    per_picture = len(one.places_P) // len(one.pixels_I3HW)
+    if not len(rows.pixels_I3HW):
+        return rows.pixels_I3HW, rows.places_P
+    number = np.full(rows.tokens_BT.size, -1)
+    number[rows.places_P] = np.arange(len(rows.places_P))
+    per_picture = len(rows.places_P) // len(rows.pixels_I3HW)
     here = np.flatnonzero(number[node_P] >= 0)
     which = number[node_P[here]][::per_picture] // per_picture
-    return one.pixels_I3HW[which], cell_P[here]
+    return rows.pixels_I3HW[which], cell_P[here]

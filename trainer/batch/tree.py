@@ -55,11 +55,11 @@ class Tree(NamedTuple):
 
 
 def in_order(branches: Sequence[Branch]) -> list[Branch]:
-    """As they are laid out: those that share more are nearer to each other."""
+    """Sort branches, so that those that share more are nearer to each other."""
     if len(branches) < 2:
         return list(branches)
     # Big-endian, so that bytes sort as tokens do.
-    return sorted(branches, key=lambda one: (one.tokens.astype(">u4").tobytes(), one.sequence))
+    return sorted(branches, key=lambda branch: (branch.tokens.astype(">u4").tobytes(), branch.sequence))
 
 
 def grow(branches: Sequence[Branch], max_tokens: int) -> Iterator[Tree]:
@@ -77,38 +77,38 @@ def _grow_one(branches: Sequence[Branch], max_tokens: int) -> tuple[Tree, int]:
     """A tree of the first branches, and how many."""
     taken: list[tuple[Branch, int]] = []  # and how much of it is there already
     size = 0
-    for one in branches:
-        shared = _shared(taken[-1][0], one) if taken else 0
-        room = max(max_tokens, len(one.tokens)) if one.is_turn else max_tokens  # alone it would take as much
-        if taken and size + len(one.tokens) - shared > room and not one.together:
+    for branch in branches:
+        shared = _shared(taken[-1][0], branch) if taken else 0
+        room = max(max_tokens, len(branch.tokens)) if branch.is_turn else max_tokens  # alone it would take as much
+        if taken and size + len(branch.tokens) - shared > room and not branch.together:
             break
-        taken.append((one, shared))
-        size += len(one.tokens) - shared
+        taken.append((branch, shared))
+        size += len(branch.tokens) - shared
     reach, position, path = (np.zeros(size, np.int64) for _ in range(3))
     ranges = np.arange(size)
     predecessors, ends, firsts = [], [], []
     node = depth = 0  # nodes so far, and how many of `path` are those of the sequence before
-    for one, shared in taken:
-        num = len(one.tokens)
+    for branch, shared in taken:
+        num = len(branch.tokens)
         stop = node + num - shared
         reach[path[shared:depth]] = node
         path[shared:num] = ranges[node:stop]
         position[node:stop] = ranges[shared:num]
-        predecessors.append(path[one.at_N - 1])
+        predecessors.append(path[branch.at_N - 1])
         ends.append(int(path[num - 1]))
         firsts.append(node)
         node, depth = stop, num
     reach[path[:depth]] = node
-    token = np.concatenate([one.tokens[shared:] for one, shared in taken]).astype(np.int64)
-    number = np.concatenate([one.numbers[shared:] for one, shared in taken])
-    sequences = [one.sequence for one, _ in taken]
+    token = np.concatenate([branch.tokens[shared:] for branch, shared in taken]).astype(np.int64)
+    number = np.concatenate([branch.numbers[shared:] for branch, shared in taken])
+    sequences = [branch.sequence for branch, _ in taken]
     return Tree(token, position, reach, number, sequences, predecessors, ends, firsts), len(taken)
 
 
-def _shared(one: Branch, other: Branch) -> int:
+def _shared(branch: Branch, other: Branch) -> int:
     """Inputs two sequences begin with alike."""
-    num = min(len(one.tokens), len(other.tokens))
-    differs = one.tokens[:num] != other.tokens[:num]
+    num = min(len(branch.tokens), len(other.tokens))
+    differs = branch.tokens[:num] != other.tokens[:num]
     first = int(differs.argmax())
     return first if differs[first] else num
 
@@ -150,12 +150,12 @@ def no_places() -> np.ndarray:
 def hang(pictures: Sequence[Pictures | None], start_S: np.ndarray, num_tokens: int) -> Gallery:
     """Number the places of the sequences that begin at `start_S` of `num_tokens`."""
     number = np.full(num_tokens, -1)
-    shown = [(int(start), one) for start, one in zip(start_S, pictures, strict=True) if one is not None]
+    shown = [(int(start), each) for start, each in zip(start_S, pictures, strict=True) if each is not None]
     if not shown:
         return Gallery(number, (), 1)
-    at = np.concatenate([start + one.places_P for start, one in shown])
+    at = np.concatenate([start + pictures.places_P for start, pictures in shown])
     number[at] = np.arange(len(at))
-    pixels = tuple(each for _, one in shown for each in one.pixels)
+    pixels = tuple(each for _, pictures in shown for each in pictures.pixels)
     return Gallery(number, pixels, len(at) // len(pixels))
 
 
@@ -166,7 +166,7 @@ def picture_fields(gallery: Gallery, number: np.ndarray, index: np.ndarray) -> d
         return {}
     nodes = nodes[np.argsort(number[nodes], kind="stable")]
     which = np.unique(number[nodes] // gallery.per_picture)
-    return {"pixels_I3HW": np.stack([gallery.pixels[one] for one in which]), "places_P": index[nodes]}
+    return {"pixels_I3HW": np.stack([gallery.pixels[picture] for picture in which]), "places_P": index[nodes]}
 
 
 def picture_rows(
@@ -188,19 +188,23 @@ def no_experts() -> np.ndarray:
 
 
 def recorded(experiences: Sequence[Experience]) -> list[Experts | None]:
-    """Of each sequence [num_tokens, layers, k]; None where none was recorded, or its shape is not that of the first that has
-    one, and where no token has a ratio: a demonstration is not sampled, whatever it was made from. Raises BadFrame.
+    """Recorded experts of each sequence, [num_tokens, layers, k]; None without a record, if its shape is not that of the first
+    record, and where no token has a ratio: a demonstration is not sampled, whatever it was made from. Raises BadFrame.
     """
-    found = [routing(one) if any(span.ratio for span in one.spans) else None for one in experiences]
-    shape = next((one.shape[1:] for one in found if one is not None), None)
-    return [one if one is not None and one.shape[1:] == shape else None for one in found]
+    found = [
+        routing(experience) if any(span.ratio for span in experience.spans) else None for experience in experiences
+    ]
+    shape = next((experts_TLk.shape[1:] for experts_TLk in found if experts_TLk is not None), None)
+    return [
+        experts_TLk if experts_TLk is not None and experts_TLk.shape[1:] == shape else None for experts_TLk in found
+    ]
 
 
 def row_experts(
     experts: Sequence[Experts | None], trees: Sequence[Tree], rows: Sequence[Sequence[int]], num_T: int
 ) -> np.ndarray:
     """The experts of a microbatch, [B, T, layers, k]. experts: of each sequence. rows: the trees of each."""
-    shape = next((one.shape[1:] for one in experts if one is not None), None)
+    shape = next((experts_TLk.shape[1:] for experts_TLk in experts if experts_TLk is not None), None)
     if shape is None:
         return no_experts()
     found = np.full((len(rows), num_T, *shape), ABSENT, np.int16)

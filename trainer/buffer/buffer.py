@@ -20,7 +20,7 @@ from schemas.bulk.sections import FindSeal
 from schemas.errors import BadFrame, OffsetOutOfRange
 from schemas.experience import MAX_TOKENS, WITHDRAWN, is_withdrawal, pair_fault, pair_side
 from trainer.buffer.draw import Awaited
-from trainer.buffer.pool import Candidate, LaneRows, Pool, pool_of
+from trainer.buffer.pool import Candidate, LaneRows, Pool, make_pool
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -34,12 +34,12 @@ class Stored(msgspec.Struct, frozen=True):
     digest: bytes
 
 
-def digest_of(message: LogMessage) -> bytes:
+def record_digest(message: LogMessage) -> bytes:
     """BLAKE2b-128 of a record; that of a claim check covers the hash of what it claims."""
     return hashlib.blake2b(message.record.value, digest_size=16).digest()
 
 
-def frame_of(message: LogMessage, block: Block) -> bytes:
+def block_frame(message: LogMessage, block: Block) -> bytes:
     """The block's frame as it is kept in memory; what lies in the object store is encoded again."""
     return encode(block) if is_claim(message.record.value) else message.record.value
 
@@ -48,11 +48,11 @@ def stored(message: LogMessage) -> Stored:
     """The block of a record of `buffer`; BadFrame naming its offset if it holds something else."""
     if not isinstance(message.value, Block):
         raise BadFrame(f"buffer offset {message.offset}: {message.error or 'not a block'}")
-    return Stored(message.value, frame_of(message, message.value), digest_of(message))
+    return Stored(message.value, block_frame(message, message.value), record_digest(message))
 
 
 async def read_blocks(log: Log, offsets: Iterable[int]) -> dict[int, Stored]:
-    """What lies at these offsets of `buffer`. Raises OffsetOutOfRange or BadFrame naming the offset."""
+    """Read blocks at these offsets of `buffer`. Raises OffsetOutOfRange or BadFrame naming the offset."""
     wanted = set(offsets)
     messages = await log.messages_at(topics.BUFFER, 0, wanted)
     if lost := wanted - messages.keys():
@@ -70,7 +70,7 @@ def use_key(group: str, retrained: int, lane: str) -> bytes:
 
 
 class Known(msgspec.Struct, frozen=True):
-    """How often a key was used.
+    """Uses of a key.
 
     count: of uses. offset: the newest of `buffer` at which its group was delivered.
     """
@@ -102,11 +102,11 @@ class Uses:
         self._packed[key] = known.offset * COUNTS + known.count
 
     def times(self, key: bytes) -> int:
-        """How often it was trained."""
+        """Number of uses."""
         return self._packed.get(key, 0) % COUNTS
 
     def delivered(self, key: bytes, offset: int) -> int:
-        """How often a group delivered at `offset` was trained; remembers the delivery."""
+        """Remember a delivery at `offset`; returns the number of uses of its group."""
         if key not in self._packed:
             return 0
         known = _known(self._packed[key])
@@ -164,9 +164,9 @@ class Buffer:
             return first.lost
         if first.lane not in self._max_uses:
             return "lane not trained"
-        if any(one.lane != first.lane for one in block.experiences):
+        if any(experience.lane != first.lane for experience in block.experiences):
             return "block mixes lanes"
-        if any(one.num_tokens > self._max_tokens for one in block.experiences):
+        if any(experience.num_tokens > self._max_tokens for experience in block.experiences):
             return "longer than the context"
         if is_withdrawal(first):
             held = self._held.get((block.group, first.lane))
@@ -193,40 +193,40 @@ class Buffer:
             self.discard(held, first.lane)
         self._frames[offset] = frame
         self._held[block.group, first.lane] = offset
-        self._candidates[first.lane].put(candidate_of(offset, block, used, digest))
+        self._candidates[first.lane].put(make_candidate(offset, block, used, digest))
         return ""
 
     def candidates(self, lane: Lane) -> list[Candidate]:
-        """What a lane holds, in order of arrival."""
+        """The candidates of a lane, in order of arrival."""
         return list(self._candidates.get(lane, ()))
 
     def pool(self, lane: Lane) -> Pool:
-        """What a lane holds, in order of arrival, for a draw."""
-        return self._candidates[lane].pool() if lane in self._candidates else pool_of(())
+        """The candidates of a lane for a draw, in order of arrival."""
+        return self._candidates[lane].pool() if lane in self._candidates else make_pool(())
 
     def drawable(self, lane: Lane) -> Pool:
-        """What may be drawn from a lane, in order of arrival: all but the joins of which more is on its way."""
+        """The pool of a lane without joins that more turns are awaited for."""
         pool = self.pool(lane)
         joined = np.flatnonzero(pool.column("is_joined"))
         kept_N = np.ones(len(pool), bool)
-        kept_N[joined] = [one.join not in self._awaited for one in pool.chosen(joined)]
+        kept_N[joined] = [candidate.join not in self._awaited for candidate in pool.chosen(joined)]
         return pool if kept_N.all() else pool.chosen(kept_N)
 
     def await_no_more(self) -> None:
-        """What is here of joins is all of them: what was on its way came before, or cannot be read."""
+        """Await no more turns of any join: they came before, or cannot be read."""
         self._awaited.clear()
 
-    def holds(self, one: Candidate) -> bool:
-        """Whether a group may still be drawn; a newer revision takes its place."""
-        return one.offset in self._candidates.get(one.lane, ())
+    def holds(self, candidate: Candidate) -> bool:
+        """True while a group may be drawn; a newer revision takes its place."""
+        return candidate.offset in self._candidates.get(candidate.lane, ())
 
     def look_at(self, candidates: Iterable[Candidate]) -> list[Block]:
         """Decode groups without using them."""
         blocks = []
-        for one in candidates:
-            block = decode(self._frames[one.offset], self._find_seal)
+        for candidate in candidates:
+            block = decode(self._frames[candidate.offset], self._find_seal)
             if not isinstance(block, Block):
-                raise BadFrame(f"buffer offset {one.offset}: got {type(block).__name__}, expected Block")
+                raise BadFrame(f"buffer offset {candidate.offset}: got {type(block).__name__}, expected Block")
             blocks.append(block)
         return blocks
 
@@ -234,26 +234,30 @@ class Buffer:
         """Those that can no longer be opened, with the reason. Blocks where a key has to be looked up."""
         if self._find_seal is None:
             return []
-        return [(one, fault) for one in candidates if one.key_id and (fault := self._find_seal(one.key_id).fault)]
+        return [
+            (candidate, fault)
+            for candidate in candidates
+            if candidate.key_id and (fault := self._find_seal(candidate.key_id).fault)
+        ]
 
     def take(self, drawn: Sequence[Candidate]) -> list[Block]:
         """Decode the drawn groups and count their use; a group with uses left stays."""
         blocks = self.look_at(drawn)
-        for one in drawn:
-            self.count_use(one)
+        for candidate in drawn:
+            self.count_use(candidate)
         return blocks
 
-    def count_use(self, one: Candidate) -> None:
+    def count_use(self, candidate: Candidate) -> None:
         """One more use of a group, drawn now or re-executed from the journal, which may name another revision."""
-        self.uses.add(use_key(one.group, one.retrained, one.lane), one.offset)
-        offset = self._held.get((one.group, one.lane))
-        if offset is None or (held := self._candidates[one.lane][offset]).retrained != one.retrained:
+        self.uses.add(use_key(candidate.group, candidate.retrained, candidate.lane), candidate.offset)
+        offset = self._held.get((candidate.group, candidate.lane))
+        if offset is None or (held := self._candidates[candidate.lane][offset]).retrained != candidate.retrained:
             return
-        if held.uses + 1 >= self._max_uses[one.lane]:
-            self.discard(offset, one.lane)
-            self._count_used_up(one.lane, held.num_experiences)
+        if held.uses + 1 >= self._max_uses[candidate.lane]:
+            self.discard(offset, candidate.lane)
+            self._count_used_up(candidate.lane, held.num_experiences)
         else:
-            self._candidates[one.lane].put(msgspec.structs.replace(held, uses=held.uses + 1))
+            self._candidates[candidate.lane].put(msgspec.structs.replace(held, uses=held.uses + 1))
 
     def forget_uses(self, below: int) -> int:
         """Let go of the uses of groups that were last delivered below an offset and are not held; how many went."""
@@ -284,7 +288,7 @@ class Buffer:
 
     def num_experiences(self, lane: Lane) -> int:
         """Experiences held in a lane."""
-        return sum(one.num_experiences for one in self._candidates.get(lane, ()))
+        return sum(candidate.num_experiences for candidate in self._candidates.get(lane, ()))
 
     def num_heard(self, lane: Lane) -> int:
         """Experiences held in a lane, and those that were and have no use left."""
@@ -298,10 +302,10 @@ class Buffer:
         self._used_up[lane] = self._used_up.get(lane, 0) + count
 
 
-def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:
+def make_candidate(offset: int, block: Block, uses: int, digest: bytes = b"") -> Candidate:
     """A block's header as the draw sees it."""
     first = block.experiences[0]
-    spans = [span for one in block.experiences for span in one.spans]
+    spans = [span for experience in block.experiences for span in experience.spans]
     return Candidate(
         group=block.group,
         lane=first.lane,
@@ -313,10 +317,10 @@ def candidate_of(offset: int, block: Block, uses: int, digest: bytes = b"") -> C
         num_tokens=sum(span.stop - span.start for span in spans),
         tenant=first.tenant,
         subject=first.subject,
-        has_signal=any(one.advantage != 0.0 for one in block.experiences),
+        has_signal=any(experience.advantage != 0.0 for experience in block.experiences),
         min_version=min((span.version for span in spans), default=-1),
         max_version=max((span.version for span in spans), default=-1),
-        priority=max(one.priority for one in block.experiences),
+        priority=max(experience.priority for experience in block.experiences),
         uses=uses,
         has_ratio=bool(spans) and all(span.ratio for span in spans),
         digest=digest,

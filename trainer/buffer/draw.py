@@ -53,15 +53,15 @@ class Awaited:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def heard(self, one: Experience) -> None:
+    def heard(self, experience: Experience) -> None:
         """One more has come; the last of a join says that no other follows."""
-        if one.join is None or one.revision:
+        if experience.join is None or experience.revision:
             return
-        if not one.join.more:
-            self._names.pop(one.join.name, None)
-            _remember(self._whole, one.join.name)
-        elif one.join.name not in self._whole:
-            _remember(self._names, one.join.name)
+        if not experience.join.more:
+            self._names.pop(experience.join.name, None)
+            _remember(self._whole, experience.join.name)
+        elif experience.join.name not in self._whole:
+            _remember(self._names, experience.join.name)
 
     def clear(self) -> None:
         """Nothing is on its way."""
@@ -77,11 +77,11 @@ def _remember(names: dict[str, None], name: str) -> None:
 Joins = dict[tuple[str, int], list[Candidate]]  # members by name and how often they were used
 
 
-def joins_of(pool: Pool) -> Joins:
-    """What is drawn together: the members of each join that were used as often."""
+def find_joins(pool: Pool) -> Joins:
+    """The members of each join that were used as often: they are drawn together."""
     found: Joins = {}
-    for one in pool.chosen(pool.column("is_joined")):
-        found.setdefault((one.join, one.uses), []).append(one)
+    for candidate in pool.chosen(pool.column("is_joined")):
+        found.setdefault((candidate.join, candidate.uses), []).append(candidate)
     return found
 
 
@@ -92,9 +92,9 @@ def united(pool: Pool, joins: Joins) -> Pool:
     kept_N = np.ones(len(pool), bool)
     wholes: dict[int, Candidate] = {}
     for place in np.flatnonzero(pool.column("is_joined")).tolist():
-        one = pool[place]
-        members = joins[one.join, one.uses]
-        kept_N[place] = members[0] is one
+        candidate = pool[place]
+        members = joins[candidate.join, candidate.uses]
+        kept_N[place] = members[0] is candidate
         if kept_N[place] and len(members) > 1:
             wholes[place] = _as_one(members)
     return pool.replaced(wholes).chosen(kept_N)
@@ -105,9 +105,9 @@ def parted(draw: Draw, joins: Joins) -> Draw:
     if not joins:
         return draw
     taken = [
-        msgspec.structs.replace(member, weight=one.weight)
-        for one in draw.taken
-        for member in (joins[one.join, one.uses] if one.join else (one,))
+        msgspec.structs.replace(member, weight=candidate.weight)
+        for candidate in draw.taken
+        for member in (joins[candidate.join, candidate.uses] if candidate.join else (candidate,))
     ]
     return msgspec.structs.replace(draw, taken=tuple(taken))
 
@@ -115,11 +115,11 @@ def parted(draw: Draw, joins: Joins) -> Draw:
 def _as_one(members: Sequence[Candidate]) -> Candidate:
     return msgspec.structs.replace(
         members[0],
-        num_experiences=sum(one.num_experiences for one in members),
-        num_tokens=sum(one.num_tokens for one in members),
-        min_version=min(one.min_version for one in members),
-        priority=max(one.priority for one in members),
-        has_signal=any(one.has_signal for one in members),
+        num_experiences=sum(candidate.num_experiences for candidate in members),
+        num_tokens=sum(candidate.num_tokens for candidate in members),
+        min_version=min(candidate.min_version for candidate in members),
+        priority=max(candidate.priority for candidate in members),
+        has_signal=any(candidate.has_signal for candidate in members),
     )
 
 
@@ -185,7 +185,7 @@ def fill(order: Pool, room: Room) -> tuple[list[int], int]:
 
 
 def is_open(pool: Pool, limits: ShareLimits) -> bool:
-    """Whether no share can be reached: nothing is limited, or all is of the same."""
+    """True if no share can be reached: nothing is limited, or all data is of one party."""
     return not (
         (limits.tenant < 1.0 and _differ(pool.column("tenant")))
         or (limits.subject < 1.0 and _differ(pool.column("user")))
@@ -232,7 +232,7 @@ def _allowed(size: int, share: float) -> int:
 
 
 def first(size_N: np.ndarray, num_experiences: int) -> int:
-    """How many whole groups in order are worth at least `num_experiences`, or all there are."""
+    """Number of whole groups in order that are worth at least `num_experiences`, or all there are."""
     return min(len(size_N), int(np.searchsorted(np.cumsum(size_N), num_experiences)) + 1)
 
 
@@ -343,7 +343,7 @@ def chances(order: Pool, room: Room) -> tuple[np.ndarray, np.ndarray]:
 
 
 def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
-    """Which groups a comb with teeth at `start`, `start` + 1, … hits, [N] bool: each with its chance, over starts in [0, 1)."""
+    """The groups that a comb with teeth at `start`, `start` + 1, … hits, [N] bool: each with its chance over starts."""
     is_sure_N = chance_N >= 1.0 - CLOSE
     ends_N = np.round(np.cumsum(np.where(is_sure_N, 0.0, chance_N)), 9)
     hit_N: np.ndarray = is_sure_N | (np.diff(np.floor(ends_N - start), prepend=np.floor(-start)) > 0)
@@ -351,7 +351,7 @@ def systematic(chance_N: np.ndarray, start: float) -> np.ndarray:
 
 
 def blended(priority_N: np.ndarray) -> np.ndarray:
-    """What chances are proportional to: priorities with a share FAIR of their mean, so that the highest cannot take all."""
+    """Priorities with a share FAIR of their mean, which chances are proportional to, so that the highest cannot take all."""
     positive_N = np.maximum(priority_N, 0.0)
     mean = positive_N.mean()
     return (1 - FAIR) * positive_N + FAIR * mean if mean > 0 else np.ones_like(positive_N)

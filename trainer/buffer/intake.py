@@ -1,4 +1,4 @@
-"""What the trainer hears while it works: buffered groups, closures, and leases that end its own.
+"""Consumes `buffer`, `progress`, `reports` and `policies` for the trainer: groups, closures, and leases that end its own.
 
     buffer ────> Intake.buffer (candidates)  ─┐
     progress ──> Intake.closed (issue order)  ├─ `changed` wakes the loop in train.py
@@ -23,7 +23,7 @@ from infra.policies.beginning import read_on
 from infra.policies.fold import PoliciesFold
 from infra.store.seal import FRESH_S
 from schemas import Block, Closure, Directive, Progress, topics
-from trainer.buffer.buffer import Buffer, digest_of, frame_of
+from trainer.buffer.buffer import Buffer, block_frame, record_digest
 from trainer.buffer.pool import missing
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Intake:
 
     @property
     def must_forget(self) -> bool:
-        """Whether a user was forgotten, and their data is still to be dropped from memory."""
+        """True if a user was forgotten whose data is still in memory."""
         return self.clock() >= self.forget_at_s
 
     def absent(self) -> list[int]:
@@ -74,7 +74,7 @@ class Intake:
     def take_block(self, message: LogMessage, block: Block) -> str:
         """Keep one block of `buffer`; returns "" or why not."""
         self.arrived_s = self.clock()
-        return self.keep(message.offset, frame_of(message, block), block, digest_of(message))
+        return self.keep(message.offset, block_frame(message, block), block, record_digest(message))
 
     def keep(self, offset: int, frame: bytes, block: Block, digest: bytes) -> str:
         """`take_block` for what an earlier process may have read."""
@@ -148,6 +148,6 @@ async def follow_reports(log: Log, intake: Intake) -> None:
 
 
 async def hear_directives(log: Log, intake: Intake, past: PoliciesFold) -> None:
-    """What operators said before this trainer begins to learn. What is lost by then is dropped when it is drawn."""
+    """Read the operators' orders from before this trainer begins. Groups that were forgotten by then are dropped when drawn."""
     await read_on(log, past)
     intake.paused = past.learning == "pause"

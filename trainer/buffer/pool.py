@@ -54,7 +54,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """What a draw decided.
+    """Result of a draw.
 
     taken: to train on, in order. dropped: never to be trained, with the reason. wait: draw nothing yet. held_back: experiences
     that waited because their tenant or user had its share.
@@ -68,15 +68,21 @@ class Draw(msgspec.Struct, frozen=True):
 
 def stale(candidates: Iterable[Candidate], version: int, max_staleness: int) -> list[tuple[Candidate, str]]:
     """Those of which no token can be trained within the bound, with the reason; of a pair each must be."""
-    newest = [(one, one.min_version if one.is_pair else one.max_version) for one in candidates]
-    return [(one, "stale") for one, sampled_by in newest if version - sampled_by > max_staleness]
+    newest = [
+        (candidate, candidate.min_version if candidate.is_pair else candidate.max_version) for candidate in candidates
+    ]
+    return [(candidate, "stale") for candidate, sampled_by in newest if version - sampled_by > max_staleness]
 
 
 def unfit(candidates: Iterable[Candidate], *, ratio: bool, pairs: bool) -> list[tuple[Candidate, str]]:
     """Those a lane's loss cannot learn from, with the reason. ratio: it forms importance ratios. pairs: it compares."""
-    found = [(one, "not a pair") for one in candidates if not one.is_pair] if pairs else []
+    found = [(candidate, "not a pair") for candidate in candidates if not candidate.is_pair] if pairs else []
     if ratio:
-        found += [(one, "no ratio") for one in candidates if not one.has_ratio and (one.is_pair or not pairs)]
+        found += [
+            (candidate, "no ratio")
+            for candidate in candidates
+            if not candidate.has_ratio and (candidate.is_pair or not pairs)
+        ]
     return found
 
 
@@ -93,8 +99,11 @@ def draw_in_order(
     hold_for: issue number of a missing group worth waiting for (`worth_waiting_for`): nothing is drawn past it.
     """
     dropped = stale(candidates, version, max_staleness)
-    gone = {one.offset for one, _ in dropped}
-    fresh = sorted((one for one in candidates if one.offset not in gone), key=lambda one: (one.sequence, one.offset))
+    gone = {candidate.offset for candidate, _ in dropped}
+    fresh = sorted(
+        (candidate for candidate in candidates if candidate.offset not in gone),
+        key=lambda candidate: (candidate.sequence, candidate.offset),
+    )
     taken = fresh[:num_groups]
     if len(taken) < num_groups or (hold_for is not None and taken[-1].sequence > hold_for):
         return Draw(dropped=tuple(dropped), wait=True)
@@ -123,11 +132,11 @@ def worth_waiting_for(
     they did. Of one whose first tokens have passed it already, the rest is not waited for. given_up: groups waited for
     long enough already.
     """
-    ordered = sorted(candidates, key=lambda one: one.sequence)
+    ordered = sorted(candidates, key=lambda candidate: candidate.sequence)
     for number in absent:
         if number in given_up:
             continue
-        successor = next((one for one in ordered if one.sequence > number), None)
+        successor = next((candidate for candidate in ordered if candidate.sequence > number), None)
         if successor is not None and version - successor.min_version == max_staleness:
             return number
     return None
@@ -197,9 +206,9 @@ class Pool:
         return column
 
     def _held(self, row: int) -> Candidate:
-        one = self.held[row]
-        assert one is not None, "a pool names candidates only"
-        return one
+        candidate = self.held[row]
+        assert candidate is not None, "a pool names candidates only"
+        return candidate
 
 
 class LaneRows:
@@ -224,41 +233,41 @@ class LaneRows:
         return offset in self._row
 
     def __getitem__(self, offset: int) -> Candidate:
-        one = self._held[self._row[offset]]
-        assert one is not None, "what is held has a row"
-        return one
+        candidate = self._held[self._row[offset]]
+        assert candidate is not None, "what is held has a row"
+        return candidate
 
     def __iter__(self) -> Iterator[Candidate]:
-        return (one for one in self._held if one is not None)
+        return (candidate for candidate in self._held if candidate is not None)
 
-    def put(self, one: Candidate) -> None:
+    def put(self, candidate: Candidate) -> None:
         """Take in a candidate; it replaces one with the same offset."""
         self._own()
-        row = self._row.get(one.offset)
+        row = self._row.get(candidate.offset)
         if row is None:
-            row = self._row[one.offset] = len(self._held)
+            row = self._row[candidate.offset] = len(self._held)
             self._held.append(None)
             if row == len(self._is_held):
                 self._is_held = _doubled(self._is_held)
                 self._columns = {name: _doubled(column) for name, column in self._columns.items()}
-        self._held[row] = one
+        self._held[row] = candidate
         self._is_held[row] = True
-        for column, value in zip(self._columns.values(), _values(one, self._codes), strict=True):
+        for column, value in zip(self._columns.values(), _values(candidate, self._codes), strict=True):
             column[row] = value
 
     def pop(self, offset: int) -> Candidate:
         """Let go of a candidate. KeyError where none is held with that offset."""
-        one = self[offset]
+        candidate = self[offset]
         self._own()
         row = self._row.pop(offset)
         self._held[row] = None
         self._is_held[row] = False
         if len(self._held) > 2 * len(self._row) + FIRST_ROWS:
             self._close_gaps()
-        return one
+        return candidate
 
     def pool(self) -> Pool:
-        """All of them, as they are now."""
+        """The candidates as they are now."""
         self._is_shared = True
         return Pool(np.flatnonzero(self._is_held), self._held, self._columns, self._codes)
 
@@ -270,13 +279,13 @@ class LaneRows:
 
     def _close_gaps(self) -> None:
         fresh = LaneRows()
-        for one in self:
-            fresh.put(one)
+        for candidate in self:
+            fresh.put(candidate)
         self._row, self._held, self._is_held = fresh._row, fresh._held, fresh._is_held
         self._columns, self._codes, self._is_shared = fresh._columns, fresh._codes, False
 
 
-def pool_of(candidates: Iterable[Candidate]) -> Pool:
+def make_pool(candidates: Iterable[Candidate]) -> Pool:
     """These candidates in their order, whatever their offsets."""
     held = tuple(candidates)
     codes: dict[Party, int] = {}
@@ -284,17 +293,17 @@ def pool_of(candidates: Iterable[Candidate]) -> Pool:
 
 
 def _columns(candidates: Iterable[Candidate], codes: dict[Party, int]) -> Columns:
-    rows = [_values(one, codes) for one in candidates]
+    rows = [_values(candidate, codes) for candidate in candidates]
     return {name: np.array([row[place] for row in rows], dtype) for place, (name, dtype) in enumerate(COLUMNS.items())}
 
 
-def _values(one: Candidate, codes: dict[Party, int]) -> tuple[float, ...]:
+def _values(candidate: Candidate, codes: dict[Party, int]) -> tuple[float, ...]:
     """A candidate's value of each of COLUMNS."""
-    tenant = codes.setdefault((one.tenant,), len(codes))
-    user = codes.setdefault((one.tenant, one.subject), len(codes))
+    tenant = codes.setdefault((candidate.tenant,), len(codes))
+    user = codes.setdefault((candidate.tenant, candidate.subject), len(codes))
     return (
-        one.offset, one.priority, one.num_experiences, one.num_tokens, one.uses, tenant, user,
-        bool(one.tenant), bool(one.subject), one.has_ratio, one.is_pair, bool(one.join),
+        candidate.offset, candidate.priority, candidate.num_experiences, candidate.num_tokens, candidate.uses, tenant, user,
+        bool(candidate.tenant), bool(candidate.subject), candidate.has_ratio, candidate.is_pair, bool(candidate.join),
     )  # fmt: skip
 
 

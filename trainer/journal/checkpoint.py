@@ -96,11 +96,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a checkpoint valid.
+    """The record that makes a checkpoint valid.
 
     position: as in Checkpoint. state, size, sha256: key, bytes and hash of the object with uses and references. token: of the
     trainer's lease. learner_sha256, made_with: as in the journal's Saved. time_ms: log-append time of that record, 0 without
-    one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `parts_of`. index,
+    one. oldest_offset: of `buffer`, see Checkpoint. shapes: of the policy's weights, by name. parts: see `state_parts`. index,
     index_sha256: key and hash of the index.
     """
 
@@ -120,23 +120,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> CheckpointPlace:
-        """Where it lies."""
         return CheckpointPlace(self.position.step, self.token)
 
 
-def part_of(name: str) -> str:
-    """What a tensor of a learner's state belongs to besides the policy: a reference or a critic; "" for the policy itself.
+def state_part(name: str) -> str:
+    """The part of a learner's state that a tensor belongs to: reference or critic; "" for the policy itself.
 
-    >>> part_of("adam/exp_avg/critic/head.bias"), part_of("model/lm_head.weight")
+    >>> state_part("adam/exp_avg/critic/head.bias"), state_part("model/lm_head.weight")
     ('critic', '')
     """
     found = _PART.match(name)
     return found[1] if found else ""
 
 
-def parts_of(names: Iterable[str]) -> set[str]:
-    """What a learner's state holds besides the policy."""
-    return {part_of(name) for name in names} - {""}
+def state_parts(names: Iterable[str]) -> set[str]:
+    """The parts of a learner's state besides the policy."""
+    return {state_part(name) for name in names} - {""}
 
 
 def save(
@@ -158,7 +157,9 @@ def save(
     remembered = _uses_tensors(checkpoint.uses)
     body = save_tensors(remembered | {REFERENCES: Tensor("I64", references.shape, references.tobytes())})
     encoded = encode_index(index)
-    shapes = {name.removeprefix(POLICY): one.shape for name, one in index.tensors.items() if name.startswith(POLICY)}
+    shapes = {
+        name.removeprefix(POLICY): tensor.shape for name, tensor in index.tensors.items() if name.startswith(POLICY)
+    }
     manifest = Manifest(
         position=checkpoint.position,
         state=f"{folder(run, place)}/state.safetensors",
@@ -170,7 +171,7 @@ def save(
         time_ms=time_ms,
         oldest_offset=checkpoint.oldest_offset,
         shapes=shapes,
-        parts=tuple(sorted(parts_of(index.tensors))),
+        parts=tuple(sorted(state_parts(index.tensors))),
         index=f"{folder(run, place)}/index.msgpack",
         index_sha256=hashlib.sha256(encoded).hexdigest(),
     )
@@ -238,7 +239,7 @@ def _load_uses(tensors: Mapping[str, Tensor]) -> Uses:
 
 
 def load_manifest(store: Store, run: str, place: CheckpointPlace) -> Manifest:
-    """What one checkpoint says of itself. Raises StoreError or ValueError."""
+    """Read the manifest of one checkpoint. Raises StoreError or ValueError."""
     key = _manifest_key(run, place)
     try:
         return msgspec.json.decode(store.get(key), type=Manifest)
@@ -263,7 +264,7 @@ def places(store: Store, run: str) -> list[CheckpointPlace]:
 
 
 def _folders(store: Store, run: str) -> dict[CheckpointPlace, list[str]]:
-    """All that begins like a checkpoint, and the names of its objects."""
+    """Folders named like a checkpoint, and the names of their objects."""
     found: dict[CheckpointPlace, list[str]] = {}
     for key in store.keys(f"checkpoints/{run}/"):
         where, _, name = key.removeprefix(f"checkpoints/{run}/").rpartition("/")
@@ -304,7 +305,7 @@ def remove_unfinished(store: Store, run: str, newest: CheckpointPlace) -> int:
 
 
 def folder(run: str, place: CheckpointPlace) -> str:
-    """Where all objects of one checkpoint lie."""
+    """Key prefix of all objects of one checkpoint."""
     return f"checkpoints/{run}/{place.step + 1:012d}-{place.token}"
 
 
@@ -336,20 +337,20 @@ def kept(marks: Iterable[CheckpointTime], *, newest: int, keep_ms: int, slots: i
         return set()
     begins_ms = ordered[-1].time_ms - keep_ms
     slot_ms = max(1, -(-keep_ms // slots))
-    stay = {one.place for one in ordered[-newest:]}
+    stay = {mark.place for mark in ordered[-newest:]}
     first: dict[int, CheckpointPlace] = {}
     base = ordered[0]
-    for one in ordered:
-        if one.time_ms <= begins_ms:
-            base = one
+    for mark in ordered:
+        if mark.time_ms <= begins_ms:
+            base = mark
         else:
-            first.setdefault(one.time_ms // slot_ms, one.place)
+            first.setdefault(mark.time_ms // slot_ms, mark.place)
     return stay | set(first.values()) | {base.place}
 
 
 def trim_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace]) -> int:
     """Offset of `buffer` below which no checkpoint that stays needs anything; 0 without such checkpoints."""
-    return min((one.oldest_offset for one in manifests if one.place in stay), default=0)
+    return min((manifest.oldest_offset for manifest in manifests if manifest.place in stay), default=0)
 
 
 def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace], keep_ms: int) -> tuple[int, int]:
@@ -359,11 +360,11 @@ def journal_begin(manifests: Iterable[Manifest], stay: Collection[CheckpointPlac
     in force. All below was written before the horizon: so it is 0 until a checkpoint is older than that, whatever other
     runs have written there.
     """
-    left = [one for one in manifests if one.place in stay]
-    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
-    if all(one.time_ms > begins_ms for one in left):
+    left = [manifest for manifest in manifests if manifest.place in stay]
+    begins_ms = max((manifest.time_ms for manifest in left), default=0) - keep_ms
+    if all(manifest.time_ms > begins_ms for manifest in left):
         return 0, -1
-    first = min(left, key=lambda one: one.position.journal_next).position
+    first = min(left, key=lambda manifest: manifest.position.journal_next).position
     return max(0, first.journal_next - 1), first.journal_token
 
 
@@ -373,8 +374,8 @@ def uses_below(manifests: Iterable[Manifest], stay: Collection[CheckpointPlace],
     Collect knows an answer no longer than the horizon, and what a restart reads again is either held or lies above. 0 while
     no checkpoint is older than the horizon: what the first one had read may still be delivered again.
     """
-    left = [one for one in manifests if one.place in stay]
-    begins_ms = max((one.time_ms for one in left), default=0) - keep_ms
-    if all(one.time_ms > begins_ms for one in left):
+    left = [manifest for manifest in manifests if manifest.place in stay]
+    begins_ms = max((manifest.time_ms for manifest in left), default=0) - keep_ms
+    if all(manifest.time_ms > begins_ms for manifest in left):
         return 0
-    return min(one.position.buffer_next for one in left)
+    return min(manifest.position.buffer_next for manifest in left)

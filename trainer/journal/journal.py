@@ -21,7 +21,7 @@ Fate = Literal["trained", "skipped", "quarantined", "open"]
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """What counts in the journal.
+    """The entries of the journal that count.
 
     entries: in order. next_offset: where the next read continues. token: highest fence seen.
     """
@@ -96,7 +96,7 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 def pending(entries: Iterable[Entry], after_step: int) -> list[Pending | Rollback]:
-    """What brings a state that ends at `after_step` to the journal's end, in order: pure, the same for every reader.
+    """The entries that bring a state at `after_step` to the journal's end, in order: pure, the same for every reader.
 
     A rollback comes after its quarantined batches; as those are not executed, it leaves the weights as they are.
     """
@@ -123,7 +123,7 @@ def pending(entries: Iterable[Entry], after_step: int) -> list[Pending | Rollbac
 
 
 def is_quarantined(entries: Iterable[Entry], step: int) -> bool:
-    """Whether a state that ends at `step` holds steps that were taken back later."""
+    """True if a state that ends at `step` holds steps that were taken back later."""
     return any(isinstance(entry, Rollback) and entry.from_step <= step < entry.to_step for entry in entries)
 
 

@@ -1,4 +1,4 @@
-"""What the bits of a run depend on besides its journal: code, libraries, device, threads, settings.
+"""The origin of a run's bits besides its journal: code, libraries, device, threads, settings.
 
 Each checkpoint records it, so that a replay can say what differs here and what can still be promised. The code is what makes
 the weights of a journaled batch and its blocks: reading blocks, packing items, preparing pictures, the losses, the learner.
@@ -50,10 +50,10 @@ class Module(NamedTuple):
 
 
 class Sources:
-    """The sources to be read. file_of: where a module lies, None for one that is not followed."""
+    """The sources to be read. find_file: where a module lies, None for one that is not followed."""
 
-    def __init__(self, file_of: FileOf) -> None:
-        self._file_of = file_of
+    def __init__(self, find_file: FileOf) -> None:
+        self._file_of = find_file
         self._modules: dict[str, Module | None] = {}
         self._texts: dict[Definition, str] = {}
         self._uses: dict[Definition, dict[str, Definition]] = {}
@@ -80,7 +80,7 @@ class Sources:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def home(self, place: Definition) -> Definition | None:
-        """Where a name is defined, through any number of imports; None for what is not followed."""
+        """The place where a name is defined, through any number of imports; None for one that is not followed."""
         seen: set[Definition] = set()
         while place not in seen:
             seen.add(place)
@@ -141,35 +141,35 @@ class Sources:
         return self._modules[name]
 
 
-def _read(path: Path, name: str, file_of: FileOf) -> Module:
+def _read(path: Path, name: str, find_file: FileOf) -> Module:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     definitions: dict[str, list[ast.stmt]] = {}
     imports: dict[str, Definition] = {}
     for statement in _without_docstrings(ast.parse(path.read_text(encoding="utf-8"))).body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
-            imports |= dict(_imported(statement, package, file_of))
+            imports |= dict(_imported(statement, package, find_file))
         else:
             bound = set(_bound(statement)) or {IMPORT_TIME}
-            for one in bound:
-                definitions.setdefault(one, []).append(statement)
+            for each in bound:
+                definitions.setdefault(each, []).append(statement)
     return Module(definitions, imports)
 
 
 def _imported(
-    statement: ast.Import | ast.ImportFrom, package: str, file_of: FileOf
+    statement: ast.Import | ast.ImportFrom, package: str, find_file: FileOf
 ) -> Iterator[tuple[str, Definition]]:
     if isinstance(statement, ast.Import):
-        for one in statement.names:
-            yield one.asname or one.name.partition(".")[0], Definition(one.name, IMPORT_TIME)
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0], Definition(alias.name, IMPORT_TIME)
         return
     base = statement.module or ""
     if statement.level:
         parents = package.split(".")[: len(package.split(".")) - statement.level + 1]
         base = ".".join([*parents, *([base] if base else [])])
-    for one in statement.names:
-        submodule = f"{base}.{one.name}"
-        place = Definition(submodule, IMPORT_TIME) if file_of(submodule) is not None else Definition(base, one.name)
-        yield one.asname or one.name, place
+    for alias in statement.names:
+        submodule = f"{base}.{alias.name}"
+        place = Definition(submodule, IMPORT_TIME) if find_file(submodule) is not None else Definition(base, alias.name)
+        yield alias.asname or alias.name, place
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -231,7 +231,7 @@ def made_with(config: TrainerConfig, floor: Floor, learner: Learner) -> dict[str
 
 
 def config_hash(config: TrainerConfig, floor: Floor, chain: Sequence[Step] = ()) -> str:
-    """Of the settings that shape a step, so that the journal shows where they changed."""
+    """Hash of the settings that shape a step, so that the journal shows where they changed."""
     steps = [[step.stamp, repr(option_defaults(step.function))] for step in chain]
     pacing = msgspec.to_builtins(floor.pacing)
     del pacing["groups_in_flight"]  # of what is issued, and no step depends on that
@@ -252,11 +252,11 @@ def places(config: TrainerConfig, learner: Learner) -> tuple[Definition, ...]:
 
 @functools.cache
 def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
-    """Of all that the roots reach, see `trainer.journal.origin`.
+    """Hash of all definitions that the roots reach.
 
     root: folder of the sources. Of a root whose sources are not here, as of one in an installed library, its name counts.
     """
-    sources = Sources(lambda module: file_of(module, root, folders))
+    sources = Sources(lambda module: find_file(module, root, folders))
     folders = tuple(found for place in roots if (found := _plugin_folder(place)) is not None)
     known = [place for place in roots if sources.home(place) is not None]
     named = sorted(f"{place.module}:{place.name}" for place in roots if place not in known)
@@ -264,8 +264,8 @@ def code_hash(roots: Sequence[Definition], root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
-def file_of(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Path | None:
-    """Where a module lies that is followed: one of ours, or one of the plugin folders."""
+def find_file(module: str, root: Path = ROOT, folders: Sequence[Path] = ()) -> Path | None:
+    """The file of a followed module: one of ours, or one of the plugin folders."""
     names = module.removeprefix(BELOW).split(".")
     for folder in (root,) if names[0] in PACKAGES else folders:
         path = folder.joinpath(*names)
@@ -285,7 +285,7 @@ def _plugin_folder(place: Definition) -> Path | None:
 
 
 def differences(then: Mapping[str, str], here: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What is not as it was: name → (then, here)."""
+    """Entries that differ: name → (then, here)."""
     names = sorted(then.keys() | here.keys()) if then else []
     return {
         name: (then.get(name, "not known"), here.get(name, "not known"))

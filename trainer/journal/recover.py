@@ -32,7 +32,7 @@ async def begin_anew(log: Log, store: Store, floor: Floor, found: Checkpoint, *,
     lease = await take_lease(log, policy=policy, run=run, owner=owner)
     state = await _written(log, store, lease, found, max(version, found.position.version) + 1)
     here = CheckpointPlace(state.position.step, lease.token)
-    old = [one for one in await asyncio.to_thread(checkpoint.places, store, run) if one != here]
+    old = [place for place in await asyncio.to_thread(checkpoint.places, store, run) if place != here]
     await asyncio.to_thread(checkpoint.remove, store, run, old)
     await claim(log, store, floor, anew=True)  # last: from then on nothing is done again
     return state

@@ -2,7 +2,7 @@
 
 Guarantees: memory grows with the length of a row, not with its square; a layer with a sliding window of w sees the last w
 tokens of a token's own sequence, not of the row; sinks and soft caps count as in the model's own attention. Which path
-computes a row is decided by `reading_path` and `path_of` alone.
+computes a row is decided by `reading_path` and `row_path` alone.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Across = Callable[[Callable[..., torch.Tensor], QueryKeyValue, torch.Tensor | No
 
 
 class Abilities(msgspec.Struct, frozen=True):
-    """What was found of a family when its model was opened. dense: it reads a packed row under a mask of T × T. tree: its
+    """The ways to read a model's rows, found when it was opened. dense: it reads a packed row under a mask of T × T. tree: its
     layers take the attention of this module. window: the shortest sliding window of its layers in tokens, 0 for none.
     """
 
@@ -37,7 +37,7 @@ class Abilities(msgspec.Struct, frozen=True):
 
 
 def reading_path(device: str, num_T: int, family: Abilities) -> Path:
-    """How rows of `num_T` tokens are read. device: "cpu", "cuda".
+    """The path for rows of `num_T` tokens. device: "cpu", "cuda".
 
     Short rows: a dense mask. Longer ones: FlexAttention where there are kernels for it, and blocks of queries elsewhere (it
     has no backward on the CPU). A family that neither reads: every sequence for itself.
@@ -50,7 +50,7 @@ def reading_path(device: str, num_T: int, family: Abilities) -> Path:
     return "dense" if family.dense and within else "unpacked"
 
 
-def path_of(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
+def row_path(reach_BT: np.ndarray, path: Path, family: Abilities) -> Path:
     """A path for these rows, which would be read by `path`: where each is one sequence and nothing else, layers need no mask.
     Up to DENSE_TOKENS that gives the bits of a dense one.
     """
@@ -82,7 +82,7 @@ class RowTrees:
         return self._masks[window]
 
     def inputs(self) -> dict[str, Any]:
-        """What the model's forward takes besides its tokens."""
+        """Inputs of the model's forward besides its tokens."""
         # A mask of four dimensions goes through transformers as it is; nothing reads it.
         return {"tree": self, "attention_mask": self.reach_BT.new_zeros((1, 1, 1, 1)), "position_ids": self.position_BT}
 
@@ -95,7 +95,7 @@ def chain(ids_BT: torch.Tensor, path: Path) -> RowTrees:
 
 
 def dense_mask(reach_BT: torch.Tensor) -> torch.Tensor:
-    """Whether position i sees j, [B, 1, T, T] bool."""
+    """True where position i sees j, [B, 1, T, T] bool."""
     index_T = torch.arange(reach_BT.shape[1], device=reach_BT.device)
     causal_TT = index_T[:, None] >= index_T[None, :]
     mask_BTT = causal_TT & (index_T[None, :, None] < reach_BT[:, None, :])
@@ -162,7 +162,7 @@ def _attend_tree(
 
 
 def _is_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: dict[str, Any]) -> bool:
-    """Whether SDPA computes attention to all before; beyond DENSE_TOKENS without a T × T of anything."""
+    """True if SDPA computes attention to all before; beyond DENSE_TOKENS without a T × T of anything."""
     num_T, window = query.shape[2], settings.get("sliding_window") or 0
     if settings.get("softcap") is not None or 0 < window < num_T:
         return False
@@ -175,7 +175,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     """Attention of each token to all before it. Keys and values are repeated as transformers does it, to its bits."""
     from transformers.integrations.sdpa_attention import repeat_kv
 
-    keys, values = (repeat_kv(one, query.shape[1] // one.shape[1]) for one in (key, value))
+    keys, values = (repeat_kv(tensor, query.shape[1] // tensor.shape[1]) for tensor in (key, value))
     attend = torch.nn.functional.scaled_dot_product_attention
     found: torch.Tensor = attend(query, keys, values, is_causal=True, scale=scale)
     return found
@@ -294,6 +294,6 @@ def _of_blocks(values_BT: torch.Tensor, num_blocks: int, how: str) -> torch.Tens
 
 
 def _listed(chosen_BAK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries sees, and which: these first."""
+    """Number and indexes of the blocks of keys that each block of queries sees: these first."""
     order = torch.argsort(chosen_BAK.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen_BAK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

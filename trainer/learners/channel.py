@@ -12,7 +12,7 @@ Encoded = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 
 
 class Channel:
-    """All calls are collective, in one order on all ranks; one thread at a time. alone: of a process without other ranks."""
+    """Collective calls between ranks, in one order on all of them; one thread at a time. alone: there are no other ranks."""
 
     def __init__(self, timeout_s: float = 0.0, *, alone: bool = False) -> None:
         self.rank: int = 0 if alone else distributed.get_rank()

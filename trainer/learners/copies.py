@@ -125,7 +125,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class LastPublished(msgspec.Struct):
-    """A rank's tensors of the version that was published last: the base of the next delta. number: -1 before the first."""
+    """The version that was published last: the base of the next delta.
+
+    number: of its weights, -1 before the first. tensors: this rank's own.
+    """
 
     number: int = -1
     tensors: VersionTensors | None = None
@@ -195,7 +198,7 @@ class Weights:
         return tuple(sorted((entry for part in found for entry in part), key=lambda entry: entry.name))
 
     def publish(self, store: Store, new: NewVersion, *, previous: "Weights | None", probe: Probe | None) -> PolicyEvent:
-        """See `infra.policies.publish.publish_shares`. previous: the parent, of the same learner, published last."""
+        """Publish a version; see `publish_shares`. previous: the parent, of the same learner, published last."""
         number = -1
         if previous is not None:
             number, self._last = previous.number, previous._last
@@ -226,7 +229,7 @@ class Weights:
         self._end(published=request.published)
 
     def _ask(self, request: _Request, kind: type[Answered]) -> list[Answered]:
-        """All ranks' answers, on rank 0. Raises the first error, naming its rank."""
+        """Ask all ranks, on rank 0. Raises the first error, naming its rank."""
         if self._channel.world == 1:
             found: Answered = self._found(request)  # type: ignore[assignment]
             return [found]

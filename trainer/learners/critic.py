@@ -25,7 +25,10 @@ from trainer.losses.loss import Objective
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The critic's numbers for N sampled tokens, all [N] float32. value: before the step. target: of the value loss."""
+    """The critic's numbers for N sampled tokens, all [N] float32.
+
+    value: before the step. target: of the value loss. advantage: of the token.
+    """
 
     value: np.ndarray
     target: np.ndarray
@@ -118,7 +121,6 @@ class ValueModel:
         return found
 
     def find_reading(self) -> None:
-        """See `PackedModel.find_reading`."""
         self.packed.find_reading()
 
 

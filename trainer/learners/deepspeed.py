@@ -29,7 +29,7 @@ from trainer.learners.copies import Snapshot, TakenWeights, Weights
 from trainer.learners.critic import check_critic
 from trainer.learners.engines import Engines, RankCritic, begin_ranks, engine_settings
 from trainer.learners.forward import compared, open_adapter
-from trainer.learners.lanes import check_step, of_phase
+from trainer.learners.lanes import check_step, phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.orders import Counts, Order, Orders
@@ -46,9 +46,9 @@ from trainer.state import (
     adapter_state,
     check_adapter,
     check_same,
-    layout_of,
+    find_layout,
     open_state,
-    pieces_of,
+    whole_pieces,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ WRITE_S = 24 * 3600.0  # of one rank's upload against another's; a rank that han
 
 
 class DeepSpeedLearner:
-    """See `trainer.learners.learner.Learner`. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
+    """A `Learner` of several ranks. stage: of ZeRO. offload: optimizer state in host memory. sequence_parallel: so
     many ranks share each row, for rows that one GPU cannot hold; it divides the ranks and the model's heads, and a microbatch's
     `max_tokens_per_microbatch` are those of all of them. json: DeepSpeed's own settings under its own names, laid over ours;
     see `trainer.learners.engines` for those that are ours.
@@ -132,7 +132,7 @@ class DeepSpeedLearner:
         self._orders = Orders(self._channel)
 
     def follow(self, store: Store) -> None:
-        """What ranks other than 0 do: obey until rank 0 closes."""
+        """Ranks other than 0: obey until rank 0 closes."""
         self._store = store
         while (order := self._orders.next()).name != "close":
             try:
@@ -168,7 +168,7 @@ class DeepSpeedLearner:
     ) -> StepStats:
         """One optimizer step over all ranks, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
-        parts = minibatches(of_phase(self._objectives, self._phase), batch, seed)
+        parts = minibatches(phase_objectives(self._objectives, self._phase), batch, seed)
         order = Order(
             name="step",
             counts=Counts.of(batch),
@@ -230,7 +230,7 @@ class DeepSpeedLearner:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`; to other ranks goes one tensor at a time."""
         check_adapter(state, self.adapter)
-        self._check(layout_of(state))
+        self._check(find_layout(state))
         self.set(state)
 
     def set(self, tensors: Mapping[str, Tensor]) -> None:
@@ -260,9 +260,9 @@ class DeepSpeedLearner:
         check_same(layout, {name: kind for name, kind in expected.items() if name not in without})
 
     def _layout(self, of: Layout | None) -> dict[str, Kind]:
-        """Of the state as it is, or as it would be with the moments of another."""
-        found = {name: kind for one in self._held for name, kind in one.layout(of).items()}
-        return found | {PHASE: Kind("U8", ())} | layout_of(self._adapter_state)
+        """Layout of the state as it is, or as it would be with the moments of another."""
+        found = {name: kind for shards in self._held for name, kind in shards.layout(of).items()}
+        return found | {PHASE: Kind("U8", ())} | find_layout(self._adapter_state)
 
     def _call(self, order: Order, given: Any = None) -> Any:
         """Do an order on all ranks. given: what rank 0 alone has for it."""
@@ -308,17 +308,17 @@ class DeepSpeedLearner:
         if self._critic is not None and (self._phase, phase) == ("warmup", "train"):
             self._critic.begin_as(self._shards)
         self._phase = phase
-        for one in self._held:
-            one.forget()
+        for shards in self._held:
+            shards.forget()
         self._ranks.move_reference(0.0)
 
     def _pieces(self, *, copy: bool) -> list[Piece]:
-        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *pieces_of(self._adapter_state)]
-        held = [piece for one in self._held for piece in one.pieces(copy=copy)]
+        of_rank_0 = [Piece(PHASE, 0, bytes([PHASES.index(self._phase)])), *whole_pieces(self._adapter_state)]
+        held = [piece for shards in self._held for piece in shards.pieces(copy=copy)]
         return [*held, *(of_rank_0 if not self.rank else ())]
 
     def _save(self) -> dict[str, Tensor]:
-        mine = [msgspec.structs.astuple(one) for one in self._pieces(copy=False)]
+        mine = [msgspec.structs.astuple(piece) for piece in self._pieces(copy=False)]
         whole = {name: bytearray(kind.num_bytes) for name, kind in self.layout().items()}
         for data in self._channel.gather(msgspec.msgpack.encode(mine)):
             for name, start, part in msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes]]):
@@ -328,23 +328,23 @@ class DeepSpeedLearner:
     def _set(self, order: Order, given: Mapping[str, Tensor] | None) -> None:
         dtypes = dict(zip(order.names, order.dtypes, strict=True))
 
-        def source_of(name: str) -> Source:
+        def find_source(name: str) -> Source:
             whole = bytearray(self._channel.broadcast(None if given is None else bytes(given[name].data)))
             return Source(lambda start, stop: memoryview(whole)[start:stop], dtypes[name])
 
         if PHASE in dtypes:
-            self._phase = PHASES[source_of(PHASE).read(0, 1)[0]]
-        self._load(order.names, source_of)
+            self._phase = PHASES[find_source(PHASE).read(0, 1)[0]]
+        self._load(order.names, find_source)
         self._use()
 
-    def _load(self, names: Sequence[str], source_of: Callable[[str], Source]) -> None:
-        for one in self._held:
-            mine = one.layout(names)
-            one.load([name for name in names if name in mine], source_of)
+    def _load(self, names: Sequence[str], find_source: Callable[[str], Source]) -> None:
+        for shards in self._held:
+            mine = shards.layout(names)
+            shards.load([name for name in names if name in mine], find_source)
 
     def _use(self) -> None:
-        for one in self._held:
-            one.use()
+        for shards in self._held:
+            shards.use()
 
     def _snapshot(self, folder: str) -> Snapshot:
         if self._writing is not None:
@@ -376,6 +376,6 @@ class DeepSpeedLearner:
             msgspec.msgpack.decode(data, type=list[str])
             for data in self._channel.everywhere(msgspec.msgpack.encode(said))
         ]
-        if failed := [one for one in found if one[0]]:
-            kind = StoreError if any(one[0] != ValueError.__name__ for one in failed) else ValueError
+        if failed := [report for report in found if report[0]]:
+            kind = StoreError if any(report[0] != ValueError.__name__ for report in failed) else ValueError
             raise kind("; ".join(text for _, text in failed))

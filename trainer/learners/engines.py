@@ -113,7 +113,7 @@ def engine_settings(config: TrainerConfig, stage: int, offload: bool, json: Mapp
 
 
 def reference_settings(dtype: str) -> dict[str, Any]:
-    """Of a reference model whose weights are sharded, and never trained."""
+    """DeepSpeed's settings of a reference model whose weights are sharded, and never trained."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},
@@ -131,7 +131,7 @@ def _laid_over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What rank 0 says of a part. names: of parameters, whose values follow, none in the last part. buffers: whole. tied: of
+    """Rank 0's message about a part. names: of parameters, whose values follow, none in the last part. buffers: whole. tied: of
     the whole model. error: why there are no more.
     """
 
@@ -157,8 +157,8 @@ def load_sharded(
         part = msgspec.msgpack.decode(sent, type=_Part)
         if part.error:
             raise ConfigError(part.error)
-        for name, one in part.buffers.items():
-            put(module, name, to_torch(Tensor(*one)))
+        for name, buffer in part.buffers.items():
+            put(module, name, to_torch(Tensor(*buffer)))
         if not (part.names or part.buffers):
             break
         for name in part.names if channel.rank else ():
@@ -168,9 +168,9 @@ def load_sharded(
             value.data = value.data.to(wanted)
         partitioned = _partition(deepspeed, settings, partitioned, values)
     module.tie_weights(missing_keys=set(part.tied), recompute_mapping=False)
-    for one in module.modules():
-        for name, value in one._buffers.items():
-            one._buffers[name] = None if value is None else value.to(device)
+    for layer in module.modules():
+        for name, value in layer._buffers.items():
+            layer._buffers[name] = None if value is None else value.to(device)
 
 
 def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:
@@ -180,7 +180,7 @@ def _reading(module: Any, folder: str, dtype: str) -> Iterator[_Part]:
         for names in parts:
             held = {name for name, _ in module.named_buffers()}.intersection(names)
             found = {name: from_torch(module.get_buffer(name)) for name in sorted(held)}
-            buffers = {name: (one.dtype, one.shape, bytes(one.data)) for name, one in found.items()}
+            buffers = {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in found.items()}
             yield _Part(names=tuple(name for name in names if name not in held), buffers=buffers)
         yield _Part(tied=tuple(sorted(parts.tied)))
     except ConfigError as error:
@@ -267,7 +267,7 @@ class RankCritic:
 
 
 class Engines:
-    """What opens them. folder: of the model of all of them. settings: of the engine of one that is trained. open_packed: the
+    """Opens the engines. folder: of the model of all of them. settings: of the engine of one that is trained. open_packed: the
     folder's model as this rank reads it, with the other settings of `PackedModel`. device: of this rank.
     """
 
@@ -317,7 +317,7 @@ class Engines:
         return RankCritic(config, model, run, shards=shards, channel=self._channel)
 
     def reference(self, policy: Opened) -> Opened:
-        """What is compared with: a second adapter of the policy's, or a model, whole on every rank below stage 3, sharded
+        """Open the reference: a second adapter of the policy's, or a model, whole on every rank below stage 3, sharded
         there.
         """
         dtype = reference_dtype(self._config)
@@ -340,8 +340,8 @@ class Engines:
             return self._open_packed(**settings)
         packed = self._open_packed(module=hollow_model(self._folder, dtype=settings["dtype"]), **settings)
         load_sharded(self._deepspeed, self._channel, packed.module, self._folder, device=self._device, settings=engine)
-        for one in packed.module.modules():
-            _let_go_in_forward(one)
+        for layer in packed.module.modules():
+            _let_go_in_forward(layer)
         return packed
 
     def _trained(

@@ -24,7 +24,7 @@ from trainer.batch.batch import Microbatch
 from trainer.batch.split import Paths, unpacked
 from trainer.batch.tree import no_experts
 from trainer.config import TrainerConfig
-from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, path_of, reading_path
+from trainer.learners.attention import Abilities, Path, RowTrees, chain, dense_mask, reading_path, row_path
 from trainer.learners.head import Head
 from trainer.learners.opening import find_abilities, reading_words
 from trainer.learners.routing import Given, Replay
@@ -90,26 +90,26 @@ class PackedModel:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """What an optimizer moves: every parameter by the model's own names, or the adapter's by published ones."""
+        """The parameters that the optimizer moves, by the model's own names, or the adapter's by published ones."""
         return dict(self.module.named_parameters()) if self.adapter is None else adapter_parameters(self.module)
 
     @property
     def reading(self) -> str:
-        """How rows are read, in words: bits depend on it."""
+        """The path of rows, in words: bits depend on it."""
         return reading_words(self.device.type, self._family)
 
-    def logprobs(self, one: Microbatch) -> torch.Tensor:
+    def logprobs(self, rows: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens, [N] float32."""
-        return self._read(self._head.logprobs, one)
+        return self._read(self._head.logprobs, rows)
 
-    def logprobs_and_entropy(self, one: Microbatch) -> torch.Tensor:
+    def logprobs_and_entropy(self, rows: Microbatch) -> torch.Tensor:
         """log π_θ of the sampled tokens and the entropy of π_θ where each was chosen, both with gradients, [2, N] float32."""
-        return self._read(self._head.logprobs_and_entropy, one)
+        return self._read(self._head.logprobs_and_entropy, rows)
 
     @torch.no_grad()
-    def hits(self, one: Microbatch) -> torch.Tensor:
-        """Whether each sampled token is the most likely one, [N] bool."""
-        return self._read(lambda hidden, target, _: (self._head.most_likely(hidden) == target).float(), one).bool()
+    def hits(self, rows: Microbatch) -> torch.Tensor:
+        """True where the sampled token is the most likely one, [N] bool."""
+        return self._read(lambda hidden, target, _: (self._head.most_likely(hidden) == target).float(), rows).bool()
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: tuple[int, ...]) -> list[float]:
@@ -122,52 +122,51 @@ class PackedModel:
         logprobs: list[float] = self._head.logprobs(hidden_TD, ids[0, 1:], torch.ones(1, device=self.device)).tolist()
         return logprobs
 
-    def rerouted(self, one: Microbatch) -> np.ndarray:
-        """Where each sampled token was chosen: the share of layers whose router, in the last forward, which was of this
+    def rerouted(self, rows: Microbatch) -> np.ndarray:
+        """For each sampled token the share of layers whose router, in the last forward, which was of this
         microbatch, would have sent it elsewhere than it was sent; -1 where the router decided. [N] float32, NaN without
         `replay`.
         """
         if self._replay is None:
-            return np.full(len(one.target_N), np.nan, np.float32)
+            return np.full(len(rows.target_N), np.nan, np.float32)
         if self._rerouted_N is None:
-            return np.full(len(one.target_N), -1, np.float32)
+            return np.full(len(rows.target_N), -1, np.float32)
         return self._rerouted_N.cpu().numpy()
 
-    def states(self, one: Microbatch) -> torch.Tensor:
+    def states(self, rows: Microbatch) -> torch.Tensor:
         """The last hidden state of every position, [B*T, D]; what is not read may be anything."""
-        path = reading_path(self.device.type, one.tokens_BT.shape[1], self._family)
-        return self._states(one, path_of(one.reach_BT, path, self._family))
+        path = reading_path(self.device.type, rows.tokens_BT.shape[1], self._family)
+        return self._states(rows, row_path(rows.reach_BT, path, self._family))
 
-    def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
-        """What the head says of the sampled tokens, [..., N]."""
-        state_PD, at_N = self.states(one), self._tensor(one.predecessor_N)
+    def _read(self, read: Reader, rows: Microbatch) -> torch.Tensor:
+        state_PD, at_N = self.states(rows), self._tensor(rows.predecessor_N)
         self._rerouted_N = None if self._differs_P is None else self._differs_P[at_N]
-        return read(state_PD[at_N], *self._targets(one))
+        return read(state_PD[at_N], *self._targets(rows))
 
-    def _targets(self, one: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._tensor(one.target_N), self._tensor(one.temperature_N)
+    def _targets(self, rows: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._tensor(rows.target_N), self._tensor(rows.temperature_N)
 
-    def _logprobs_by(self, one: Microbatch, path: Path | None) -> torch.Tensor:
+    def _logprobs_by(self, rows: Microbatch, path: Path | None) -> torch.Tensor:
         """`logprobs` by one path."""
-        return self._head.logprobs(self._states(one, path)[self._tensor(one.predecessor_N)], *self._targets(one))
+        return self._head.logprobs(self._states(rows, path)[self._tensor(rows.predecessor_N)], *self._targets(rows))
 
-    def _states(self, one: Microbatch, path: Path | None) -> torch.Tensor:
+    def _states(self, rows: Microbatch, path: Path | None) -> torch.Tensor:
         """`states` by one path; None: as if each row were one text."""
         if path == "unpacked":
-            return self._unpacked_states(one)
-        inputs = dict(model_inputs(self.module, self._tensor(one.tokens_BT), one.places_P, one.pixels_I3HW))
-        reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
+            return self._unpacked_states(rows)
+        inputs = dict(model_inputs(self.module, self._tensor(rows.tokens_BT), rows.places_P, rows.pixels_I3HW))
+        reach_BT, position_BT = self._tensor(rows.reach_BT), self._tensor(rows.positions_BT)
         if path == "dense":
             inputs |= {"attention_mask": dense_mask(reach_BT), "position_ids": position_BT}
         elif path is not None:
             inputs |= RowTrees(reach_BT, position_BT, path).inputs()
-        given = self._given(one.experts_BTLk)
+        given = self._given(rows.experts_BTLk)
         states = self._routed(inputs, given)
         self._differs_P = None if given is None else given.shares()
         return states
 
     def _given(self, experts_BTLk: np.ndarray) -> Given | None:
-        """What tokens were recorded with, as far as this model can do the same. experts_BTLk: see `Microbatch`."""
+        """Recorded experts, as far as this model can use them. experts_BTLk: see `Microbatch`."""
         known = self._replay
         if known is None or experts_BTLk.shape[2:] != (known.num_layers, known.k):
             return None
@@ -182,10 +181,10 @@ class PackedModel:
             states: torch.Tensor = self._body(**inputs, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
-    def _unpacked_states(self, one: Microbatch) -> torch.Tensor:
+    def _unpacked_states(self, rows: Microbatch) -> torch.Tensor:
         """The states of each sequence for itself; some of them at a time, and computed again in the backward."""
-        groups = unpacked(one)
-        where = np.zeros(one.tokens_BT.size, np.int64)
+        groups = unpacked(rows)
+        where = np.zeros(rows.tokens_BT.size, np.int64)
         states, differs, num = [], [], 0
         for group in groups:
             again = torch.is_grad_enabled() and len(groups) > 1
@@ -214,7 +213,7 @@ def _loaded(folder: str, dtype: str, device: str) -> Any:
 
 
 def policy_settings(config: TrainerConfig) -> dict[str, Any]:
-    """How the model that is trained is opened, as `PackedModel` takes it."""
+    """Settings of `PackedModel` for the policy."""
     return {
         "dtype": config.dtype,
         "activation_checkpointing": config.activation_checkpointing,
@@ -223,7 +222,7 @@ def policy_settings(config: TrainerConfig) -> dict[str, Any]:
 
 
 def _refuse_dropout(module: torch.nn.Module, folder: str) -> None:
-    active = [name for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
+    active = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Dropout) and layer.p > 0]
     rate = getattr(module.config, "attention_dropout", 0.0) or 0.0
     if active or rate > 0:
         raise ConfigError(
@@ -236,14 +235,14 @@ Run = Callable[[str, Any], Any]
 
 
 def open_adapter(config: TrainerConfig, model: str) -> Adapter | None:
-    """What is trained in place of the model's own weights, None for all of them. Raises ConfigError."""
+    """The adapter that is trained in place of the model's weights, None for all of them. Raises ConfigError."""
     lora = config.lora
     return None if lora is None else find_adapter(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
 
 def compared(objectives: Mapping[Lane, Objective]) -> bool:
-    """Whether some lane compares the policy with a reference."""
-    return any(one.reference for one in objectives.values())
+    """True if some lane compares the policy with a reference."""
+    return any(objective.reference for objective in objectives.values())
 
 
 class ReferenceAdapter:
@@ -256,9 +255,9 @@ class ReferenceAdapter:
         self._policy = policy
         self.trained = adapter_parameters(policy.module, REFERENCE)
 
-    def logprobs(self, one: Microbatch) -> torch.Tensor:
+    def logprobs(self, rows: Microbatch) -> torch.Tensor:
         """log π_ref of the sampled tokens, [N] float32; without gradients alone."""
-        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", one)
+        found: torch.Tensor = self.through(lambda what, of: getattr(self._policy, what)(of))("logprobs", rows)
         return found
 
     def through(self, run: Run) -> Run:
@@ -276,5 +275,5 @@ class ReferenceAdapter:
 
 
 def open_reference(policy: PackedModel, again: Callable[[], PackedModel]) -> PackedModel | ReferenceAdapter:
-    """What losses compare with: a second adapter of the policy's, or where it has none a second model. again: opens that."""
+    """The reference: a second adapter of the policy's, or without one a second model. again: opens that."""
     return again() if policy.adapter is None else ReferenceAdapter(policy)

@@ -58,7 +58,7 @@ class Head:
         *,
         arrays: int,
     ) -> torch.Tensor:
-        """What `read` makes of all tokens, [..., N]. arrays: as large as the logits, kept for its backward; where they are
+        """`read` of all tokens, [..., N]. arrays: as large as the logits, kept for its backward; where they are
         more than allowed, pieces of them are computed again there.
         """
         pieces = self._num_pieces(len(target_N) * arrays)
@@ -123,7 +123,7 @@ class LinearLogprobs(torch.autograd.Function):
         softcap: float,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the class. chunk: tokens."""
+        """Log-probabilities and entropies. chunk: tokens."""
         found = []
         for at in range(0, len(hidden_ND), chunk):
             mine = slice(at, at + chunk)
@@ -140,7 +140,7 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of hidden states, weight and bias; the latter two are summed in float32."""
+        """Gradients of hidden states, weight and bias; the latter two are summed in float32."""
         hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, total_N = ctx.saved_tensors
         logprob_N, spread_N = gradients
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
@@ -231,11 +231,11 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(of: torch.Tensor) -> torch.dtype:
-    """What a GPU's product with a matrix takes beside it."""
+    """The dtype that a GPU's product with a matrix takes beside it."""
     return of.dtype if of.is_cuda else torch.float32
 
 
 def _slices(weight_VD: torch.Tensor) -> list[slice]:
-    """Of the vocabulary: all of it where nothing is turned to float32."""
+    """Slices of the vocabulary: all of it where nothing is turned to float32."""
     size = len(weight_VD) if weight_VD.is_cuda else SLICE_TOKENS
     return [slice(at, at + size) for at in range(0, len(weight_VD), size)]

@@ -23,7 +23,7 @@ from trainer.losses.offpolicy import staleness_weight
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all microbatches of one optimizer step.
+    """Numbers that all microbatches of one optimizer step share.
 
     objectives: by lane. denominators: of each lane, global: see `denominators`. num_tokens: sampled ones of each lane, global.
     version: policy version before the batch. exact: the weights are that version's. staleness_decay: λ of λ^staleness, 1 is
@@ -40,7 +40,7 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entropy(self) -> bool:
-        """Whether some lane of the step wants the entropy of the policy."""
+        """True if some lane of the step needs the entropy of the policy."""
         return any(self.objectives[lane].entropy > 0 for lane in self.num_tokens)
 
 
@@ -66,39 +66,39 @@ def step_context(
 
 
 def read(
-    forward: Callable[[str, Microbatch], torch.Tensor], context: StepContext, one: Microbatch
+    forward: Callable[[str, Microbatch], torch.Tensor], context: StepContext, rows: Microbatch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log π_θ of the sampled tokens, and the entropy where a lane wants it; both [N]."""
     if not context.entropy:
-        return forward("logprobs", one), None
-    logprob_N, entropy_N = forward("logprobs_and_entropy", one).unbind(0)
+        return forward("logprobs", rows), None
+    logprob_N, entropy_N = forward("logprobs_and_entropy", rows).unbind(0)
     return logprob_N, entropy_N
 
 
-def of_phase(objectives: Mapping[Lane, Objective], phase: Phase) -> Mapping[Lane, Objective]:
+def phase_objectives(objectives: Mapping[Lane, Objective], phase: Phase) -> Mapping[Lane, Objective]:
     """The objectives with the weights they have in a phase: 1 each in the warm-up."""
     if phase == "train":
         return objectives
-    return {lane: msgspec.structs.replace(one, weight=1.0) for lane, one in objectives.items()}
+    return {lane: msgspec.structs.replace(objective, weight=1.0) for lane, objective in objectives.items()}
 
 
 def reference_dtype(config: TrainerConfig) -> str:
-    """Of the reference: the policy's, but one that moves in small steps would not move at all in bfloat16."""
+    """Dtype of the reference: the policy's, but a reference that moves in small steps would not move at all in bfloat16."""
     return config.dtype if config.reference_decay == 1.0 else "float32"
 
 
 def looks_ahead(objective: Objective) -> bool:
-    """Whether a loss wants to know log π_θ of the whole step before it."""
+    """True if a loss needs log π_θ of the whole step before it."""
     return objective.proximal == "recompute" or objective.bound is not None
 
 
-def compares(objectives: Mapping[Lane, Objective], one: Microbatch) -> bool:
-    """Whether some token of a microbatch meets the reference: no other one needs a forward of it."""
-    return any(objectives[LANES[index]].reference for index in np.unique(one.lane_N))
+def compares(objectives: Mapping[Lane, Objective], rows: Microbatch) -> bool:
+    """True if some token of a microbatch meets the reference: no other one needs a forward of it."""
+    return any(objectives[LANES[index]].reference for index in np.unique(rows.lane_N))
 
 
 def denominators(objectives: Mapping[Lane, Objective], batch: PackedBatch, parts: int = 1) -> dict[Lane, float]:
-    """What each lane's sum is divided by in each of the step's `parts` minibatches. batch: the whole step."""
+    """Divisor of each lane's sum in each of the step's `parts` minibatches. batch: the whole step."""
     found = {}
     for lane, tokens in batch.lane_tokens.items():
         sequences = batch.lane_sequences[lane]
@@ -109,16 +109,16 @@ def denominators(objectives: Mapping[Lane, Objective], batch: PackedBatch, parts
 def bounds(
     objectives: Mapping[Lane, Objective], batch: PackedBatch, logprobs: Sequence[np.ndarray]
 ) -> dict[Lane, float]:
-    """What losses measure over the whole step, from log π_θ before it; logprobs: [N] of each microbatch."""
+    """The losses' bounds over the whole step, from log π_θ before it; logprobs: [N] of each microbatch."""
     found = {}
     for lane in batch.lane_tokens:
         measure = objectives[lane].bound
         if measure is not None:
-            chosen = [one.lane_N == LANES.index(lane) for one in batch.microbatches]
+            chosen = [rows.lane_N == LANES.index(lane) for rows in batch.microbatches]
             parts = list(zip(batch.microbatches, logprobs, chosen, strict=True))
             found[lane] = measure(
-                np.concatenate([(logprob - one.behaviour_N)[at] for one, logprob, at in parts]),
-                np.concatenate([one.advantage_N[at] for one, _, at in parts]),
+                np.concatenate([(logprob - rows.behaviour_N)[at] for rows, logprob, at in parts]),
+                np.concatenate([rows.advantage_N[at] for rows, _, at in parts]),
             )
     return found
 
@@ -132,25 +132,25 @@ def check_step(objectives: Mapping[Lane, Objective], batch: PackedBatch, learnin
     for lane in batch.lane_tokens:
         if lane not in objectives:
             raise ValueError(f"batch: got tokens of lane {lane}, expected {', '.join(objectives)}")
-    for one in batch.microbatches:
+    for rows in batch.microbatches:
         for lane in batch.lane_tokens:
-            _check_lane(objectives[lane], one, lane)
+            _check_lane(objectives[lane], rows, lane)
 
 
-def _check_lane(objective: Objective, one: Microbatch, lane: Lane) -> None:
-    mine = one.lane_N == LANES.index(lane)
-    if objective.ratio and (without := mine & ~one.ratio_N).any():
+def _check_lane(objective: Objective, rows: Microbatch, lane: Lane) -> None:
+    mine = rows.lane_N == LANES.index(lane)
+    if objective.ratio and (without := mine & ~rows.ratio_N).any():
         raise ValueError(
             f"batch: got {int(without.sum())} tokens with ratio=False in lane {lane}, whose loss forms importance "
             'ratios; drop them at the draw or give the lane loss = "sft"'
         )
-    if objective.mean == "pairs" and (mine & (one.pair_N < 0)).any():
+    if objective.mean == "pairs" and (mine & (rows.pair_N < 0)).any():
         raise ValueError(
             f"batch: got tokens of lane {lane} outside any pair, expected whole pairs: its loss compares them"
         )
-    if objective.teacher and np.isnan(one.teacher_N[mine]).any():
+    if objective.teacher and np.isnan(rows.teacher_N[mine]).any():
         raise ValueError(f"batch: got tokens of lane {lane} without a teacher's logprob, expected the section for all")
-    if objective.critic and np.isnan(one.reward_N[mine]).any():
+    if objective.critic and np.isnan(rows.reward_N[mine]).any():
         raise ValueError(
             f"batch: got sequences of lane {lane} without a reward, expected one each: its critic needs them"
         )
@@ -158,7 +158,7 @@ def _check_lane(objective: Objective, one: Microbatch, lane: Lane) -> None:
 
 def microbatch_loss(
     context: StepContext,
-    one: Microbatch,
+    rows: Microbatch,
     logprob_N: torch.Tensor,
     *,
     proximal_N: torch.Tensor | None = None,
@@ -167,27 +167,27 @@ def microbatch_loss(
     advantage_N: np.ndarray | None = None,
     rerouted_N: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, Observed]:
-    """What these tokens add to the step's loss, and what was seen of them. advantage_N: a critic's, for its lanes.
+    """The share of these tokens in the step's loss, and their observations. advantage_N: a critic's, for its lanes.
     rerouted_N: see `PackedModel.rerouted`.
     """
     device = logprob_N.device
-    staleness = context.version - one.version_N
-    weight = one.weight_N
+    staleness = context.version - rows.version_N
+    weight = rows.weight_N
     if context.staleness_decay < 1:
         decayed = weight * staleness_weight(staleness, context.staleness_decay)
-        weight = np.where(one.ratio_N, decayed, weight).astype(np.float32)
-    clipped = np.zeros(len(one.target_N), bool)
-    kl, entropy = np.full((2, len(one.target_N)), np.nan, np.float32)
-    advantage = one.advantage_N.copy()
+        weight = np.where(rows.ratio_N, decayed, weight).astype(np.float32)
+    clipped = np.zeros(len(rows.target_N), bool)
+    kl, entropy = np.full((2, len(rows.target_N)), np.nan, np.float32)
+    advantage = rows.advantage_N.copy()
     total = logprob_N.new_zeros(())
     per_token = Tokens(logprob_N, proximal_N, reference_N, entropy_N)
-    for index in np.unique(one.lane_N):
+    for index in np.unique(rows.lane_N):
         lane = LANES[index]
-        mine = np.flatnonzero(one.lane_N == index)
+        mine = np.flatnonzero(rows.lane_N == index)
         objective = context.objectives[lane]
         if objective.critic and advantage_N is not None:
             advantage[mine] = advantage_N[mine]
-        inputs = _inputs(per_token, one, mine, objective, advantage=advantage, staleness=staleness)
+        inputs = _inputs(per_token, rows, mine, objective, advantage=advantage, staleness=staleness)
         inputs = msgspec.structs.replace(inputs, bound=context.bounds.get(lane))
         weight_L = torch.from_numpy(weight[mine]).to(device)
         loss, output = lane_loss(objective, inputs, weight_L, context.denominators[lane])
@@ -201,15 +201,15 @@ def microbatch_loss(
                 array[mine] = np.nan if values is None else values.cpu().numpy()
     return total, Observed(
         logprob=logprob_N.detach().cpu().numpy(),
-        behaviour=one.behaviour_N,
+        behaviour=rows.behaviour_N,
         advantage=advantage,
         staleness=staleness,
-        version=one.version_N,
-        ratio=one.ratio_N,
+        version=rows.version_N,
+        ratio=rows.ratio_N,
         clipped=clipped,
-        exact=one.exact_N & context.exact,
-        lane=one.lane_N,
-        sequence=one.sequence_N,
+        exact=rows.exact_N & context.exact,
+        lane=rows.lane_N,
+        sequence=rows.sequence_N,
         kl=kl,
         entropy=entropy,
         rerouted=np.full(len(clipped), np.nan, np.float32) if rerouted_N is None else rerouted_N,
@@ -217,7 +217,7 @@ def microbatch_loss(
 
 
 class Tokens(NamedTuple):
-    """What forwards gave for the N sampled tokens of a microbatch; [N] each.
+    """Results of forwards for the N sampled tokens of a microbatch; [N] each.
 
     logprob: log π_θ, with its gradient. proximal: log π_p, None where no loss asked for it. reference: log π_ref, None
     likewise. entropy: over the vocabulary, None likewise.
@@ -231,31 +231,31 @@ class Tokens(NamedTuple):
 
 def _inputs(
     given: Tokens,
-    one: Microbatch,
+    rows: Microbatch,
     mine: np.ndarray,
     objective: Objective,
     *,
     advantage: np.ndarray,
     staleness: np.ndarray,
 ) -> LossInputs:
-    """What the loss of one lane gets: its tokens, at `mine`."""
+    """Inputs of one lane's loss: its tokens, at `mine`."""
     device = given.logprob.device
     at = torch.from_numpy(mine).to(device)
-    _, sequence = np.unique(one.sequence_N[mine], return_inverse=True)
+    _, sequence = np.unique(rows.sequence_N[mine], return_inverse=True)
 
     def part(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array[mine]).to(device)
 
     return LossInputs(
         logprob=given.logprob[at],
-        behaviour=part(one.behaviour_N),
+        behaviour=part(rows.behaviour_N),
         advantage=part(advantage),
         staleness=part(staleness),
-        ratio=part(one.ratio_N),
+        ratio=part(rows.ratio_N),
         proximal=None if given.proximal is None else given.proximal[at],
         reference=None if given.reference is None else given.reference[at],
-        teacher=part(one.teacher_N) if objective.teacher else None,
+        teacher=part(rows.teacher_N) if objective.teacher else None,
         sequence=torch.from_numpy(sequence).to(device),
-        pair=part(one.pair_N),
+        pair=part(rows.pair_N),
         entropy=None if given.entropy is None else given.entropy[at],
     )

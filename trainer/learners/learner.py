@@ -22,7 +22,7 @@ from trainer.batch.batch import PackedBatch
 from trainer.config import LOSSES, TrainerConfig, loss_use
 from trainer.learners.channel import Channel
 from trainer.learners.copies import Snapshot, Weights
-from trainer.state import Layout, StoredState, layout_of, pieces_of
+from trainer.state import Layout, StoredState, find_layout, whole_pieces
 
 Phase = Literal["warmup", "train"]
 
@@ -35,7 +35,7 @@ LEARNERS: Mapping[str, tuple[str, ...]] = {
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did.
+    """Result of one step.
 
     finite: False where a loss or gradient was not, and nothing was changed. loss: of the whole step (the mean over its
     minibatches where there are several). grad_norm: before clipping, the largest. values: those of
@@ -86,7 +86,7 @@ class Learner(Protocol):
         """Σ |log π_θ - log μ| over the tokens of each sequence that have a ratio, [num_sequences] float64."""
 
     def numerics(self) -> dict[str, str]:
-        """What the bits of a step depend on besides its batch, by name; "device" is cpu or not."""
+        """The facts besides a batch that the bits of a step depend on, by name; "device" is cpu or not."""
 
     def save(self) -> dict[str, Tensor]:
         """Weights, optimizer state and phase: everything `restore` needs."""
@@ -133,7 +133,7 @@ def take_snapshot(learner: Learner, store: Store, folder: str) -> Snapshot:
     if isinstance(learner, Ranks):
         return learner.snapshot(store, folder)
     state = learner.save()
-    return Snapshot(Channel(alone=True), store, folder, layout_of(state), pieces_of(state))
+    return Snapshot(Channel(alone=True), store, folder, find_layout(state), whole_pieces(state))
 
 
 @runtime_checkable
@@ -141,7 +141,7 @@ class OnCard(Protocol):
     """A learner that can keep copies of the policy on the card it trains on."""
 
     def copy_on_card(self) -> VersionTensors | None:
-        """What `tensors` are, there; None where it trains on none, or has no room for it."""
+        """A copy of `tensors` on the GPU; None where it trains on none, or has no room for it."""
 
 
 def take_weights(learner: Learner) -> Weights:
@@ -153,7 +153,7 @@ def take_weights(learner: Learner) -> Weights:
 
 
 def take_from(learner: Learner) -> Callable[[StoredState], Mapping[str, Tensor]]:
-    """How a checkpoint's state is verified for this learner: read whole by one process, in shares by ranks."""
+    """Verifier of a checkpoint's state for this learner: one process reads it whole, ranks read shares."""
     if not isinstance(learner, Ranks):
         return dict
     ranks = learner
@@ -190,7 +190,7 @@ def foreign_names(config: TrainerConfig) -> tuple[str, ...]:
         unknown = [name for name in config.learner.options if name not in options]
         found += [f"trainer.learner.options.{name} = {config.learner.options[name]!r}" for name in unknown]
     shipped = {*LOSSES, *(loss_use(name) for name in LOSSES)}
-    for lane, one in config.lanes.items():
-        if one.loss not in shipped:
-            found.append(f'trainer.lanes.{lane}.loss = "{one.loss}"')
+    for lane, lane_config in config.lanes.items():
+        if lane_config.loss not in shipped:
+            found.append(f'trainer.lanes.{lane}.loss = "{lane_config.loss}"')
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What the bits of torch's arithmetic depend on, in words that can be compared."""
+"""The facts that the bits of torch's arithmetic depend on, in words that can be compared."""
 
 import platform
 from importlib import metadata

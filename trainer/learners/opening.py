@@ -1,4 +1,4 @@
-"""How the rows of a family are read: found once, when its model is opened, by comparing with the model's own logits.
+"""Find how the rows of a model are read, once when it is opened, by comparing with the model's own logits.
 
 Guarantees: a model that would compute other logprobs of packed rows than of each sequence alone is read sequence by
 sequence; one that neither reading gives its own logprobs is refused by name. Differences are measured against what a
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 def find_abilities(
     module: Any, folder: str, num_tokens: int, logprobs: Callable[[Microbatch, Path | None], torch.Tensor]
 ) -> Abilities:
-    """What a model's family can be read by. logprobs: of the sampled tokens, by a path; None: as if the row were one text.
+    """Find the paths that read a model's rows. logprobs: of the sampled tokens, by a path; None: as if the row were one text.
 
     num_tokens: of the vocabulary. The module takes our attention where that gives its own logprobs. Raises ConfigError.
     """
@@ -107,10 +107,10 @@ def require_same(
 
 
 def reading_words(device: str, family: Abilities) -> str:
-    """How rows are read, for the journal."""
+    """The paths of rows, for the journal."""
     bound = min(DENSE_TOKENS, family.window or DENSE_TOKENS)
     short, long = (reading_path(device, num_T, family) for num_T in (bound, DENSE_TOKENS + 1))
-    alone = " or causal" if long in ("blocks", "flex") else ""  # see `path_of`
+    alone = " or causal" if long in ("blocks", "flex") else ""  # see `row_path`
     return short if short == long else f"{short} to {bound} tokens, then {long}{alone}"
 
 
@@ -125,7 +125,7 @@ def mixes_neighbours(module: Any, config: Any) -> str:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of {sorted(kinds)[0]}"
-    mixing = [name for name, one in module.named_modules() if isinstance(one, torch.nn.Conv1d)]
+    mixing = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Conv1d)]
     return f"{mixing[0]} is a convolution over tokens" if mixing else ""
 
 
@@ -136,7 +136,7 @@ def takes_tree(module: Any) -> bool:
 
 
 def _tells_windows(module: Any, window: int) -> bool:
-    """Whether layers tell our attention exactly the window that their model's own masks have."""
+    """True if layers tell our attention exactly the window that their model's own masks have."""
     ids_BT = torch.tensor([SHARED], device=module.device) % module.get_input_embeddings().num_embeddings
     tree = chain(ids_BT, "blocks")
     getattr(module, module.base_model_prefix)(input_ids=ids_BT, use_cache=False, **tree.inputs())
@@ -144,23 +144,23 @@ def _tells_windows(module: Any, window: int) -> bool:
 
 
 def _plain(module: Any, sample: Sample) -> torch.Tensor:
-    """What the model itself says of the sample's sampled tokens, [N]."""
+    """The model's own log-probabilities of the sample's sampled tokens, [N]."""
     logits_BTV = module(input_ids=sample.branches_2T, use_cache=False).logits[:, len(SHARED) - 1 :].float()
     logprob_NV = torch.log_softmax(logits_BTV, -1).flatten(0, 1)
     target_N = torch.from_numpy(sample.packed.target_N).to(logprob_NV.device)
     return logprob_NV.gather(1, target_N[:, None]).squeeze(1)
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> float:
-    """How far two readings of the sample are apart. In half precision rounding sends some tokens to other experts: the
+def _distance(here: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> float:
+    """Distance of two readings of the sample. In half precision rounding sends some tokens to other experts: the
     median says nothing of these few. It is the second sequence's, which is the one that a leak reaches.
     """
-    away_N = (one - other).abs()
+    away_N = (here - other).abs()
     return float(away_N.max() if dtype == torch.float32 else away_N[len(away_N) // 2 :].median())
 
 
 def _sample(num_tokens: int, device: torch.device) -> Sample:
-    shared, tails = [one % num_tokens for one in SHARED], [[one % num_tokens for one in tail] for tail in TAILS]
+    shared, tails = [token % num_tokens for token in SHARED], [[token % num_tokens for token in tail] for tail in TAILS]
     begin, length = len(shared), len(tails[0])
     stop = begin + 2 * (length - 1)  # the last token of a sequence is no input
     second = begin + length - 1

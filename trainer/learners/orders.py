@@ -1,4 +1,4 @@
-"""What the ranks of a learner send each other besides gradients: orders, rows, pieces; as bytes over gloo, never pickled.
+"""Messages between the ranks of a learner besides gradients: orders, rows, observations.
 
 Guarantees: a rank gets only the rows and pieces that it needs. Idle ranks hear a heartbeat, so silence is no
 reason to end, however long it lasts; the log names a rank that does not answer one, and the process ends, so that the launcher
@@ -116,7 +116,7 @@ class Orders:
 
 
 def gather_observed(channel: Channel, observed: Sequence[Observed]) -> list[Observed]:
-    """All ranks' observations in the order of ranks, on rank 0; [] on the others."""
+    """The observations of all ranks in their order, on rank 0; [] on the others."""
     if channel.world == 1:
         return list(observed)
     data = msgspec.msgpack.encode([encode_arrays(seen) for seen in observed])
@@ -127,19 +127,19 @@ def gather_observed(channel: Channel, observed: Sequence[Observed]) -> list[Obse
     ]
 
 
-def encode_arrays(one: Microbatch | Observed) -> dict[str, Encoded]:
-    """All arrays of a struct, by name."""
-    arrays: dict[str, Any] = msgspec.structs.asdict(one)
+def encode_arrays(struct: Microbatch | Observed) -> dict[str, Encoded]:
+    """The arrays of a struct, by name."""
+    arrays: dict[str, Any] = msgspec.structs.asdict(struct)
     return {name: encode_array(array) for name, array in arrays.items()}
 
 
 def decode_arrays(encoded: dict[str, Encoded]) -> dict[str, Any]:
     """The arrays again."""
-    return {name: decode_array(one) for name, one in encoded.items()}
+    return {name: decode_array(array) for name, array in encoded.items()}
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """What one rank computes of a batch.
+    """A rank's share of a batch.
 
     mine: its microbatches. most: how many the rank with most has. filler: computed in the turns that this rank has no
     microbatch for; None where this rank has most.
@@ -166,8 +166,8 @@ class _Wire(msgspec.Struct, frozen=True):
 def deal(batch: PackedBatch, num_ranks: int) -> list[Rows]:
     """The rows of a batch for each rank, or for each group of ranks that compute the same."""
     dealt = for_ranks(batch, num_ranks)
-    most = max(len(one) for one in dealt)
-    smallest = min((one for of_rank in dealt for one in of_rank), key=lambda one: one.tokens_BT.size)
+    most = max(len(mine) for mine in dealt)
+    smallest = min((rows for of_rank in dealt for rows in of_rank), key=lambda rows: rows.tokens_BT.size)
     return [Rows(mine, most, smallest if len(mine) < most else None) for mine in dealt]
 
 
@@ -182,9 +182,9 @@ def receive_rows(channel: Channel) -> Rows:
     """The other ranks."""
     wire = msgspec.msgpack.decode(channel.scatter(None), type=_Wire)
     filler = None if wire.filler is None else Microbatch(**decode_arrays(wire.filler))
-    return Rows(tuple(Microbatch(**decode_arrays(one)) for one in wire.mine), wire.most, filler)
+    return Rows(tuple(Microbatch(**decode_arrays(rows)) for rows in wire.mine), wire.most, filler)
 
 
 def _encode(rows: Rows) -> bytes:
     filler = None if rows.filler is None else encode_arrays(rows.filler)
-    return msgspec.msgpack.encode(_Wire(tuple(encode_arrays(one) for one in rows.mine), rows.most, filler))
+    return msgspec.msgpack.encode(_Wire(tuple(encode_arrays(each) for each in rows.mine), rows.most, filler))

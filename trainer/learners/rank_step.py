@@ -21,7 +21,7 @@ from trainer.learners.card.tensors import CardCopies, CardTensors
 from trainer.learners.channel import Channel
 from trainer.learners.copies import publishing_ranks
 from trainer.learners.engines import Opened, RankCritic
-from trainer.learners.lanes import of_phase
+from trainer.learners.lanes import phase_objectives
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.orders import Order, Rows, deal, receive_rows, send_rows
 from trainer.learners.sequence_parallel import SequenceGroup
@@ -69,7 +69,7 @@ class RankStep:
         parts = [self._rows(dealt, index) for index in range(order.num_parts)]
         stats = optimizer_step(
             self,
-            of_phase(self._objectives, phase),
+            phase_objectives(self._objectives, phase),
             order.counts.batch(),
             parts,
             dealt,
@@ -166,7 +166,7 @@ class RankStep:
         method: str,
         measure: Callable[[Microbatch, np.ndarray], np.ndarray],
     ) -> np.ndarray:
-        """See `trainer.learners.step.per_sequence`. given: the batch, on rank 0."""
+        """`trainer.learners.step.per_sequence` over all ranks. given: the batch, on rank 0."""
         assert order.counts is not None
         rows = self._rows([deal(part, self.group.groups) for part in given or ()], 0)
         found = per_sequence(self, rows, order.counts.num_sequences, method, measure)

@@ -31,7 +31,7 @@ class Given:
         self.differs_LP = torch.zeros((num_L, num_P), dtype=torch.bool, device=experts_PLk.device)
 
     def shares(self) -> torch.Tensor:
-        """Of each token the share of layers whose own choice differs, -1 where none was given, [P] float32."""
+        """For each token the share of layers whose own choice differs, -1 where none was given, [P] float32."""
         return torch.where(self.experts_LPk[0, :, 0] >= 0, self.differs_LP.float().mean(0), -1.0)
 
 
@@ -43,7 +43,7 @@ class Replay:
 
     def __init__(self, module: Any, folder: str) -> None:
         routers = Routers(meta_model(folder))  # of weights in shards the shapes say nothing
-        if not routers.num_layers or not all(_chooses_once(one) for one in routers.modules):
+        if not routers.num_layers or not all(_chooses_once(router) for router in routers.modules):
             raise ConfigError(
                 f'trainer.routing: got "replay" with {folder} ({module.config.model_type}), expected a mixture of experts '
                 'whose routers are known (Mixtral, Qwen-MoE, GPT-OSS, OLMoE); say "own"'
@@ -51,8 +51,8 @@ class Replay:
         self.num_layers, self.k, self.num_experts = routers.num_layers, routers.k, routers.num_experts
         self._given: list[Given | None] = [None]
         for layer, name in enumerate(routers.names):
-            one = module.get_submodule(name)
-            one.forward = self._watched(one.forward, layer)
+            router = module.get_submodule(name)
+            router.forward = self._watched(router.forward, layer)
 
     def given(self, given: Given | None) -> AbstractContextManager[None]:
         """Forwards inside send their tokens there; None: where the routers send them."""
@@ -103,7 +103,7 @@ class _Choice(TorchFunctionMode):
 
 
 class _Asked(TorchFunctionMode):
-    """What `topk` said inside."""
+    """Records the results of `topk` inside."""
 
     def __init__(self) -> None:
         super().__init__()

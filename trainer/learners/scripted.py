@@ -67,7 +67,7 @@ class ScriptedLearner:
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs that depend on the weights."""
         value = -float(self._weights[0])
-        return Probe(sequences=sequences, logprobs=tuple((value,) * (len(one) - 1) for one in sequences))
+        return Probe(sequences=sequences, logprobs=tuple((value,) * (len(tokens) - 1) for tokens in sequences))
 
     def greedy_accuracy(self, batch: PackedBatch) -> float:
         """Grows with every step."""
@@ -76,9 +76,9 @@ class ScriptedLearner:
     def log_distances(self, batch: PackedBatch) -> np.ndarray:
         """The distances that a policy would have whose logprobs are all 0."""
         sums = np.zeros(batch.num_sequences)
-        for one in batch.microbatches:
-            moved = np.where(one.ratio_N, np.abs(one.behaviour_N), 0.0)
-            sums += np.bincount(one.sequence_N, weights=moved, minlength=len(sums))
+        for rows in batch.microbatches:
+            moved = np.where(rows.ratio_N, np.abs(rows.behaviour_N), 0.0)
+            sums += np.bincount(rows.sequence_N, weights=moved, minlength=len(sums))
         return sums
 
     def numerics(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ class SequenceGroup(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> bool:
-        """Whether what this rank computed counts where ranks are summed up: all of a group have the same."""
+        """True if this rank's results count in sums over ranks: all ranks of a group have the same."""
         return not self.place
 
 
@@ -83,7 +83,7 @@ def require_divisible(folder: str, size: int) -> None:
         )
     module: Any = meta_model(folder)
     config = module.config.get_text_config()
-    ropes = [one for one in MOVING_ROPE if f"'rope_type': '{one}'" in str(getattr(config, "rope_parameters", None))]
+    ropes = [kind for kind in MOVING_ROPE if f"'rope_type': '{kind}'" in str(getattr(config, "rope_parameters", None))]
     why = mixes_neighbours(module, config)
     why = why or (f"its positions ({ropes[0]}) depend on the longest row" if ropes else "")
     if why or not takes_tree(module):
@@ -99,7 +99,7 @@ def require_divisible(folder: str, size: int) -> None:
 
 
 class Part(NamedTuple):
-    """What one rank computes of a microbatch: P of the T tokens of each row, R of the N sampled ones.
+    """A rank's part of a microbatch: P of the T tokens of each row, R of the N sampled ones.
 
     tokens_BP, positions_BP: its stretch of every row. read_R: which sampled tokens it reads. at_R: where it reads them,
     indexes into B*P. experts_BPLk: see `Microbatch`.
@@ -112,15 +112,15 @@ class Part(NamedTuple):
     experts_BPLk: np.ndarray
 
 
-def part_of(one: Microbatch, size: int, place: int) -> Part:
+def rank_part(rows: Microbatch, size: int, place: int) -> Part:
     """The part of one of `size` ranks. The rows are of a multiple of `size` tokens."""
-    num_T = one.tokens_BT.shape[1]
+    num_T = rows.tokens_BT.shape[1]
     num_P = num_T // size
     mine = slice(place * num_P, (place + 1) * num_P)
-    row_N, index_N = np.divmod(one.predecessor_N, num_T)
+    row_N, index_N = np.divmod(rows.predecessor_N, num_T)
     read_R = np.flatnonzero(index_N // num_P == place)
     at_R = row_N[read_R] * num_P + index_N[read_R] - mine.start
-    return Part(one.tokens_BT[:, mine], one.positions_BT[:, mine], read_R, at_R, one.experts_BTLk[:, mine])
+    return Part(rows.tokens_BT[:, mine], rows.positions_BT[:, mine], read_R, at_R, rows.experts_BTLk[:, mine])
 
 
 class SplitModel(PackedModel):
@@ -134,7 +134,7 @@ class SplitModel(PackedModel):
         super().__init__(folder, **settings)
 
     def find_reading(self) -> None:
-        """See `PackedModel`; and that parts of rows are read as rows are. Raises ConfigError."""
+        """As `PackedModel`, and check that parts of rows are read as rows are. Raises ConfigError."""
         super().find_reading()
         found = f"{WHERE}: got {self._group.size} with {self._folder}, expected 1"
         if not self._family.tree:
@@ -150,21 +150,20 @@ class SplitModel(PackedModel):
 
     @property
     def reading(self) -> str:
-        """How rows are read, in words: bits depend on it."""
+        """The path of rows, in words: bits depend on it."""
         return f"{self._path} split over {self._group.size} ranks"
 
-    def _read(self, read: Reader, one: Microbatch) -> torch.Tensor:
-        """What the head says of the sampled tokens, the same on all ranks of the group."""
+    def _read(self, read: Reader, rows: Microbatch) -> torch.Tensor:
         size = self._group.size
-        one = widened(one, -(-one.tokens_BT.shape[1] // size) * size)
-        part = part_of(one, size, self._group.place)
-        reach_BT, position_BT = self._tensor(one.reach_BT), self._tensor(one.positions_BT)
+        rows = widened(rows, -(-rows.tokens_BT.shape[1] // size) * size)
+        part = rank_part(rows, size, self._group.place)
+        reach_BT, position_BT = self._tensor(rows.reach_BT), self._tensor(rows.positions_BT)
         inputs = RowTrees(reach_BT, position_BT, self._path, across=self._across).inputs()
         inputs |= {"input_ids": self._tensor(part.tokens_BP), "position_ids": self._tensor(part.positions_BP)}
         given = self._given(part.experts_BPLk)
         state_PD = self._routed(inputs, given)
         read_R = self._tensor(part.read_R)
-        target_N, temperature_N = self._targets(one)
+        target_N, temperature_N = self._targets(rows)
         found = read(state_PD[self._tensor(part.at_R)], target_N[read_R], temperature_N[read_R])
         differs_R = None if given is None else given.shares()[self._tensor(part.at_R)]
         self._rerouted_N = None if differs_R is None else self._gathered(differs_R, read_R, len(target_N))
@@ -176,7 +175,7 @@ class SplitModel(PackedModel):
 
 
 class Ulysses:
-    """How attention goes across a group: from a stretch of tokens with all heads to all tokens with 1/N of the heads, and
+    """Attention across a group: from a stretch of tokens with all heads to all tokens with 1/N of the heads, and
     back. Key heads fewer than N are repeated, so that each rank has the one that its queries use.
     """
 
@@ -192,9 +191,9 @@ class Ulysses:
         """parts: query, key and value, [B, heads, P, D] each. attend: of those of a few heads and of these heads' sinks, as
         `tree_attention` computes it. Gives [B, P, H, D].
         """
-        query, key, value = (one.transpose(1, 2) for one in parts)
+        query, key, value = (tensor.transpose(1, 2) for tensor in parts)
         if more := self._group.size // key.shape[2]:
-            key, value = (one.repeat_interleave(more, 2) if more > 1 else one for one in (key, value))
+            key, value = (tensor.repeat_interleave(more, 2) if more > 1 else tensor for tensor in (key, value))
         sinks = None if sinks_H is None else sinks_H.chunk(self._group.size)[self._group.place]
         found: torch.Tensor = self._exchange(query, key, value, 0, None, attend, sinks)
         return found
@@ -207,8 +206,7 @@ def _attended(
     attend: Callable[..., torch.Tensor],
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """All tokens of this rank's heads, [B, T, heads, D] each."""
-    return attend(*(one.transpose(1, 2) for one in (query, key, value)), sinks)
+    return attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)), sinks)
 
 
 class Gathered(torch.autograd.Function):

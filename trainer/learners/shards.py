@@ -1,4 +1,4 @@
-"""What each rank of a DeepSpeed engine holds of the state, whatever its ZeRO stage: weights, moments, a reference.
+"""A rank's share of the state of a DeepSpeed engine at any ZeRO stage: weights, moments, a reference.
 
 Stage 0 keeps everything on every rank in a plain optimizer; stages 1 and 2 shard the optimizer, stage 3 the weights too. A
 rank reads and writes its own flat ranges in place; nothing is gathered but what is published, one tensor at a time.
@@ -21,7 +21,7 @@ NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Source(NamedTuple):
-    """Where the bytes of one tensor come from.
+    """Reads the bytes of one tensor.
 
     read: bytes, from and to. dtype: a safetensors name.
     """
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What a rank holds of one tensor of the state.
+    """A rank's part of one tensor of the state.
 
     name: of the tensor. start: of its values in the flat tensor. values: flat, the engine's own.
     """
@@ -99,9 +99,9 @@ class Shards:
         gives what lies in host memory itself.
         """
         found = []
-        for one in self._fragments(moments=self._num_steps > 0):
-            values: Any = one.values.detach().to("cpu", copy=copy).view(torch.uint8).numpy()
-            found.append(Piece(one.name, one.start * one.values.element_size(), memoryview(values)))
+        for fragment in self._fragments(moments=self._num_steps > 0):
+            values: Any = fragment.values.detach().to("cpu", copy=copy).view(torch.uint8).numpy()
+            found.append(Piece(fragment.name, fragment.start * fragment.values.element_size(), memoryview(values)))
         if self._num_steps and not self._rank:
             step = torch.tensor(float(self._num_steps)).numpy().tobytes()
             found += [Piece(f"adam/step/{name}", 0, step) for name, _ in self._named]
@@ -111,31 +111,31 @@ class Shards:
     def keep(self) -> Callable[[], None]:
         """A copy of what this rank holds; returns what puts it back, on all ranks together."""
         held = [*self._fragments(moments=True, whole=True)]
-        copies, num_steps = [one.values.clone() for one in held], self._num_steps
+        copies, num_steps = [fragment.values.clone() for fragment in held], self._num_steps
 
         @torch.no_grad()
         def put_back() -> None:
-            for one, copy in zip(held, copies, strict=True):
-                one.values.copy_(copy)
+            for fragment, copy in zip(held, copies, strict=True):
+                fragment.values.copy_(copy)
             self._set_num_steps(num_steps)
             self.use()
 
         return put_back
 
     @torch.no_grad()
-    def load(self, names: Sequence[str], source_of: Callable[[str], Source]) -> None:
-        """Take over these tensors of a state, before `use`. source_of: one tensor; it is asked for in order."""
+    def load(self, names: Sequence[str], find_source: Callable[[str], Source]) -> None:
+        """Take over these tensors of a state, before `use`. find_source: one tensor; it is asked for in order."""
         held: dict[str, list[Fragment]] = {}
-        for one in self._fragments(moments=True, whole=True):
-            held.setdefault(one.name, []).append(one)
+        for fragment in self._fragments(moments=True, whole=True):
+            held.setdefault(fragment.name, []).append(fragment)
         step = 0.0
         steps = {f"adam/step/{name}" for name, _ in self._named}
         for name in names:
-            source = source_of(name)
+            source = find_source(name)
             if name in steps and not step:
                 step = float(torch.frombuffer(source.read(0, 4), dtype=torch.float32))
-            for one in held.get(name, ()):
-                _fill(one, source)
+            for fragment in held.get(name, ()):
+                _fill(fragment, source)
         if any(f"{self._prefix}{name}" in names for name, _ in self._named):
             self._set_num_steps(int(step))
             if not step:
@@ -170,7 +170,7 @@ class Shards:
             zero._wait_for_offload_copies()
             found = [float(zero.scaled_global_norm())]
         else:
-            found = [float(one) for one in zero._get_norm_groups()]
+            found = [float(norm) for norm in zero._get_norm_groups()]
         return math.hypot(*found) if min(found) >= 0 else math.nan  # -1 means one that is not finite
 
     def whole(self, name: str) -> torch.Tensor:
@@ -184,8 +184,8 @@ class Shards:
     def take(self, name: str, value: Any, whole: torch.Tensor) -> None:
         """Take over a weight, before `use`; one that is not trained has no float32 master besides itself."""
         fragments = self._held(name, value, None) if value.requires_grad else self._compared(name, value)
-        for one in fragments:
-            one.values.copy_(whole.reshape(-1)[one.start : one.start + len(one.values)])
+        for fragment in fragments:
+            fragment.values.copy_(whole.reshape(-1)[fragment.start : fragment.start + len(fragment.values)])
         if self.stage == 3 and not value.requires_grad:
             value.partition()
 
@@ -213,7 +213,7 @@ class Shards:
                 gradient.fill_(math.nan)
 
     def _fragments(self, *, moments: bool, whole: bool = False) -> Iterator[Fragment]:
-        """What this rank holds. whole: also what other ranks hold as well, and save."""
+        """This rank's fragments. whole: also those that other ranks hold as well, and save."""
         for name, value in self._named:
             for fragment in self._held(f"{self._prefix}{name}", value, None):
                 yield from self._shared(fragment, whole=whole or self.stage > 0)
@@ -224,18 +224,20 @@ class Shards:
             for fragment in self._compared(f"reference/{name}", value):
                 yield from self._shared(fragment, whole=whole or self.stage == 3)
 
-    def _shared(self, one: Fragment, *, whole: bool) -> Iterator[Fragment]:
+    def _shared(self, fragment: Fragment, *, whole: bool) -> Iterator[Fragment]:
         """The fragment, or this rank's share of it; nothing where that is empty."""
-        first, last = (0, len(one.values)) if whole else (len(one.values) * at // self._world for at in self._place)
+        first, last = (
+            (0, len(fragment.values)) if whole else (len(fragment.values) * at // self._world for at in self._place)
+        )
         if first < last:
-            yield Fragment(one.name, one.start + first, one.values[first:last])
+            yield Fragment(fragment.name, fragment.start + first, fragment.values[first:last])
 
     @property
     def _place(self) -> tuple[int, int]:
         return self._rank, self._rank + 1
 
     def _held(self, name: str, value: Any, key: str | None) -> Iterator[Fragment]:
-        """What this rank has of a weight (key None) or of a moment, in float32."""
+        """This rank's part of a weight (key None) or of a moment, in float32."""
         zero = self._engine.optimizer
         if not self.stage:
             whole = value.data if key is None else zero.state[value][key]
@@ -251,7 +253,7 @@ class Shards:
                 yield Fragment(name, start, part[:length])
 
     def _compared(self, name: str, value: Any) -> Iterator[Fragment]:
-        """What this rank has of a reference's weight."""
+        """This rank's part of a reference's weight."""
         if self.stage < 3:
             yield Fragment(name, 0, value.data.view(-1))
             return
@@ -307,18 +309,18 @@ class Shards:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), num_steps)
 
 
-def _fill(one: Fragment, source: Source) -> None:
+def _fill(fragment: Fragment, source: Source) -> None:
     """Copy a fragment's bytes in place, a block at a time."""
     dtype = NAMED[source.dtype]
     block = READ_BYTES // dtype.itemsize
-    for at in range(0, len(one.values), block):
-        into = one.values[at : at + block]
-        first = (one.start + at) * dtype.itemsize
+    for at in range(0, len(fragment.values), block):
+        into = fragment.values[at : at + block]
+        first = (fragment.start + at) * dtype.itemsize
         into.copy_(torch.frombuffer(source.read(first, first + len(into) * dtype.itemsize), dtype=dtype))
 
 
 def num_bytes(value: Any) -> int:
-    """Of a whole parameter, also where ZeRO 3 holds only a part of it here."""
+    """Bytes of a whole parameter, also where ZeRO 3 holds only a part of it here."""
     return math.prod(_shape(value)) * int(value.element_size())
 
 

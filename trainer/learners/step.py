@@ -157,7 +157,7 @@ def per_sequence(
 
 
 def miss(rows: Microbatch, hit_N: np.ndarray) -> np.ndarray:
-    """Whether the sampled token is not the most likely one."""
+    """1 for a token that is not the most likely one."""
     return np.asarray(hit_N == 0)
 
 

@@ -24,7 +24,7 @@ from trainer.learners.card.tensors import CardCopies, CardTensors
 from trainer.learners.channel import Channel
 from trainer.learners.critic import open_critic
 from trainer.learners.forward import PackedModel, compared, open_adapter, open_reference, policy_settings
-from trainer.learners.lanes import check_step, of_phase, reference_dtype
+from trainer.learners.lanes import check_step, phase_objectives, reference_dtype
 from trainer.learners.learner import Phase, StepStats
 from trainer.learners.numerics import numerics
 from trainer.learners.sequence_parallel import SequenceGroup
@@ -84,7 +84,7 @@ class TorchLearner:
         """One optimizer step, or m where a loss asks for minibatches; all of them or none."""
         check_step(self._objectives, batch, learning_rate)
         torch.manual_seed(seed)
-        objectives = of_phase(self._objectives, self._phase)
+        objectives = phase_objectives(self._objectives, self._phase)
         parts = [whole_rows(part) for part in minibatches(objectives, batch, seed)]
         dealt = [[part] for part in parts]
         stats = optimizer_step(
@@ -98,13 +98,13 @@ class TorchLearner:
         return model_tensors(self.model.module, self._rooms)
 
     def copy_on_card(self) -> CardTensors | None:
-        """See `trainer.learners.learner.OnCard`."""
+        """A copy of `tensors` on the GPU; None where it trains on none, or has no room for it."""
         module = self.model.module
         return self._copies.take(published(module, module.state_dict()), self._rooms)
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs of `sequences` under `tensors()`."""
-        return Probe(sequences, tuple(tuple(self.model.sequence_logprobs(one)) for one in sequences))
+        return Probe(sequences, tuple(tuple(self.model.sequence_logprobs(tokens)) for tokens in sequences))
 
     def greedy_accuracy(self, batch: PackedBatch) -> float:
         """Share of sequences whose every sampled token is the argmax."""
@@ -130,7 +130,7 @@ class TorchLearner:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `save`."""
         check_adapter(state, self.adapter)
-        state = {name: one for name, one in state.items() if name != ADAPTER}
+        state = {name: tensor for name, tensor in state.items() if name != ADAPTER}
         optimizer = self._fresh_optimizer()
         if any(name.startswith("adam/") for name in state):
             for name, value in self._trained():

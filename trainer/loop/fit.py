@@ -18,10 +18,10 @@ from infra.policies.tensors import Tensor
 from infra.store.store import Store
 from schemas import PolicyEvent, topics
 from schemas.errors import ConfigError, PolicyRefused
-from trainer.journal.checkpoint import Checkpoint, Position, part_of, parts_of
+from trainer.journal.checkpoint import Checkpoint, Position, state_part, state_parts
 from trainer.learners.learner import Ranks, put_back
 from trainer.loop.state import Learning
-from trainer.state import StoredState, adapter_of
+from trainer.state import StoredState, state_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
         logger.info("checkpoint of step=%d is of other lanes or of another model", step)
     learner = run.learner
     now = learner.layout() if isinstance(learner, Ranks) else await run.in_thread(learner.save)
-    lacking, left_out = parts_of(now) - parts_of(state.learner), parts_of(state.learner) - parts_of(now)
+    lacking, left_out = state_parts(now) - state_parts(state.learner), state_parts(state.learner) - state_parts(now)
     weights = await first(state.position) if first is not None and REFERENCE in lacking else None
     try:
         if isinstance(learner, Ranks) and isinstance(state.learner, StoredState):
@@ -67,7 +67,7 @@ async def restore_learner(run: Learning, state: Checkpoint, first: First | None 
 
 def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
     """Raise ConfigError where [trainer.lora] or the model beneath it is not what the checkpoint was made with."""
-    if (held := adapter_of(state.learner)) != adapter:
+    if (held := state_adapter(state.learner)) != adapter:
         raise ConfigError(
             f"trainer.lora: the checkpoint of step {state.position.step} is of {described(held)}, the settings ask for "
             f"{described(adapter)}: a run keeps what it trains; expected the settings and the policy.model it was made with, "
@@ -79,9 +79,9 @@ def check_kept(state: Checkpoint, adapter: Adapter | None) -> None:
 def fit_ranks(ranks: Ranks, state: StoredState, reference: Mapping[str, Tensor] | None) -> None:
     """`fitted` for a learner of several ranks: each reads its own pieces, what the state lacks stays as it is there."""
     layout = ranks.layout()
-    wanted, held = parts_of(layout), parts_of(state)
-    lacking = [name for name in layout if part_of(name) in wanted - held]
-    ranks.load(state.only([name for name in state if part_of(name) in wanted | {""}]), without=lacking)
+    wanted, held = state_parts(layout), state_parts(state)
+    lacking = [name for name in layout if state_part(name) in wanted - held]
+    ranks.load(state.only([name for name in state if state_part(name) in wanted | {""}]), without=lacking)
     named = {f"{REFERENCE}/{name}": tensor for name, tensor in (reference or {}).items()}
     ranks.set({name: tensor for name, tensor in named.items() if name in lacking})
 
@@ -90,9 +90,9 @@ def fitted(
     state: Mapping[str, Tensor], now: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
     """A state with exactly the parts that `now` has; those it lacks as they are there, the reference with these weights."""
-    wanted, held = parts_of(now), parts_of(state)
-    found = {name: tensor for name, tensor in state.items() if part_of(name) in wanted | {""}}
-    found |= {name: tensor for name, tensor in now.items() if part_of(name) in wanted - held}
+    wanted, held = state_parts(now), state_parts(state)
+    found = {name: tensor for name, tensor in state.items() if state_part(name) in wanted | {""}}
+    found |= {name: tensor for name, tensor in now.items() if state_part(name) in wanted - held}
     if reference is not None and REFERENCE in wanted - held:
         named = {f"{REFERENCE}/{name}": tensor for name, tensor in reference.items()}
         found |= {name: tensor for name, tensor in named.items() if name in found}
@@ -116,7 +116,7 @@ async def first_weights(log: Log, store: Store, policy: str, position: Position)
         if event.event == "published" and event.step == begun and event.version <= position.version
     ]
     why = "no event of it"
-    for event in sorted(made, key=lambda one: one.version, reverse=True)[:1]:
+    for event in sorted(made, key=lambda event: event.version, reverse=True)[:1]:
         try:
             return (await asyncio.to_thread(PolicyFetcher(store, policy).fetch, event)).tensors
         except PolicyRefused as error:

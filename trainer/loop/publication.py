@@ -70,7 +70,7 @@ class WeightPublisher:
         """Of all tensors of the version that was published last."""
 
     def has(self, version: int) -> bool:
-        """Whether `version` was published."""
+        """True if `version` was published."""
         return version in self._events and self._events[version].event == "published"
 
     async def publish(
@@ -167,7 +167,7 @@ class WeightPublisher:
 
 
 def same_content(store: Store, event: PolicyEvent, weights: Weights, adapter: Adapter | None = None) -> bool:
-    """Whether the published version holds exactly these weights, by the hashes of its manifest, of the same adapter."""
+    """True if the published version holds exactly these weights, by the hashes of its manifest, of the same adapter."""
     manifest = decode_manifest(store.get(event.manifest))
     return manifest.adapter == adapter and first_difference(weights.entries(), manifest.tensors, values=True) is None
 
@@ -176,5 +176,5 @@ def probe_sequences(
     sequences: Sequence[Sequence[int]], *, most: int = 4, longest: int = PROBE_TOKENS
 ) -> tuple[tuple[int, ...], ...]:
     """A few token sequences to check a loaded policy with, cut to what is cheap to score."""
-    kept = [tuple(one[:longest]) for one in sequences if len(one) >= 2]
+    kept = [tuple(tokens[:longest]) for tokens in sequences if len(tokens) >= 2]
     return tuple(dict.fromkeys(kept))[:most]

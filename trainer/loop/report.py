@@ -1,4 +1,4 @@
-"""What the trainer reports about itself: metrics, a Progress record every second, and TensorBoard event files.
+"""Reports of the trainer about itself: metrics, a Progress record every second, and TensorBoard event files.
 
 Counters only grow within one process; a sum over restarts adds the instances up. Nothing reads the event files back; a step
 that is executed again writes its points again.
@@ -49,22 +49,22 @@ class Arithmetic(msgspec.Struct, frozen=True):
         """Operations of a step on these: the last token of an answer is no input."""
         positions = pairs = read = 0
         prompts: set[bytes] = set()
-        for one in items:
-            tokens = one.experience.tokens
-            begin = min((span.start for span in one.experience.spans), default=0)
+        for item in items:
+            tokens = item.experience.tokens
+            begin = min((span.start for span in item.experience.spans), default=0)
             prompt = tokens[:begin].tobytes()
             known = begin if prompt in prompts else 0
             prompts.add(prompt)
             inputs = len(tokens) - 1
             positions += inputs - known
             pairs += (inputs * (inputs + 1) - known * (known + 1)) // 2
-            read += sum(span.stop - span.start for span in one.experience.spans)
+            read += sum(span.stop - span.start for span in item.experience.spans)
         return self.share * self.cost.step(positions, pairs, read)
 
 
 def open_arithmetic(folder: str | Path, config: TrainerConfig) -> Arithmetic | None:
-    """Of the model in a folder, on this process's card and as many of its kind as there are ranks; None for a model that has
-    no attention as it is counted here. Raises ConfigError.
+    """FLOPs of the model in a folder, on this process's GPU and as many of its kind as there are ranks; None for a model
+    without attention as it is counted here. Raises ConfigError.
     """
     import torch
 
@@ -197,10 +197,10 @@ class TrainerReport:
 def staleness_tokens(items: list[TrainItem], version: int) -> Mapping[int, int]:
     """Sampled tokens of the usual lane by how many versions old they are when trained."""
     ages: dict[int, int] = {}
-    for one in items:
-        if one.item.lane != "usual":
+    for item in items:
+        if item.item.lane != "usual":
             continue
-        for span in one.experience.spans:
+        for span in item.experience.spans:
             age = version - span.version
             ages[age] = ages.get(age, 0) + span.stop - span.start
     return ages

@@ -1,4 +1,4 @@
-"""What one trainer process holds between steps; everything durable of it is in `position` and the checkpoint."""
+"""The state of one trainer process between steps; everything durable of it is in `position` and the checkpoint."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -63,7 +63,7 @@ class Learning:
 
 
 class Unread(msgspec.Struct, frozen=True):
-    """Where the journal is read from to find what is still to be executed again.
+    """The place in the journal from which steps are still to be executed again.
 
     journal_next: offset of the first such record. journal_token: the highest fence before it.
     """
@@ -74,7 +74,7 @@ class Unread(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True)
 class Saving:
-    """How far checkpoints are.
+    """Progress of checkpoints.
 
     saved_step: of the newest own one, -2 before the first. trimmed: offset of `buffer` below which this process has removed
     everything. journal_begin: the same of `batches`. unread: while journaled steps are executed again, where a checkpoint of

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 async def train_step(run: Run, draw: Draw) -> None:
     """Journal a draw and train on it."""
     batch, items = await journal_draw(run, draw, phase="train")
-    run.settle([one.sequence for one in draw.taken if one.sequence >= 0])
+    run.settle([candidate.sequence for candidate in draw.taken if candidate.sequence >= 0])
     limit = norm_limit(run.position.guard, run.config.guard)
     stats = await execute(run, batch, items, max_grad_norm=limit)
     await settle_verdict(run, batch, stats)
@@ -113,7 +113,7 @@ async def execute(
     run.advance(step=batch.step)
     stats = msgspec.structs.replace(stats, reward=mean_reward(items))
     run.report.step(batch.step, list(items), stats, batch.version, watch.elapsed_s)
-    sampled = [one.experience.tokens.tolist() for one in items[:4]]
+    sampled = [item.experience.tokens.tolist() for item in items[:4]]
     longest = PROBE_TOKENS + (run.image_inputs.vision.num_places if run.image_inputs is not None else 0)
     run.probe_sequences = probe_sequences(sampled, longest=longest) or run.probe_sequences
     return stats
@@ -166,12 +166,12 @@ def condition(stats: StepStats) -> tuple[float | None, float | None]:
 
 def mean_reward(items: Sequence[TrainItem]) -> float | None:
     """Mean over the experiences that have a reward."""
-    rewards = [one.experience.reward for one in items if one.experience.reward is not None]
+    rewards = [item.experience.reward for item in items if item.experience.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def after(run: Learning, batch: Batch, stats: StepStats) -> GuardState:
-    """What the guard remembers after a step that changed the weights. The warm-up is no measure for what follows it."""
+    """The guard's state after a step that changed the weights. The warm-up is no measure for what follows it."""
     if batch.phase == "warmup":
         return GuardState()
     entropy, reward = condition(stats)
@@ -238,15 +238,20 @@ async def ready(run: Run, version: int, weights: Weights | None) -> Unpublished:
     return Unpublished(version, parent, run.position.step, weights, probe, dict(run.report.worth_showing))
 
 
-async def publish(run: Run, one: Unpublished) -> None:
+async def publish(run: Run, ready_version: Unpublished) -> None:
     """Publish a version (or under the next free number)."""
     await wait_for_room(run)
     with Stopwatch(run.report, "publish_seconds"):
         got = await run.publisher.publish(
-            one.version, one.weights, one.probe, parent=one.parent, step=one.step, stats=one.stats
+            ready_version.version,
+            ready_version.weights,
+            ready_version.probe,
+            parent=ready_version.parent,
+            step=ready_version.step,
+            stats=ready_version.stats,
         )
     run.advance(version=got)
-    run.published_probe = one.probe
+    run.published_probe = ready_version.probe
     run.report.add("policy_versions")
     run.report.set("last_version_timestamp_s", time.time())
 
@@ -280,14 +285,16 @@ async def roll_back(run: Run, batch: Batch, reason: str, *, newest: int) -> None
 
 
 async def finish_rollback(run: Run, record: Rollback) -> None:
-    """What follows the record of a rollback, on the weights it restored: what was taken back is no checkpoint any more,
+    """Complete a rollback on the weights it restored: steps that were taken back are no checkpoint any more,
     this is one, and the new version.
     """
     run.report.state = f"rolled back to step {record.from_step - 1}: {record.reason}"
     run.advance(guard=rolled_back(run.position.guard))
     quarantined = range(record.from_step, record.to_step)
     places = await run.in_thread(checkpoint.places, run.store, run.name)
-    await run.in_thread(checkpoint.remove, run.store, run.name, [one for one in places if one.step in quarantined])
+    await run.in_thread(
+        checkpoint.remove, run.store, run.name, [place for place in places if place.step in quarantined]
+    )
     await write_checkpoint(run, record.version)
     await publish_now(run, record.version)
 
@@ -306,20 +313,20 @@ async def repeat(
 
     prepare: the items of a batch; asked for every batch in turn. begin_training: what ends the warm-up.
     """
-    for one in todo:
-        if isinstance(one, Rollback):
-            run.advance(step=one.to_step, guard=rolled_back(run.position.guard))
-            yield one, None
+    for entry in todo:
+        if isinstance(entry, Rollback):
+            run.advance(step=entry.to_step, guard=rolled_back(run.position.guard))
+            yield entry, None
             continue
-        if one.batch.phase == "train" and not run.position.warmed_up:
+        if entry.batch.phase == "train" and not run.position.warmed_up:
             await begin_training()
-        items = await prepare(one)
+        items = await prepare(entry)
         stats = None
-        if one.fate in ("trained", "open"):
-            limit = norm_limit(run.position.guard, run.config.guard) if one.fate == "open" else ANY_FINITE
-            stats = await execute(run, one.batch, items, max_grad_norm=limit)
-        if one.fate == "trained" and stats is not None:
-            run.advance(guard=after(run, one.batch, stats))
-        elif one.fate == "skipped":
-            run.advance(step=one.batch.step, guard=refused(run.position.guard))
-        yield one, stats
+        if entry.fate in ("trained", "open"):
+            limit = norm_limit(run.position.guard, run.config.guard) if entry.fate == "open" else ANY_FINITE
+            stats = await execute(run, entry.batch, items, max_grad_norm=limit)
+        if entry.fate == "trained" and stats is not None:
+            run.advance(guard=after(run, entry.batch, stats))
+        elif entry.fate == "skipped":
+            run.advance(step=entry.batch.step, guard=refused(run.position.guard))
+        yield entry, stats

@@ -1,4 +1,4 @@
-"""What a step is drawn from, and the draw: the paced lane decides, the others follow in proportion.
+"""The draw of a step from all lanes: the paced lane decides, the others follow in proportion.
 
 Nothing is taken out of the buffer or dropped here: the caller does that.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from infra.settings.config import Pacing, duration_s
 from schemas import Lane
 from trainer.batch.assemble import PACED, step_seed
-from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_least_used, joins_of, parted, united
+from trainer.buffer.draw import ShareLimits, draw_by_priority, draw_least_used, find_joins, parted, united
 from trainer.buffer.intake import Intake
 from trainer.buffer.pool import Candidate, Draw, Pool, draw_in_order, unfit, worth_waiting_for
 from trainer.config import LaneConfig, TrainerConfig
@@ -23,7 +23,7 @@ QUIET_S = 2.0  # nothing has arrived for so long: what is missing at the end of 
 
 @dataclass(kw_only=True)
 class Supply:
-    """What waits to be trained, and what the lanes want of it.
+    """The groups that wait to be trained, and the lanes' settings for drawing them.
 
     config: the trainer's. pacing: how far training may lag behind. intake: what came of the log. seed: of the draws.
     objectives: of the lanes, opened at the start. given_up: issue number to when it was first waited for, by the clock of the
@@ -54,7 +54,7 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
         if draw.wait and not lanes[PACED].optional:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
-    num_paced = sum(one.num_experiences for one in taken)
+    num_paced = sum(candidate.num_experiences for candidate in taken)
     paced_step = PACED in lanes and num_paced > 0
     if not paced_step and is_early(supply, now_s):
         return Draw(dropped=tuple(dropped), wait=True)
@@ -63,13 +63,13 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
             continue
         least = 1 if paced_step or supply.intake.draining else supply.config.min_sequences(lane)
         alone = max(supply.pacing.groups_per_step, least)
-        wanted = round(num_paced * share_of(config, lanes[PACED])) if paced_step else alone
+        wanted = round(num_paced * lane_share(config, lanes[PACED])) if paced_step else alone
         if wanted == 0:
             continue
         pool = supply.intake.buffer.drawable(lane)
         crowd = max(0, len(pool) - config.max_waiting)
-        dropped += [(one, TOO_MANY) for one in pool.chosen(slice(crowd))]
-        usable, unusable = fit_of(supply, lane, pool.chosen(slice(crowd, None)))
+        dropped += [(candidate, TOO_MANY) for candidate in pool.chosen(slice(crowd))]
+        usable, unusable = split_fit(supply, lane, pool.chosen(slice(crowd, None)))
         dropped += unusable
         if usable.column("num_experiences").sum() < least:
             usable = usable.chosen(slice(0))
@@ -85,21 +85,21 @@ def decide(supply: Supply, position: Position, *, now_s: float) -> Draw:
             return Draw(dropped=tuple(dropped), wait=True)
         taken += draw.taken
         held_back += draw.held_back
-    if taken and not any(teaches(supply, one) for one in taken):
-        return Draw(dropped=(*dropped, *((one, NO_SIGNAL) for one in taken)), wait=True)
+    if taken and not any(teaches(supply, candidate) for candidate in taken):
+        return Draw(dropped=(*dropped, *((candidate, NO_SIGNAL) for candidate in taken)), wait=True)
     return Draw(taken=tuple(taken), dropped=tuple(dropped), wait=not taken, held_back=held_back)
 
 
 def is_early(supply: Supply, now_s: float) -> bool:
-    """Whether a step without the paced lane would follow the last version too soon."""
+    """True if a step without the paced lane would follow the last version too soon."""
     return not supply.intake.draining and now_s - supply.published_s < duration_s(supply.config.publish_interval)
 
 
-def teaches(supply: Supply, one: Candidate) -> bool:
-    """Whether a lane's loss can have a gradient from a group."""
-    objective = supply.objectives[one.lane]
+def teaches(supply: Supply, candidate: Candidate) -> bool:
+    """True if a lane's loss can have a gradient from a group."""
+    objective = supply.objectives[candidate.lane]
     pulls = objective.critic or objective.reference or objective.entropy > 0
-    return one.has_signal or pulls or not objective.advantage
+    return candidate.has_signal or pulls or not objective.advantage
 
 
 def drawn_from(
@@ -113,7 +113,7 @@ def drawn_from(
 ) -> Draw:
     """The draw of a lane that is not paced, as its settings say."""
     limits = ShareLimits(tenant=config.tenant_share, subject=config.subject_share, least=least)
-    joins = joins_of(pool)
+    joins = find_joins(pool)
     units = united(pool, joins)
     if config.draw == "priority":
         draw = draw_by_priority(
@@ -132,8 +132,8 @@ def drawn_from(
     return parted(draw, joins)
 
 
-def fit_of(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
-    """What the lane's loss can learn from, and the others with the reason."""
+def split_fit(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Candidate, str]]]:
+    """The groups that the lane's loss can learn from, and the others with the reason."""
     objective = supply.objectives[lane]
     ratio, pairs = objective.ratio, objective.mean == "pairs"
     doubtful_N = (ratio & ~pool.column("has_ratio")) | (pairs & ~pool.column("is_pair"))
@@ -142,7 +142,7 @@ def fit_of(supply: Supply, lane: Lane, pool: Pool) -> tuple[Pool, list[tuple[Can
     return pool.chosen(~doubtful_N), unfit(pool.chosen(doubtful_N), ratio=ratio, pairs=pairs)
 
 
-def share_of(config: LaneConfig, paced: LaneConfig) -> float:
+def lane_share(config: LaneConfig, paced: LaneConfig) -> float:
     """Sequences of a lane per sequence of the paced one: as many as its loss weighs, so that both are as noisy.
 
     A paced lane that weighs nothing counts as what is left of 1.
@@ -154,7 +154,7 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
     """The draw of the paced lane, waiting for a group about to pass the bound as long as `straggler_s` allows."""
     pacing = supply.pacing
     version = position.version
-    fit, unusable = fit_of(supply, PACED, supply.intake.buffer.pool(PACED))
+    fit, unusable = split_fit(supply, PACED, supply.intake.buffer.pool(PACED))
     usable = list(fit)
     for passed in [number for number in supply.given_up if number < supply.intake.floor]:
         del supply.given_up[passed]
@@ -177,7 +177,7 @@ def paced(supply: Supply, position: Position, now_s: float) -> Draw:
 
 
 def is_rest(intake: Intake, num_groups: int, now_s: float) -> bool:
-    """Whether the groups at hand make a smaller step: no more are issued, and all of them are here or the others are late.
+    """True if the groups at hand make a smaller step: no more are issued, and all of them are here or the others are late.
 
     Late ones are issued again by the master and make a step of their own when they come.
     """

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 async def next_draw(run: Run, stop: asyncio.Event) -> Draw | None:
-    """What the next step trains on; None when asked to stop, or to forget a user first."""
+    """The draw of the next step; None when asked to stop, or to forget a user first."""
     with Stopwatch(run.report, "idle_seconds"):
         while not stop.is_set() and not must_forget(run):
             if run.supply.intake.paused:
@@ -65,7 +65,7 @@ async def arrival(intake: Intake, limit_s: float = 0.25) -> None:
 
 
 def must_forget(run: Run) -> bool:
-    """Whether the data of a forgotten user is to be dropped now; during the warm-up it waits for its end."""
+    """True if the data of a forgotten user is to be dropped now; during the warm-up it waits for its end."""
     return run.position.warmed_up and run.supply.intake.must_forget
 
 
@@ -73,7 +73,7 @@ async def let_go(run: Run) -> None:
     """Drop all that waits here and can no longer be opened, and make a checkpoint that knows nothing of it."""
     run.supply.intake.forget_at_s = math.inf
     buffer = run.supply.intake.buffer
-    held = [one for lane in run.config.lanes for one in buffer.candidates(lane)]
+    held = [candidate for lane in run.config.lanes for candidate in buffer.candidates(lane)]
     lost = await asyncio.to_thread(buffer.lost, held)
     logger.info("forgetting groups=%d", len(lost))
     if lost:
@@ -93,10 +93,10 @@ async def drop_lost(run: Run, draw: Draw) -> bool:
 
 async def drop(run: Run, draw: Draw) -> None:
     """Forget the dropped groups, count them by reason, and tell the master."""
-    for one, reason in draw.dropped:
-        run.supply.intake.buffer.discard(one.offset, one.lane)
-        run.report.add("dropped", one.num_experiences, reason=reason)
-    await tell_dropped(run, {one.group: reason for one, reason in draw.dropped})
+    for candidate, reason in draw.dropped:
+        run.supply.intake.buffer.discard(candidate.offset, candidate.lane)
+        run.report.add("dropped", candidate.num_experiences, reason=reason)
+    await tell_dropped(run, {candidate.group: reason for candidate, reason in draw.dropped})
 
 
 async def tell_dropped(run: Run, dropped: dict[str, str]) -> None:
@@ -122,7 +122,7 @@ async def readable(run: Run, draw: Draw) -> Draw:
     gone = await run.in_thread(run.image_inputs.unreadable, draw.taken, run.supply.intake.buffer.look_at(draw.taken))
     if not gone:
         return draw
-    await drop(run, Draw(dropped=tuple((one, BAD_IMAGE) for one in gone)))
+    await drop(run, Draw(dropped=tuple((candidate, BAD_IMAGE) for candidate in gone)))
     return Draw(wait=True)
 
 
@@ -133,23 +133,27 @@ async def admitted(run: Run, draw: Draw) -> Draw:
     """
     draw = still_held(run, await readable(run, still_held(run, draw)))
     bounds = {lane: config.max_mean_abs_log_ratio for lane, config in run.config.lanes.items()}
-    asked = [one for one in draw.taken if bounds[one.lane] > 0 and one.lane != PACED]
+    asked = [candidate for candidate in draw.taken if bounds[candidate.lane] > 0 and candidate.lane != PACED]
     if not asked:
         return draw
     distance = await distances(run, asked)
     draw = still_held(run, draw)
-    far = [one for one in draw.taken if one.offset in distance and distance[one.offset] > bounds[one.lane]]
+    far = [
+        candidate
+        for candidate in draw.taken
+        if candidate.offset in distance and distance[candidate.offset] > bounds[candidate.lane]
+    ]
     if not far:
         return draw
-    gone = tuple((one, DIVERGED) for one in far)
-    taken = tuple(one for one in draw.taken if one not in far)
+    gone = tuple((candidate, DIVERGED) for candidate in far)
+    taken = tuple(candidate for candidate in draw.taken if candidate not in far)
     await drop(run, Draw(dropped=gone))
     return still_held(run, Draw(taken=taken, dropped=(*draw.dropped, *gone)))
 
 
 def still_held(run: Run, draw: Draw) -> Draw:
     """The draw without what a newer revision has replaced since; `wait` where nothing is left to train on."""
-    taken = tuple(one for one in draw.taken if run.supply.intake.buffer.holds(one))
+    taken = tuple(candidate for candidate in draw.taken if run.supply.intake.buffer.holds(candidate))
     return msgspec.structs.replace(draw, taken=taken, wait=draw.wait or not taken)
 
 
@@ -158,8 +162,8 @@ async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
     blocks = run.supply.intake.buffer.look_at(candidates)
     items = [
         TrainItem(experience=block.experiences[item.index], item=item)
-        for one, block in zip(candidates, blocks, strict=True)
-        for item in batch_items(one, block)
+        for candidate, block in zip(candidates, blocks, strict=True)
+        for item in batch_items(candidate, block)
     ]
     packed = pack(
         await with_pictures(run, items),
@@ -172,11 +176,11 @@ async def distances(run: Run, candidates: list[Candidate]) -> dict[int, float]:
     owner = np.repeat(np.arange(len(blocks)), [len(block.experiences) for block in blocks])
     totals = np.bincount(owner, weights=sums, minlength=len(blocks))
     return {
-        one.offset: float(total) / max(1, num_ratio_tokens(block))
-        for one, block, total in zip(candidates, blocks, totals, strict=True)
+        candidate.offset: float(total) / max(1, num_ratio_tokens(block))
+        for candidate, block, total in zip(candidates, blocks, totals, strict=True)
     }
 
 
 def num_ratio_tokens(block: Block) -> int:
     """Sampled tokens of a group whose recorded logprob is the policy's own."""
-    return sum(span.stop - span.start for one in block.experiences for span in one.spans if span.ratio)
+    return sum(span.stop - span.start for experience in block.experiences for span in experience.spans if span.ratio)

@@ -79,7 +79,7 @@ async def enough_demonstrations(run: Run, warmup: WarmupConfig, stop: asyncio.Ev
 
 
 async def warm_enough(run: Run, warmup: WarmupConfig) -> bool:
-    """Whether the warm-up is over after the steps done so far: the same answer for the same weights and log."""
+    """True if the warm-up is over after the steps done so far: the same answer for the same weights and log."""
     done = run.position.step + 1
     if done >= warmup.max_steps:
         return True
@@ -98,9 +98,9 @@ def validation_items(blocks: list[Block]) -> list[TrainItem]:
     """Demonstrations kept for validation, ready to be packed."""
     return [
         TrainItem(
-            experience=one,
-            item=BatchItem(id=one.id, partition=0, offset=-1, index=index, lane=one.lane, min_version=-1),
+            experience=experience,
+            item=BatchItem(id=experience.id, partition=0, offset=-1, index=index, lane=experience.lane, min_version=-1),
         )
         for block in blocks
-        for index, one in enumerate(block.experiences)
+        for index, experience in enumerate(block.experiences)
     ]

@@ -71,7 +71,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossOutput(msgspec.Struct, frozen=True):
-    """What a loss gives for N tokens.
+    """Result of a loss for N tokens.
 
     loss: [N], what each token adds, with its gradient. clipped: [N] bool, what a clip or mask silenced, or None.
     """
@@ -84,7 +84,7 @@ Loss = Callable[..., LossOutput]
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a loss wants beside its options.
+    """Requirements of a loss besides its options.
 
     ratio: μ is the policy's own. mean: what its value is a mean over. reference, teacher: their logprobs. critic: token
     advantages from values. bound: function of log w [M] and A [M] of the whole step (and of those of the loss's options it
@@ -197,7 +197,7 @@ def open_objectives(lanes: Mapping[Lane, LaneConfig]) -> dict[Lane, Objective]:
 def lane_loss(
     objective: Objective, inputs: LossInputs, weight: torch.Tensor, denominator: float
 ) -> tuple[torch.Tensor, LossOutput]:
-    """What this lane's tokens add to the step's loss.
+    """The share of this lane's tokens in the step's loss.
 
     weight: [N], multiplies the terms. denominator: tokens, sequences or pairs of the lane in the whole step (an m-th of
     them in each of m minibatches).

@@ -30,7 +30,7 @@ def dual_clip(surrogate: torch.Tensor, advantage: torch.Tensor, bound: float | N
 def surrogate_clips(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, dual: float | None = None
 ) -> torch.Tensor:
-    """Where the clipped surrogate is flat: the ratio already moved past its bound in the advantage's direction, or, where
+    """True where the clipped surrogate is flat: the ratio already moved past its bound in the advantage's direction, or, where
     A < 0, past the second bound in the other.
     """
     flat = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
@@ -40,7 +40,7 @@ def surrogate_clips(
 def divergence_mask(
     logprob: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor, delta: float
 ) -> torch.Tensor:
-    """Where a step would push further a probability that already moved by more than delta (a total-variation region).
+    """True where a step would push further a probability that already moved by more than delta (a total-variation region).
 
     A>0 and π_θ-μ > δ, or A<0 and π_θ-μ < -δ. In probabilities, not ratios: a rare token may change its ratio freely.
     DPPO, arXiv 2602.04879.
@@ -152,7 +152,7 @@ def required(value: torch.Tensor | None, name: str) -> torch.Tensor:
 
 
 def shared(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """What all tokens of a sequence have in common, to the bit; the mean where they differ (turns with advantages of their
+    """The value that all tokens of a sequence share, to the bit; the mean where they differ (turns with advantages of their
     own); [S].
     """
     found = values.new_zeros(int(sequence.max()) + 1)

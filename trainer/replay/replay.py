@@ -22,7 +22,7 @@ from infra.store.store import Store
 from schemas import Batch, Block, Rollback, Saved, decode, topics
 from schemas.errors import BadFrame, ConfigError, NotInStore, OffsetOutOfRange, Sealed
 from schemas.journal import Entry, JournalRecord, effective
-from trainer.batch.assemble import items_of
+from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem
 from trainer.buffer.buffer import Stored, stored
 from trainer.journal import checkpoint
@@ -53,18 +53,18 @@ class Survey(msgspec.Struct, frozen=True):
         return self.steps_in(len(self.todo))
 
     def steps_in(self, first: int) -> int:
-        """Of these, the steps among the first entries."""
-        return sum(1 for one in self.todo[:first] if isinstance(one, Pending) and one.fate in ("trained", "open"))
+        """Number of executed steps among the first entries."""
+        return sum(1 for entry in self.todo[:first] if isinstance(entry, Pending) and entry.fate in ("trained", "open"))
 
     @property
     def duration_s(self) -> float:
-        """How long the run itself took from the first to the last of these batches, by log-append times."""
+        """Seconds that the run itself took from the first to the last of these batches, by log-append times."""
         times = self.times_ms.values()
         return (max(times) - min(times)) / 1000 if times else 0.0
 
 
 class ReplayStart(msgspec.Struct, frozen=True):
-    """Where a replay begins.
+    """Beginning of a replay.
 
     manifest: of the checkpoint. state: the checkpoint. survey: of the journal behind it. passed_over: what is wrong with older
     checkpoints.
@@ -94,7 +94,7 @@ class Compared(msgspec.Struct, frozen=True):
 
     @property
     def equal(self) -> bool:
-        """Whether the run recorded this state and no other."""
+        """True if the run recorded this state and no other."""
         return self.expected == (self.got,)
 
 
@@ -123,7 +123,7 @@ async def find_start(
 
 
 async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | None) -> tuple[list[Entry], Survey]:
-    """What counts in the journal after a checkpoint. Raises BadFrame naming what is missing."""
+    """Survey the journal after a checkpoint. Raises BadFrame naming what is missing."""
     position = start.position
     records: list[JournalRecord] = []
     offsets: dict[tuple[int, int], np.ndarray] = {}
@@ -132,7 +132,7 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
         record = message.value
         if isinstance(record, Batch) and record.run == run:
             key = (record.token, record.step)
-            offsets.setdefault(key, np.unique(offsets_of(record)))
+            offsets.setdefault(key, np.unique(named_offsets(record)))
             times.setdefault(key, message.timestamp_ms)
             record = msgspec.structs.replace(record, items=(), blocks=(), drops={}, dropped=(), dropped_because=())
         if isinstance(record, JournalRecord):
@@ -140,9 +140,9 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
     entries, _ = effective(records, run, position.journal_token)
     todo = up_to(pending(entries, position.step), to_step)
     check_steps(todo, position.step)
-    last = max((step_of(one) for one in todo), default=position.step)
-    gone = {one.batch.step for one in todo if isinstance(one, Pending) and one.fate == "quarantined"}
-    ends = {one.to_step for one in todo if isinstance(one, Rollback)}
+    last = max((entry_step(entry) for entry in todo), default=position.step)
+    gone = {entry.batch.step for entry in todo if isinstance(entry, Pending) and entry.fate == "quarantined"}
+    ends = {entry.to_step for entry in todo if isinstance(entry, Rollback)}
     saved: dict[int, tuple[Saved, ...]] = {}
     not_compared = 0
     for entry in entries:
@@ -151,34 +151,34 @@ async def survey_journal(log: Log, run: str, start: Manifest, to_step: int | Non
                 not_compared += 1
             else:
                 saved[entry.step] = (*saved.get(entry.step, ()), entry)
-    done = [one.batch for one in todo if isinstance(one, Pending) and one.fate in ("trained", "open")]
-    last_use = {int(offset): one.step for one in done for offset in offsets[one.token, one.step]}
-    times_ms = {one.step: times[one.token, one.step] for one in done}
+    done = [entry.batch for entry in todo if isinstance(entry, Pending) and entry.fate in ("trained", "open")]
+    last_use = {int(offset): batch.step for batch in done for offset in offsets[batch.token, batch.step]}
+    times_ms = {batch.step: times[batch.token, batch.step] for batch in done}
     return entries, Survey(tuple(todo), saved, last_use, times_ms, not_compared)
 
 
-def offsets_of(batch: Batch) -> list[int]:
+def named_offsets(batch: Batch) -> list[int]:
     """Offsets of `buffer` that a batch names: what it trains on, and what its chain dropped."""
     return list(dict.fromkeys(item.offset for item in (*batch.items, *batch.dropped)))
 
 
 def up_to(todo: Iterable[Pending | Rollback], to_step: int | None) -> list[Pending | Rollback]:
     """The entries whose step is not past `to_step`."""
-    return [one for one in todo if to_step is None or step_of(one) <= to_step]
+    return [entry for entry in todo if to_step is None or entry_step(entry) <= to_step]
 
 
-def step_of(one: Pending | Rollback) -> int:
+def entry_step(entry: Pending | Rollback) -> int:
     """The step a run is at after an entry."""
-    return one.to_step if isinstance(one, Rollback) else one.batch.step
+    return entry.to_step if isinstance(entry, Rollback) else entry.batch.step
 
 
 def check_steps(todo: Iterable[Pending | Rollback], after_step: int) -> None:
     """Raise BadFrame naming the first step that the journal lacks."""
     at = after_step
-    for one in todo:
-        if isinstance(one, Pending) and one.batch.step != at + 1:
-            raise BadFrame(f"journal: step {at + 1} is missing; after step {at} comes step {one.batch.step}")
-        at = step_of(one)
+    for entry in todo:
+        if isinstance(entry, Pending) and entry.batch.step != at + 1:
+            raise BadFrame(f"journal: step {at + 1} is missing; after step {at} comes step {entry.batch.step}")
+        at = entry_step(entry)
 
 
 class BufferTape:
@@ -193,7 +193,7 @@ class BufferTape:
 
     async def take(self, batch: Batch) -> dict[int, Stored]:
         """The blocks of a batch. Raises BadFrame (Sealed for a forgotten one) or OffsetOutOfRange naming step and offset."""
-        wanted = offsets_of(batch)
+        wanted = named_offsets(batch)
         try:
             await self._read_to(max(wanted, default=-1) + 1)
         except OffsetOutOfRange as error:
@@ -241,10 +241,10 @@ class BufferTape:
 def _held(message: LogMessage) -> tuple[bytes, bytes] | BadFrame:
     """Frame and digest of a record, or what is wrong with it, to be raised at the step that wants it."""
     try:
-        one = stored(message)
+        block = stored(message)
     except BadFrame as error:
         return error
-    return one.frame, one.digest
+    return block.frame, block.digest
 
 
 class JournalTape:
@@ -257,9 +257,13 @@ class JournalTape:
     async def find(self, wanted: Batch) -> Batch:
         """The whole record of a batch that the survey found."""
         async for message in self._records:
-            one = message.value
-            if isinstance(one, Batch) and (one.run, one.token, one.step) == (self._run, wanted.token, wanted.step):
-                return one
+            record = message.value
+            if isinstance(record, Batch) and (record.run, record.token, record.step) == (
+                self._run,
+                wanted.token,
+                wanted.step,
+            ):
+                return record
         raise BadFrame(f"journal: step {wanted.step} was there a moment ago and is missing")
 
     async def close(self) -> None:
@@ -282,17 +286,17 @@ async def replay(
     journal = JournalTape(log, name, run.position.journal_next)
     buffer = BufferTape(log, start.survey.last_use)
 
-    async def prepare(one: Pending) -> list[TrainItem]:
-        if one.fate not in ("trained", "open"):
+    async def prepare(entry: Pending) -> list[TrainItem]:
+        if entry.fate not in ("trained", "open"):
             return []
-        batch = await journal.find(one.batch)
-        return items_of(batch, await buffer.take(batch))
+        batch = await journal.find(entry.batch)
+        return journaled_items(batch, await buffer.take(batch))
 
     compare = partial(compare_with, run, name, store)
     try:
-        yield await compare(start.manifest.place.step, (saved_of(name, start.manifest),))
-        async for one, _ in repeat(run, start.survey.todo, prepare=prepare, begin_training=run.begin_training):
-            step = step_of(one)
+        yield await compare(start.manifest.place.step, (saved_record(name, start.manifest),))
+        async for entry, _ in repeat(run, start.survey.todo, prepare=prepare, begin_training=run.begin_training):
+            step = entry_step(entry)
             on_step(step)
             if run.position.step == step and (saved := start.survey.saved.get(step)):
                 yield await compare(step, saved)
@@ -312,14 +316,14 @@ async def lost_steps(log: Log, name: str, start: ReplayStart) -> dict[int, str]:
                 lost[message.offset] = why
     if not lost:
         return {}
-    wanted = {(one.batch.token, one.batch.step) for one in start.survey.todo if isinstance(one, Pending)}
+    wanted = {(entry.batch.token, entry.batch.step) for entry in start.survey.todo if isinstance(entry, Pending)}
     found: dict[int, str] = {}
     async for message in read_records(log, start.manifest.position.journal_next):
-        one = message.value
-        if isinstance(one, Batch) and one.run == name and (one.token, one.step) in wanted:
-            whys = {lost[offset] for offset in offsets_of(one) if offset in lost}
+        record = message.value
+        if isinstance(record, Batch) and record.run == name and (record.token, record.step) in wanted:
+            whys = {lost[offset] for offset in named_offsets(record) if offset in lost}
             if whys:
-                found[one.step] = FORGOTTEN if FORGOTTEN in whys else min(whys)
+                found[record.step] = FORGOTTEN if FORGOTTEN in whys else min(whys)
     return dict(sorted(found.items()))
 
 
@@ -344,8 +348,8 @@ async def compare_with(run: Learning, name: str, store: Store, step: int, saved:
     return Compared(step, saved[-1].version, got, expected, saved[-1].made_with, fault, distance)
 
 
-def saved_of(name: str, manifest: Manifest) -> Saved:
-    """What the record said that was written with a checkpoint."""
+def saved_record(name: str, manifest: Manifest) -> Saved:
+    """The record that was written with a checkpoint."""
     return Saved(
         run=name,
         token=manifest.token,
@@ -357,11 +361,11 @@ def saved_of(name: str, manifest: Manifest) -> Saved:
     )
 
 
-def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def largest_difference(state: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """Largest absolute difference between the weights of two states; infinite where they have other tensors."""
     largest = 0.0
-    for name in one.keys() | other.keys():
-        here, there = one.get(name), other.get(name)
+    for name in state.keys() | other.keys():
+        here, there = state.get(name), other.get(name)
         if name.startswith(("adam/", "phase")):
             continue
         if here is None or there is None or here.shape != there.shape:

@@ -20,10 +20,10 @@ from infra.roles.role import Role
 from infra.store.seal import FORGOTTEN
 from infra.store.store import Store
 from schemas import PolicyEvent, Rollback
-from trainer.batch.assemble import items_of
+from trainer.batch.assemble import journaled_items
 from trainer.batch.batch import TrainItem
 from trainer.batch.image_inputs import ImageInputs
-from trainer.buffer.buffer import Buffer, candidate_of, read_blocks
+from trainer.buffer.buffer import Buffer, make_candidate, read_blocks
 from trainer.buffer.intake import Intake
 from trainer.config import TrainerConfig
 from trainer.journal import checkpoint
@@ -58,7 +58,9 @@ async def resume(
     found, past = await read_policies(log, floor.policy.name, position.version)
     publisher = WeightPublisher(log, store, lease, floor.policy.name, found, past, learner.adapter)
     uses = state.uses if state else None
-    buffer = Buffer({lane: one.max_uses for lane, one in config.lanes.items()}, uses, log.find_seal, max_tokens)
+    buffer = Buffer(
+        {lane: lane_config.max_uses for lane, lane_config in config.lanes.items()}, uses, log.find_seal, max_tokens
+    )
     clock = asyncio.get_running_loop().time
     intake = Intake(buffer, buffer_next=position.buffer_next, progress_next=position.progress_next, clock=clock)
     intake.floor = position.settled
@@ -112,18 +114,20 @@ async def find_start(
 
 
 async def read_policies(log: Log, policy: str, version: int) -> tuple[dict[int, PolicyEvent], PoliciesFold]:
-    """What was published of a policy, all of it from `version` on; and what is said in `policies` besides."""
-    summary = await newest_summary(log, fits=lambda one: one.of(policy).known_from <= version)
+    """The published versions of a policy, all from `version` on; and the fold of `policies`."""
+    summary = await newest_summary(log, fits=lambda policies: policies.of(policy).known_from <= version)
     fold = PoliciesFold(summary)
     async with aclosing(reading(log, fold)) as messages:
-        events = [(one.offset, one.value) async for one in messages if isinstance(one.value, PolicyEvent)]
+        events = [
+            (message.offset, message.value) async for message in messages if isinstance(message.value, PolicyEvent)
+        ]
     return published(events, policy, None if summary is None else summary.of(policy)), fold
 
 
 async def restore_buffer(run: Run, references: tuple[int, ...]) -> None:
     """Put undrawn blocks back. Raises OffsetOutOfRange naming one that is gone."""
-    for offset, one in sorted((await read_blocks(run.log, references)).items()):
-        run.supply.intake.keep(offset, one.frame, one.block, one.digest)
+    for offset, stored in sorted((await read_blocks(run.log, references)).items()):
+        run.supply.intake.keep(offset, stored.frame, stored.block, stored.digest)
     run.supply.intake.buffer.await_no_more()  # of a join, what was drawn or refused is not here
 
 
@@ -131,29 +135,29 @@ async def execute_again(run: Run, todo: list[Pending | Rollback]) -> None:
     """Bring the run to the journal's end: same items, same seeds, same verdicts, same publications."""
     run.report.state = "executing the journal again" if todo else run.report.state
     steps = repeat(run, todo, prepare=partial(count_and_read, run), begin_training=partial(finish_warm_up, run))
-    async for one, stats in steps:
-        if isinstance(one, Rollback):
-            await finish_rollback(run, one)
-        elif stats is not None and one.fate == "open":
-            await settle_verdict(run, one.batch, stats)
-        elif one.fate != "quarantined" and one.batch.phase == "train":
+    async for entry, stats in steps:
+        if isinstance(entry, Rollback):
+            await finish_rollback(run, entry)
+        elif stats is not None and entry.fate == "open":
+            await settle_verdict(run, entry.batch, stats)
+        elif entry.fate != "quarantined" and entry.batch.phase == "train":
             await write_and_publish_due(run)
 
 
-async def count_and_read(run: Run, one: Pending) -> list[TrainItem]:
+async def count_and_read(run: Run, entry: Pending) -> list[TrainItem]:
     """The items of a journaled batch; its groups are used, whatever became of its step, and the master gets its report."""
-    used = (*one.batch.items, *one.batch.dropped)
+    used = (*entry.batch.items, *entry.batch.dropped)
     found = await read_blocks(run.log, {item.offset for item in used})
-    await tell_drawn(run, one.batch)
+    await tell_drawn(run, entry.batch)
     sequences = [other.block.experiences[0].sequence for other in found.values()]
     run.settle([number for number in sequences if number >= 0])
     run.supply.intake.floor = run.position.settled
     for offset, use in {item.offset: item.use for item in used}.items():
-        run.supply.intake.buffer.count_use(candidate_of(offset, found[offset].block, use))
-    items = items_of(one.batch, found)
+        run.supply.intake.buffer.count_use(make_candidate(offset, found[offset].block, use))
+    items = journaled_items(entry.batch, found)
     kept = [item for item in items if not item.experience.lost]
     if len(kept) < len(items):
         # What was published from the step on differs now, so that it gets new numbers.
-        logger.warning("resuming without what was forgotten step=%d items=%d", one.batch.step, len(items) - len(kept))
+        logger.warning("resuming without what was forgotten step=%d items=%d", entry.batch.step, len(items) - len(kept))
         run.report.add("dropped", len(items) - len(kept), reason=FORGOTTEN)
     return kept

@@ -20,7 +20,7 @@ from infra.settings.plugin import find
 from schemas import Message
 from schemas.errors import ConfigError
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-from trainer.loop.supply import share_of
+from trainer.loop.supply import lane_share
 
 CONTROLS = tuple(TASKS["arithmetic"].lanes)
 EVERY = [(name, engine, control) for name, task in TASKS.items() for engine in task.engines for control in task.lanes]
@@ -170,7 +170,7 @@ def test_the_controls_weigh_the_lanes_as_they_say(tmp_path: Path) -> None:
     for control in CONTROLS:
         lanes = settings(tmp_path / control, control=control).trainer.lanes
         weights[control] = (lanes["usual"].weight, lanes["expert"].weight)
-        assert lanes["expert"].weight == 0.0 or share_of(lanes["expert"], lanes["usual"]) == pytest.approx(1 / 3)
+        assert lanes["expert"].weight == 0.0 or lane_share(lanes["expert"], lanes["usual"]) == pytest.approx(1 / 3)
     assert weights == {"none": (0.75, 0.25), "shuffled": (0.75, 0.25), "sft": (0.0, 0.25), "rl": (1.0, 0.0)}
 
 

@@ -17,11 +17,11 @@ PRIME = tl.constexpr(PRIME32_1)
 @triton.jit  # type: ignore[untyped-decorator]
 def _mix(sums, first, count, start, keys, out):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, WORDS)
-    one = tl.program_id(0)
+    tensor = tl.program_id(0)
     total = tl.load(start + lane).to(tl.uint64, bitcast=True)
     key = tl.load(keys + lane).to(tl.uint64, bitcast=True)
-    at = sums + tl.load(first + one) * WORDS + lane
-    blocks = tl.load(count + one)
+    at = sums + tl.load(first + tensor) * WORDS + lane
+    blocks = tl.load(count + tensor)
     together = blocks // AHEAD
     for _ in range(together):
         for step in tl.static_range(AHEAD):
@@ -32,17 +32,17 @@ def _mix(sums, first, count, start, keys, out):  # type: ignore[no-untyped-def]
         total += tl.load(at).to(tl.uint64, bitcast=True)
         total = (total ^ (total >> 47) ^ key) * PRIME
         at += WORDS
-    tl.store(out + one * WORDS + lane, total.to(tl.int64, bitcast=True))
+    tl.store(out + tensor * WORDS + lane, total.to(tl.int64, bitcast=True))
 
 
 def mix_on_card(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See `trainer.learners.card.xxh3.Mix`."""
+    """`trainer.learners.card.xxh3.Mix` as a kernel."""
     device = sums[0].device
 
     def words(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    counts = [len(one) for one in sums]
+    counts = [len(part) for part in sums]
     firsts = [0, *accumulate(counts[:-1])]
     out = torch.empty(len(sums), LANES, dtype=torch.int64, device=device)
     start = [signed(word) for word in FIRST_SUMS]

@@ -33,7 +33,7 @@ THREADS = 4  # that encode: each holds what it compares beside the tensors
 
 
 class CardTensors:
-    """See VersionTensors. Made by `add`, in the thread that trains; all else may be asked by another.
+    """VersionTensors on a GPU. `add` runs in the thread that trains; another thread may call the rest.
 
     stream: of the card, on which all but the copies is done, so that steps go on meanwhile; None on a CPU.
     """
@@ -66,12 +66,12 @@ class CardTensors:
     @functools.cached_property
     def _looks(self) -> dict[str, tuple[str, bool]]:
         """Hash of each on the card, and whether it is finite."""
-        once = list({id(one): one for one in self._card.values()}.values())
+        once = list({id(tensor): tensor for tensor in self._card.values()}.values())
         with self._beside():
             hashes = hash_on_card(once, self._mix) if once else []
-            finite = [_is_finite(one) for one in once]
-        found = {id(one): look for one, look in zip(once, zip(hashes, finite, strict=True), strict=True)}
-        return {name: found[id(one)] for name, one in self._card.items()}
+            finite = [_is_finite(tensor) for tensor in once]
+        found = {id(tensor): look for tensor, look in zip(once, zip(hashes, finite, strict=True), strict=True)}
+        return {name: found[id(tensor)] for name, tensor in self._card.items()}
 
     @property
     def _mix(self) -> Mix:
@@ -86,27 +86,24 @@ class CardTensors:
 
     @functools.cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """See VersionTensors."""
         own = [
-            TensorEntry(name, DTYPES[one.dtype], tuple(one.shape), self._looks[name][0])
-            for name, one in self._card.items()
+            TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape), self._looks[name][0])
+            for name, tensor in self._card.items()
         ]
-        return tuple(sorted([*own, *self._host.entries], key=lambda one: one.name))
+        return tuple(sorted([*own, *self._host.entries], key=lambda entry: entry.name))
 
     @functools.cached_property
     def not_finite(self) -> str:
-        """See VersionTensors."""
         return next((name for name, (_, finite) in self._looks.items() if not finite), self._host.not_finite)
 
     def __getitem__(self, name: str) -> Tensor:
-        """See VersionTensors; copied anew at each call."""
+        """A tensor in host memory, copied anew at each call."""
         if name not in self._card:
             return self._host[name]
         with self._beside():
             return from_torch(self._card[name])
 
     def same_as(self, name: str) -> Hashable:
-        """See VersionTensors."""
         return id(self._card[name]) if name in self._card else self._host.same_as(name)
 
     def encoded_since(self, old: VersionTensors) -> dict[str, Encoded]:
@@ -130,11 +127,10 @@ class CardTensors:
                 same=lambda name: (old.same_as(name), self.same_as(name)),
             )
             tried = dict(zip(names, found, strict=True))
-        encoded = {name: one for name, one in tried.items() if one is not None}
+        encoded = {name: encoded for name, encoded in tried.items() if encoded is not None}
         return encoded | encode_rest(self, old, tried)
 
     def base(self) -> "CardTensors":
-        """See VersionTensors."""
         kept = CardTensors(self._stream)
         kept._card = {name: value for name, value in self._card.items() if value.element_size() == 2}
         kept.__dict__ |= {"_host": self._host.base(), "entries": self.entries}
@@ -159,7 +155,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def moves(old: torch.Tensor, new: torch.Tensor) -> Iterator[Move]:
-    """What changed, in host memory."""
+    """Changed values, in host memory."""
     pairs = zip(torch.split(_patterns(old), AT_ONCE), torch.split(_patterns(new), AT_ONCE), strict=True)
     for index, (before, after) in enumerate(pairs):
         at = (before != after).nonzero().view(-1)
@@ -176,7 +172,7 @@ ROOM = 3  # copies: two while a version is published, and what it takes to compa
 
 
 class CardCopies:
-    """Of one learner or rank. wanted: by its settings. stepped: whether it took a step, which shows how much memory is left."""
+    """Copies of one learner or rank. wanted: by its settings. stepped: it took a step, which shows how much memory is left."""
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self.stepped = False
@@ -199,14 +195,14 @@ class CardCopies:
 
     def take(self, values: Mapping[str, torch.Tensor], rooms: Rooms) -> CardTensors | None:
         """A copy of a whole policy; see `begin`. rooms: for what goes to the host."""
-        found = self.begin(sum({one.data_ptr(): one.nbytes for one in values.values()}.values()))
+        found = self.begin(sum({tensor.data_ptr(): tensor.nbytes for tensor in values.values()}.values()))
         if found is not None:
             found.add(values, rooms)
         return found
 
 
 def has_room(left: int, num_bytes: int) -> bool:
-    """Whether copies of `num_bytes` fit into what steps leave of the card's memory; the log says where they do not."""
+    """True if copies of `num_bytes` fit into the memory that steps leave on the GPU; the log says so if not."""
     if left < ROOM * num_bytes:
         logger.info(
             "weights_on_card: got %.2f GB that steps leave, expected %.2f for %d copies: versions are compared on the host",

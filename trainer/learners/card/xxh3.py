@@ -35,29 +35,29 @@ Mix = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 def hash_on_card(tensors: Sequence[torch.Tensor], mix: Mix) -> list[str]:
     """xxh3-128 of the bytes of each, hexadecimal. tensors: contiguous, all on one device, LEAST_BYTES at least."""
-    flat = [one.view(-1).view(torch.uint8) for one in tensors]
-    mixed = mix([block_sums(one[: _whole_blocks(one) * BLOCK_BYTES]) for one in flat]).tolist()
-    rests = torch.cat([one[_rest_from(one) :] for one in flat]).cpu().numpy().tobytes()
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    mixed = mix([block_sums(tensor[: _whole_blocks(tensor) * BLOCK_BYTES]) for tensor in flat]).tolist()
+    rests = torch.cat([tensor[_rest_from(tensor) :] for tensor in flat]).cpu().numpy().tobytes()
     found, at = [], 0
-    for one, sums in zip(flat, mixed, strict=True):
-        size = one.numel() - _rest_from(one)
-        found.append(_finish(sums, rests[at : at + size], one.numel()))
+    for tensor, sums in zip(flat, mixed, strict=True):
+        size = tensor.numel() - _rest_from(tensor)
+        found.append(_finish(sums, rests[at : at + size], tensor.numel()))
         at += size
     return found
 
 
 def _whole_blocks(flat: torch.Tensor) -> int:
-    """How many are mixed: behind the last of them at least one byte is left."""
+    """Number of mixed blocks: behind the last of them at least one byte is left."""
     return (flat.numel() - 1) // BLOCK_BYTES
 
 
 def _rest_from(flat: torch.Tensor) -> int:
-    """Where the bytes begin that the host finishes with: they hold the last 64 of all, which may reach into a whole block."""
+    """First byte that the host finishes: the rest holds the last 64 of all, which may reach into a whole block."""
     return max(0, min(_whole_blocks(flat) * BLOCK_BYTES, flat.numel() - STRIPE_BYTES))
 
 
 def block_sums(flat: torch.Tensor) -> torch.Tensor:
-    """What each block adds to the eight sums, [blocks, 8] i64. flat: u8, whole blocks."""
+    """Each block's addend to the eight sums, [blocks, 8] i64. flat: u8, whole blocks."""
     secret = torch.tensor(
         [[_word(SECRET, 8 * (stripe + lane)) for lane in range(LANES)] for stripe in range(STRIPES)],
         dtype=torch.int64,
@@ -75,12 +75,12 @@ def block_sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 def mix_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See Mix, block by block: what a kernel is held against."""
+    """Mix block by block: the reference for the kernel."""
     keys = mixing_keys()
     found = []
-    for one in sums:
+    for tensor in sums:
         total = list(FIRST_SUMS)
-        for block in one.tolist():
+        for block in tensor.tolist():
             for lane, added in enumerate(block):
                 word = (total[lane] + added) & ALL
                 total[lane] = ((word ^ word >> 47 ^ keys[lane] & ALL) * PRIME32_1) & ALL
@@ -89,7 +89,7 @@ def mix_on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mixing_keys() -> list[int]:
-    """What each of the eight sums is mixed with."""
+    """The key of each of the eight sums."""
     return [_word(SECRET, len(SECRET) - STRIPE_BYTES + 8 * lane) for lane in range(LANES)]
 
 
@@ -115,9 +115,9 @@ def _add(sums: list[int], stripe: bytes, at: int) -> None:
 
 def _merged(sums: Sequence[int], at: int, start: int) -> int:
     for lane in range(0, LANES, 2):
-        one = sums[lane] ^ _word(SECRET, at + 8 * lane) & ALL
+        tensor = sums[lane] ^ _word(SECRET, at + 8 * lane) & ALL
         other = sums[lane + 1] ^ _word(SECRET, at + 8 * lane + 8) & ALL
-        product = one * other
+        product = tensor * other
         start = (start + ((product & ALL) ^ product >> 64)) & ALL
     start ^= start >> 37
     start = start * AVALANCHE & ALL

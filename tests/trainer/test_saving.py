@@ -4,20 +4,30 @@ it.
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from infra.policies.fetch import PolicyFetcher
 from infra.policies.manifest import decode_manifest
+from infra.policies.prune import prune, stored_bytes
+from infra.policies.tensors import Tensor
+from infra.settings.config import Keep
+from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from schemas import Batch
-from schemas.errors import StoreError
+from infra.store.store import Pieces
+from schemas import Batch, topics
+from schemas.errors import PolicyRefused, StoreError
+from tests.infra.weights.test_publish import put_run
 from tests.role import role_of
-from tests.trainer.memory_run import FLOOR, filled_log, journal, published, train
+from tests.trainer.memory_run import FLOOR, STEPS, block, filled_log, journal, published, train
 from trainer.batch.batch import PackedBatch
 from trainer.config import LaneConfig, TrainerConfig
 from trainer.journal import checkpoint
+from trainer.journal.checkpoint import places
 from trainer.learners.learner import StepStats
 from trainer.learners.scripted import ScriptedLearner
 from trainer.train import run_trainer
@@ -93,10 +103,10 @@ def learner() -> CountingLearner:
 
 def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
     async def main() -> None:
-        one = learner()
-        store = SlowStore(one)
+        each = learner()
+        store = SlowStore(each)
         log = await filled_log(store)
-        await train(log, store, one, CONFIG)
+        await train(log, store, each, CONFIG)
         batches = [record for record in await journal(log) if isinstance(record, Batch)]
         assert [batch.step for batch in batches] == [*range(6)]
         assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
@@ -108,9 +118,9 @@ def test_the_next_step_is_taken_while_a_checkpoint_is_being_stored() -> None:
 
 def test_a_version_comes_out_after_the_checkpoint_that_falls_due_with_it() -> None:
     async def main() -> None:
-        one = learner()
-        store = SlowStore(one)
-        await train(await filled_log(store), store, one, CONFIG)
+        each = learner()
+        store = SlowStore(each)
+        await train(await filled_log(store), store, each, CONFIG)
         (written,) = [
             at for at, key in enumerate(store.puts) if key.startswith(THIRD) and key.endswith("manifest.json")
         ]
@@ -122,11 +132,11 @@ def test_a_version_comes_out_after_the_checkpoint_that_falls_due_with_it() -> No
 
 def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_next_goes_on() -> None:
     async def main() -> None:
-        one = learner()
-        store = SlowStore(one, failing=True)
+        each = learner()
+        store = SlowStore(each, failing=True)
         log = await filled_log(store)
         with pytest.raises(ExceptionGroup) as failed:
-            await train(log, store, one, CONFIG)
+            await train(log, store, each, CONFIG)
         assert failed.group_contains(StoreError, match="no space")
         found = checkpoint.load_newest(store, "t")
         assert found is not None and found.position.step == -1
@@ -144,10 +154,10 @@ def test_a_failed_upload_ends_the_trainer_and_the_older_checkpoint_is_where_the_
 
 def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
     async def main() -> None:
-        one = learner()
-        store = SlowStore(one, version=3)
+        each = learner()
+        store = SlowStore(each, version=3)
         log = await filled_log(store)
-        await train(log, store, one, NO_CHECKPOINTS)
+        await train(log, store, each, NO_CHECKPOINTS)
         assert any(is_part(key, 3) for key in store.puts), "there was something to wait for"
         batches = [record for record in await journal(log) if isinstance(record, Batch)]
         assert [batch.version for batch in batches] == [*range(6)], "a batch names the version of the weights it meets"
@@ -159,11 +169,11 @@ def test_the_next_step_is_taken_while_a_version_is_being_stored() -> None:
 
 def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile() -> None:
     async def main() -> None:
-        one, alone = learner(), learner()
+        each, alone = learner(), learner()
         alone.fourth.set()
-        slow, quick = SlowStore(one, version=3), MemoryStore()
+        slow, quick = SlowStore(each, version=3), MemoryStore()
         logs = await filled_log(slow), await filled_log(quick)
-        await train(logs[0], slow, one, NO_CHECKPOINTS)
+        await train(logs[0], slow, each, NO_CHECKPOINTS)
         await train(logs[1], quick, alone, NO_CHECKPOINTS)
         hashes = [[event.manifest_sha256 for event in await published(log)] for log in logs]
         assert len(hashes[0]) == 7 and len(set(hashes[0])) == 7
@@ -176,11 +186,11 @@ def test_a_version_is_what_its_steps_made_whatever_the_next_step_does_meanwhile(
 
 def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes_it() -> None:
     async def main() -> None:
-        one = learner()
-        store = SlowStore(one, version=3, failing=True)
+        each = learner()
+        store = SlowStore(each, version=3, failing=True)
         log = await filled_log(store)
         with pytest.raises(ExceptionGroup) as failed:
-            await train(log, store, one, NO_CHECKPOINTS)
+            await train(log, store, each, NO_CHECKPOINTS)
         assert failed.group_contains(StoreError, match="no space")
         assert [event.version for event in await published(log)] == [0, 1, 2]
         again, whole, alone = learner(), learner(), MemoryStore()
@@ -198,15 +208,91 @@ def test_a_version_that_cannot_be_stored_ends_the_trainer_and_the_next_publishes
 
 def test_a_trainer_that_is_stopped_publishes_what_it_has_begun_to_publish() -> None:
     async def main() -> None:
-        one = learner()
-        store = StoppingStore(one)
+        each = learner()
+        store = StoppingStore(each)
         log = await filled_log(store)
         role = role_of("train", FLOOR, log, store)
         store.stop = partial(asyncio.get_running_loop().call_soon_threadsafe, role.stop.set)
-        await run_trainer(role, NO_CHECKPOINTS, one, seed=3)
+        await run_trainer(role, NO_CHECKPOINTS, each, seed=3)
         found = checkpoint.load_newest(store, "t")
         steps = [event.step for event in await published(log)]
         assert found is not None and steps[-1] == found.position.step >= 2, "nothing that was trained is left unsaid"
         assert [event.version for event in await published(log)] == [*range(len(steps))]
 
     asyncio.run(main())
+
+
+VERSIONS = 24
+CONFIG_store_bound = TrainerConfig(lanes={"usual": LaneConfig()}, checkpoint_every=1, max_steps=VERSIONS)
+FOLDERS = ("policies/main/", "checkpoints/t/")
+PLENTY = (10**12, 10**12)
+
+
+class BigLearner(ScriptedLearner):
+    """Its weights are large beside what else a version consists of."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"big": Tensor("F32", (25_000,), self._weights.tobytes() * 3_125)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore({name: tensor for name, tensor in state.items() if name != "big"})
+
+
+class WatchedStore(DirectoryStore):
+    """Remembers the most bytes that versions and checkpoints took."""
+
+    most = 0
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        super().put_pieces(key, pieces)
+        self.most = max(self.most, stored_bytes(self, FOLDERS))
+
+
+async def run_within(store: DirectoryStore, keep: Keep) -> int:
+    log = await filled_log(store)
+    for sequence in range(2 * STEPS, 2 * VERSIONS):
+        await log.publish(topics.BUFFER, block(sequence))
+    await train(log, store, BigLearner(), CONFIG_store_bound, msgspec.structs.replace(FLOOR, keep=keep))
+    return len(await published(log))
+
+
+def test_twenty_five_versions_of_a_run_stay_within_the_bound_of_a_folder_store(tmp_path: Path) -> None:
+    free = WatchedStore(tmp_path / "free", lambda folder: PLENTY)
+    assert asyncio.run(run_within(free, Keep(store_gb=0))) == VERSIONS + 1
+    bound = free.most // 2
+    bounded = WatchedStore(tmp_path / "bounded", lambda folder: PLENTY)
+    assert asyncio.run(run_within(bounded, Keep(store_gb=bound / 1e9))) == VERSIONS + 1
+    assert bounded.most <= bound < free.most
+
+
+def test_below_the_bound_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, lambda folder: PLENTY)
+    asyncio.run(run_within(store, Keep(store_gb=1e-9)))
+    steps = [place.step for place in places(store, "t")]
+    assert steps[-CONFIG_store_bound.keep_checkpoints :] == [
+        *range(VERSIONS - CONFIG_store_bound.keep_checkpoints, VERSIONS)
+    ]
+
+
+def test_publication_waits_with_an_alarm_until_the_disk_has_its_free_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    def usage(folder: Path) -> tuple[int, int]:
+        nonlocal asked
+        asked += 1
+        return (50_000 if 20 < asked <= 32 else 10**9, 10**9)
+
+    assert asyncio.run(run_within(DirectoryStore(tmp_path, usage), Keep())) == VERSIONS + 1
+    assert "keep.free_share=0.1 must stay free" in caplog.text
+
+
+def test_a_needed_version_stays_when_those_around_it_go() -> None:
+    store = MemoryStore()
+    events, weights = put_run(store, 40)
+    assert prune(store, "main", oldest=39, needed={3}) > 0
+    for version in (3, 39):
+        assert dict(PolicyFetcher(store, "main").fetch(events[version]).tensors) == weights[version]
+    with pytest.raises(PolicyRefused, match="incomplete"):
+        PolicyFetcher(store, "main").fetch(events[12])

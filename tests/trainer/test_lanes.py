@@ -1,8 +1,9 @@
-"""Lanes that come and go in an app that has started: a reference begins where training began, and the same bits again."""
+"""A critic and preference pairs through the trainer's own loop: drawn whole, and the same bits after a restart."""
 
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,15 +13,15 @@ from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.policies.tensors import Tensor
 from infra.settings.config import Floor, Pacing
+from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
-from schemas import Batch, topics
+from schemas import Batch, Block, Span, make_experience, topics
 from schemas.errors import ConfigError
 from tests.role import role_of
 from tests.trainer.memory_run import KillingBus, KillingStore, block, ends, journal
-from tests.trainer.test_objectives_on_the_log import group, pair
 from trainer.config import CriticConfig, LaneConfig, TrainerConfig, WarmupConfig
 from trainer.journal import checkpoint
-from trainer.journal.checkpoint import Checkpoint, Position, part_of
+from trainer.journal.checkpoint import Checkpoint, Position, state_part
 from trainer.learners.torch import TorchLearner
 from trainer.loop.fit import restore_learner
 from trainer.loop.report import TrainerReport
@@ -30,6 +31,107 @@ from trainer.state import whole_hash
 from trainer.train import run_trainer
 
 FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=99, straggler_s=0.01))
+STEPS = 4
+
+
+def config(steps: int) -> TrainerConfig:
+    lanes = {
+        "usual": LaneConfig(loss="ppo", weight=0.8, options={"minibatches": 2}),
+        "human": LaneConfig(loss="dpo", weight=0.2, share=0.5, max_uses=9, optional=True),
+    }
+    return TrainerConfig(
+        lanes=lanes,  # type: ignore[arg-type]
+        critic=CriticConfig(learning_rate=1e-3),
+        learning_rate=1e-3,
+        threads=1,
+        checkpoint_every=2,
+        max_steps=steps,
+    )
+
+
+def group(sequence: int) -> Block:
+    random = np.random.default_rng(sequence)
+    return Block(
+        tuple(
+            make_experience(
+                tokens=[1, 20, *random.integers(30, 60, 3 + episode).tolist()],
+                logprobs=np.full(3 + episode, -np.log(128)),
+                messages=(),
+                spans=(Span(2, 5 + episode, 0),),
+                id=f"task-{sequence}.0.0-{episode}-0",
+                group=f"task-{sequence}.0",
+                episode=episode,
+                group_size=3,
+                sequence=sequence,
+                end="truncated" if episode == 2 else "terminal",
+                reward=float(episode),
+            )
+            for episode in range(3)
+        )
+    )
+
+
+def pair(number: int, rejected: int = 41) -> Block:
+    return Block(
+        tuple(
+            make_experience(
+                tokens=[1, 25, answer, 2],
+                logprobs=[0.0, 0.0],
+                messages=(),
+                spans=(Span(2, 4, -1, 1.0, False),),
+                id=f"pair-{number}.0.0-{episode}-0",
+                group=f"pair-{number}.0",
+                episode=episode,
+                group_size=2,
+                lane="human",
+                kind=side,  # type: ignore[arg-type]
+            )
+            for episode, (side, answer) in enumerate((("chosen", 40), ("rejected", rejected)))
+        )
+    )
+
+
+async def filled(folder: Path) -> tuple[Log, DirectoryStore]:
+    store = DirectoryStore(folder)
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=1, keep_ms=-1)
+    for number in range(4):
+        await log.publish(topics.BUFFER, pair(number))
+    await log.publish(topics.BUFFER, pair(9, rejected=40))
+    for sequence in range(2 * STEPS):
+        await log.publish(topics.BUFFER, group(sequence))
+    return log, store
+
+
+async def train(log: Log, store: DirectoryStore, model: str, steps: int) -> TorchLearner:
+    learner = TorchLearner(model, config(steps), device="cpu")
+    await run_trainer(role_of("train", FLOOR, log, store), config(steps), learner, seed=3)
+    return learner
+
+
+@pytest.mark.slow
+def test_pairs_are_drawn_whole_and_a_restarted_critic_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = str(build_char_model(tmp_path / "model", seed=3))
+
+    async def main() -> tuple[TorchLearner, TorchLearner, list[object]]:
+        whole = await train(*await filled(tmp_path / "whole"), model, STEPS)
+        log, store = await filled(tmp_path / "halves")
+        await train(log, store, model, STEPS // 2)
+        return whole, await train(log, store, model, STEPS), [each.value async for each in log.read_all(topics.BATCHES)]
+
+    whole, halves, records = asyncio.run(main())
+    batches = [record for record in records if isinstance(record, Batch)]
+    assert [batch.step for batch in batches] == list(range(STEPS))
+    for batch in batches:
+        human = [item.id for item in batch.items if item.lane == "human"]
+        assert human and human[0::2] == [name.replace("-1-0", "-0-0") for name in human[1::2]]
+        assert not any(name.startswith("pair-9") for name in human), "equal sides teach nothing"
+    saved, again = whole.save(), halves.save()
+    assert saved.keys() == again.keys() and any(name.startswith("critic/") for name in saved)
+    assert all(bytes(saved[name].data) == bytes(again[name].data) for name in saved)
+
+
 WARMUP = WarmupConfig(every=1, stop_at=1.0, max_steps=2, min_experiences=2, batch=2, learning_rate=1e-2)
 BEFORE = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", weight=0.1, share=0.1, max_uses=99, optional=True)}
 HUMAN = LaneConfig(loss="dpo", weight=0.2, share=0.5, max_uses=99, optional=True)
@@ -46,7 +148,7 @@ def settings(steps: int, lanes: dict[str, LaneConfig], **more: object) -> Traine
     return TrainerConfig(lanes=lanes, max_steps=steps, **given)  # type: ignore[arg-type]
 
 
-async def filled(store: MemoryStore, bus: MemoryBus | None = None, steps: int = 20) -> Log:
+async def filled_added_lanes(store: MemoryStore, bus: MemoryBus | None = None, steps: int = 20) -> Log:
     log = Log(bus or MemoryBus(), "t", store=store)
     await log.create_topics(partitions=1, keep_ms=-1)
     for number in range(4):
@@ -66,10 +168,10 @@ async def prefer(log: Log, steps: int) -> None:
 
 async def num_pairs(log: Log) -> int:
     """Sides of pairs that were trained."""
-    return sum(item.lane == "human" for one in await journal(log) if isinstance(one, Batch) for item in one.items)
+    return sum(item.lane == "human" for entry in await journal(log) if isinstance(entry, Batch) for item in entry.items)
 
 
-async def train(
+async def train_added_lanes(
     log: Log, store: MemoryStore, model: str, config: TrainerConfig, stop: asyncio.Event | None = None
 ) -> dict[str, Tensor]:
     learner = TorchLearner(model, config, device="cpu")
@@ -78,11 +180,11 @@ async def train(
 
 
 def part(state: dict[str, Tensor], name: str) -> dict[str, bytes]:
-    return {tensor: bytes(one.data) for tensor, one in state.items() if part_of(tensor) == name}
+    return {tensor: bytes(item.data) for tensor, item in state.items() if state_part(tensor) == name}
 
 
 def weights(state: dict[str, Tensor]) -> dict[str, bytes]:
-    return {f"reference/{name[6:]}": bytes(one.data) for name, one in state.items() if name.startswith("model/")}
+    return {f"reference/{name[6:]}": bytes(item.data) for name, item in state.items() if name.startswith("model/")}
 
 
 @pytest.mark.slow
@@ -92,19 +194,19 @@ def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_
 ) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store, steps=4)
-        await train(log, store, model, settings(4, BEFORE, warmup=warmup))
+        log = await filled_added_lanes(store, steps=4)
+        await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=warmup))
         started = checkpoint.load(
             store, "t", min(p for p in checkpoint.places(store, "t") if p.step >= (1 if warmup else -1))
         )
         await prefer(log, 4)
-        state = await train(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
+        state = await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=warmup))
         assert await num_pairs(log) > 0
         assert part(state, "reference") == weights(dict(started.learner)) != weights(state)
         assert "has no reference, a lane wants one: it begins as the version that training began from" in caplog.text
-        again = await train(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
+        again = await train_added_lanes(log, store, model, settings(8, BEFORE | {"human": HUMAN}, warmup=warmup))
         assert part(again, "reference") == part(state, "reference")
-        gone = await train(log, store, model, settings(10, BEFORE, warmup=warmup))
+        gone = await train_added_lanes(log, store, model, settings(10, BEFORE, warmup=warmup))
         assert not part(gone, "reference") and "no lane wants any more" in caplog.text
 
     asyncio.run(main())
@@ -114,13 +216,13 @@ def test_a_lane_that_needs_a_reference_joins_a_run_and_is_held_to_what_training_
 def test_a_lane_joins_an_app_whose_trainer_has_not_stepped_yet(model: str) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store, steps=0)
+        log = await filled_added_lanes(store, steps=0)
         stop = asyncio.Event()
         stop.set()
-        await train(log, store, model, settings(2, BEFORE), stop)
+        await train_added_lanes(log, store, model, settings(2, BEFORE), stop)
         assert [place.step for place in checkpoint.places(store, "t")] == [-1]
         await prefer(log, 0)
-        state = await train(log, store, model, settings(2, BEFORE | {"human": HUMAN}))
+        state = await train_added_lanes(log, store, model, settings(2, BEFORE | {"human": HUMAN}))
         assert part(state, "reference") == weights(TorchLearner(model, settings(2, BEFORE), device="cpu").save())
 
     asyncio.run(main())
@@ -132,19 +234,19 @@ def test_a_replay_from_before_the_lane_gives_the_bits_that_the_run_has_after_it(
 
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store, steps=1)
-        await train(log, store, model, settings(1, BEFORE, checkpoint_every=1))
+        log = await filled_added_lanes(store, steps=1)
+        await train_added_lanes(log, store, model, settings(1, BEFORE, checkpoint_every=1))
         await prefer(log, 1)
-        await train(log, store, model, config)
+        await train_added_lanes(log, store, model, config)
         assert await num_pairs(log) > 0
         start = await find_start(log, store, "t", from_step=0, to_step=None)
-        assert not [name for name in start.state.learner if part_of(name)]
+        assert not [name for name in start.state.learner if state_part(name)]
         learner = TorchLearner(model, config, device="cpu")
         run = Learning(
             floor=FLOOR, config=config, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
         )
-        found = [one async for one in replay(run, "t", log, store, start)]
-        assert [one.equal for one in found][1:] == [True] * (len(found) - 1) and len(found) > 1
+        found = [compared async for compared in replay(run, "t", log, store, start)]
+        assert [each.equal for each in found][1:] == [True] * (len(found) - 1) and len(found) > 1
 
     asyncio.run(main())
 
@@ -156,14 +258,14 @@ def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one
     async def final(*kills: int) -> str:
         """The state after processes that died at these sends, counted from the start of each."""
         bus, store = KillingBus(), KillingStore()
-        log = await filled(store, bus, steps=2)
-        await train(log, store, model, settings(2, BEFORE))
+        log = await filled_added_lanes(store, bus, steps=2)
+        await train_added_lanes(log, store, model, settings(2, BEFORE))
         await prefer(log, 2)
         for send in kills:
             bus.sends, bus.kill_at = 0, send
-            assert not await ends(train(log, store, model, lanes))
+            assert not await ends(train_added_lanes(log, store, model, lanes))
         bus.kill_at = -1
-        state = await train(log, store, model, lanes)
+        state = await train_added_lanes(log, store, model, lanes)
         assert await num_pairs(log) > 0
         return whole_hash(state)
 
@@ -177,10 +279,10 @@ def test_a_trainer_killed_around_the_lanes_first_steps_ends_with_the_bits_of_one
 
 def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) -> None:
     with_pairs = settings(2, BEFORE | {"human": HUMAN})
-    learner, plain = (TorchLearner(model, one, device="cpu") for one in (with_pairs, settings(2, BEFORE)))
+    learner, plain = (TorchLearner(model, each, device="cpu") for each in (with_pairs, settings(2, BEFORE)))
     learner.begin_phase("warmup")
-    moved = {name: Tensor(one.dtype, one.shape, bytes(len(one.data))) for name, one in learner.save().items()}
-    learner.restore(learner.save() | {name: one for name, one in moved.items() if part_of(name) == "reference"})
+    moved = {name: Tensor(item.dtype, item.shape, bytes(len(item.data))) for name, item in learner.save().items()}
+    learner.restore(learner.save() | {name: item for name, item in moved.items() if state_part(name) == "reference"})
     run = Learning(
         floor=FLOOR, config=with_pairs, learner=learner, report=TrainerReport(Metrics("r")), position=Position()
     )
@@ -195,10 +297,10 @@ def test_a_rollback_to_before_the_lane_keeps_the_reference_as_it_is(model: str) 
 def test_a_critic_joins_a_run_and_begins_as_the_models_folder(model: str) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
-        before = await train(log, store, model, settings(2, {"usual": LaneConfig()}))
+        log = await filled_added_lanes(store)
+        before = await train_added_lanes(log, store, model, settings(2, {"usual": LaneConfig()}))
         lanes = {"usual": LaneConfig(loss="ppo")}
-        state = await train(log, store, model, settings(4, lanes, critic=CriticConfig()))
+        state = await train_added_lanes(log, store, model, settings(4, lanes, critic=CriticConfig()))
         assert not part(before, "critic") and "critic/head.weight" in state
         assert len(await journal(log)) > 4
 
@@ -211,11 +313,11 @@ def test_without_a_warm_up_the_models_folder_holds_what_training_began_from_also
 ) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
-        await train(log, store, model, settings(2, BEFORE))
+        log = await filled_added_lanes(store)
+        await train_added_lanes(log, store, model, settings(2, BEFORE))
         for key in list(store.keys("policies/")):
             store.delete(key)
-        state = await train(log, store, model, settings(4, BEFORE | {"human": HUMAN}))
+        state = await train_added_lanes(log, store, model, settings(4, BEFORE | {"human": HUMAN}))
         assert part(state, "reference") == weights(TorchLearner(model, settings(4, BEFORE), device="cpu").save())
 
     asyncio.run(main())
@@ -225,12 +327,12 @@ def test_without_a_warm_up_the_models_folder_holds_what_training_began_from_also
 def test_what_training_began_from_is_gone_and_a_warm_up_made_it_so_the_refusal_says_what_helps(model: str) -> None:
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
-        await train(log, store, model, settings(4, BEFORE, warmup=WARMUP))
-        for key in [one for one in store.keys("policies/") if "/1/" in one or "/1." in one or "-1/" in one]:
+        log = await filled_added_lanes(store)
+        await train_added_lanes(log, store, model, settings(4, BEFORE, warmup=WARMUP))
+        for key in [key for key in store.keys("policies/") if "/1/" in key or "/1." in key or "-1/" in key]:
             store.delete(key)
         with pytest.raises(ConfigError, match=r"has no reference.*another name in `run`"):
-            await train(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=WARMUP))
+            await train_added_lanes(log, store, model, settings(6, BEFORE | {"human": HUMAN}, warmup=WARMUP))
 
     asyncio.run(main())
 
@@ -241,15 +343,16 @@ def test_another_model_is_refused_as_before(model: str, tmp_path: Path) -> None:
 
     async def main() -> None:
         store = MemoryStore()
-        log = await filled(store)
-        await train(log, store, model, settings(2, BEFORE))
+        log = await filled_added_lanes(store)
+        await train_added_lanes(log, store, model, settings(2, BEFORE))
         with pytest.raises(ConfigError, match=r"checkpoint of step 1 does not fit the configured model: .* got shape"):
-            await train(log, store, other, settings(4, BEFORE | {"human": HUMAN}))
+            await train_added_lanes(log, store, other, settings(4, BEFORE | {"human": HUMAN}))
 
     asyncio.run(main())
 
 
 def test_names_of_a_policy_are_never_taken_for_another_part() -> None:
-    assert [part_of(name) for name in ("model/critic/x", "reference/a", "critic/head.bias", "adam/step/critic/a", "phase")] == [
+    names = ("model/critic/x", "reference/a", "critic/head.bias", "adam/step/critic/a", "phase")
+    assert [state_part(name) for name in names] == [
         "", "reference", "critic", "critic", "",
     ]  # fmt: skip

@@ -1,24 +1,45 @@
 """Routing replay: the learner sends tokens where the engine sent them, and its routers learn from it."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from test_families import deeper
 from trainer_samples import make_item, random_items, random_routing, tiny_model, with_experts
 
+from actors.config import MasterConfig
+from actors.engines.torch import TorchEngine
+from actors.master.plan import rollout
+from actors.rollout.session import Session
+from infra.log.log import Log
+from infra.log.memory import MemoryBus
 from infra.model.model import load_model
 from infra.model.routers import Routers
-from schemas import Span
+from infra.observe.metrics import Metrics
+from infra.settings.config import Floor, Pacing, Use
+from infra.store.memory import MemoryStore
+from schemas import Block, Experience, Message, Score, Span, Task, topics
 from schemas.errors import ConfigError
+from schemas.wire.block import blocks_of
+from schemas.wire.routing import routing
+from tests.actors.rig import EXPLORE, TopicArrivals, explorer, running, task, until
 from tests.infra.tiny_families import build_family
+from tests.role import role_of
 from trainer.batch.batch import PackedBatch, TrainItem, pack
 from trainer.batch.split import for_ranks, split
 from trainer.batch.tree import recorded
 from trainer.config import LaneConfig, LoraConfig, TrainerConfig
+from trainer.journal.checkpoint import Position
 from trainer.learners.forward import PackedModel
 from trainer.learners.torch import TorchLearner
+from trainer.loop.report import TrainerReport
+from trainer.loop.state import Learning
+from trainer.replay.replay import find_start, replay
+from trainer.state import whole_hash
+from trainer.train import run_trainer
 
 LANES = {"usual": LaneConfig(loss="grpo", weight=0.9), "expert": LaneConfig(loss="sft", weight=0.1)}
 UNPACKED = {
@@ -81,15 +102,15 @@ def ids_of(item: TrainItem) -> torch.Tensor:
 
 
 def usual(seed: int) -> list[TrainItem]:
-    return [one for one in random_items(seed, groups=2, size=4) if one.item.lane == "usual"]
+    return [item for item in random_items(seed, groups=2, size=4) if item.item.lane == "usual"]
 
 
 def learner(folder: str, routing: str, **settings) -> TorchLearner:
     return TorchLearner(folder, TrainerConfig(lanes=LANES, threads=1, routing=routing, **settings), device="cpu")
 
 
-def saved(one: TorchLearner) -> dict[str, bytes]:
-    return {name: bytes(value.data) for name, value in one.save().items()}
+def saved(each: TorchLearner) -> dict[str, bytes]:
+    return {name: bytes(value.data) for name, value in each.save().items()}
 
 
 def packed(items: list[TrainItem], **settings) -> PackedBatch:
@@ -123,14 +144,14 @@ def test_logprobs_and_gradients_are_those_of_a_plain_forward_through_the_recorde
     reader = PackedModel(model, dtype="float32", device="cpu", activation_checkpointing=checkpointing, replay=True)
     plain, routers = forced(model)
     assert len(routers) == 2
-    for one in packed(with_experts(items, experts)).microbatches:
-        logprob_N = reader.logprobs(one)
-        assert (reader.rerouted(one) > 0).mean() > 0.5, "the draw is another than the routers' own"
+    for rows in packed(with_experts(items, experts)).microbatches:
+        logprob_N = reader.logprobs(rows)
+        assert (reader.rerouted(rows) > 0).mean() > 0.5, "the draw is another than the routers' own"
         (logprob_N.sum() / 100).backward()
-        for s in set(one.sequence_N.tolist()):
+        for s in set(rows.sequence_N.tolist()):
             expected = forced_logprobs(plain, routers, items[s], experts[s])
             (expected.sum() / 100).backward()
-            assert (logprob_N[torch.from_numpy(one.sequence_N == s)] - expected).abs().max() < 1e-5
+            assert (logprob_N[torch.from_numpy(rows.sequence_N == s)] - expected).abs().max() < 1e-5
     others = {name.replace(".own.", "."): value for name, value in plain.named_parameters()}
     for name, value in reader.module.named_parameters():
         other = others[name].grad
@@ -169,12 +190,12 @@ def test_tokens_without_a_record_go_where_their_router_sends_them(qwen):
     reader = PackedModel(qwen, dtype="float32", device="cpu", replay=True)
     plain, routers = forced(qwen)
     replayed = 0
-    for one in packed(with_experts(items, mixed)).microbatches:
-        logprob_N = reader.logprobs(one).detach()
-        replayed += int((reader.rerouted(one) >= 0).sum())
-        for s in set(one.sequence_N.tolist()):
+    for rows in packed(with_experts(items, mixed)).microbatches:
+        logprob_N = reader.logprobs(rows).detach()
+        replayed += int((reader.rerouted(rows) >= 0).sum())
+        for s in set(rows.sequence_N.tolist()):
             expected = half_forced_logprobs(plain, routers, items[s], mixed[s])
-            assert (logprob_N[torch.from_numpy(one.sequence_N == s)] - expected).abs().max() < 1e-5
+            assert (logprob_N[torch.from_numpy(rows.sequence_N == s)] - expected).abs().max() < 1e-5
     at = [
         np.concatenate([np.arange(span.start - 1, span.stop - 1) for span in item.experience.spans]) for item in items
     ]
@@ -204,11 +225,11 @@ def test_rows_keep_their_experts_wherever_they_are_dealt(qwen, parts):
     batch = packed(with_experts(items, random_routing(items)), max_tokens=40)
     reader = PackedModel(qwen, dtype="float32", device="cpu", replay=True)
     expected = by_sequence(reader, batch.microbatches)
-    dealt = [one for part in split(batch, parts, seed=0) for one in part.microbatches]
+    dealt = [rows for part in split(batch, parts, seed=0) for rows in part.microbatches]
     wide = packed(with_experts(items, random_routing(items)), max_tokens=90)
-    ranked = [one for rank in for_ranks(wide, parts) for one in rank]
-    for one in (dealt, ranked):
-        found = by_sequence(reader, one)
+    ranked = [each for rank in for_ranks(wide, parts) for each in rank]
+    for each in (dealt, ranked):
+        found = by_sequence(reader, each)
         assert found.keys() == expected.keys()
         for s, values in found.items():
             assert values == pytest.approx(expected[s], abs=1e-5)
@@ -216,41 +237,43 @@ def test_rows_keep_their_experts_wherever_they_are_dealt(qwen, parts):
 
 def by_sequence(reader, microbatches) -> dict[int, list[float]]:
     found = {}
-    for one in microbatches:
+    for rows in microbatches:
         with torch.no_grad():
-            logprob_N = reader.logprobs(one).numpy()
-        for s in set(one.sequence_N.tolist()):
-            found[s] = logprob_N[one.sequence_N == s].tolist()
+            logprob_N = reader.logprobs(rows).numpy()
+        for s in set(rows.sequence_N.tolist()):
+            found[s] = logprob_N[rows.sequence_N == s].tolist()
     return found
 
 
 def test_a_shared_prefix_has_the_routing_of_the_first_sequence_and_what_it_has_none_for_none():
     tokens = [[5, 6, 7, 8, 9], [5, 6, 7, 4, 3]]  # laid out in the order of their tokens: the second comes first
-    items = [make_item(one, [Span(3, 5, 0)], episode=at) for at, one in enumerate(tokens)]
+    items = [make_item(token, [Span(3, 5, 0)], episode=at) for at, token in enumerate(tokens)]
     first, second = np.full((4, 1, 1), 1), np.array([2, -1, 2, 2])[:, None, None]
-    (one,) = packed(with_experts(items, [first, second])).microbatches
-    assert one.tokens_BT.tolist() == [[5, 6, 7, 4, 8]]
-    assert one.experts_BTLk[0, :, 0, 0].tolist() == [2, -1, 2, 2, 1]
+    (rows,) = packed(with_experts(items, [first, second])).microbatches
+    assert rows.tokens_BT.tolist() == [[5, 6, 7, 4, 8]]
+    assert rows.experts_BTLk[0, :, 0, 0].tolist() == [2, -1, 2, 2, 1]
 
 
 def test_what_was_recorded_of_another_model_is_counted_and_the_tokens_are_routed_anew(qwen):
     items = usual(6)
     expected = learner(qwen, "own").step(packed(items, replay=False), learning_rate=1e-3, seed=0)
     three_layers = random_routing(items, layers=3)
-    out_of_range = [one + 4 for one in random_routing(items)]
+    out_of_range = [item + 4 for item in random_routing(items)]
     for experts in (three_layers, out_of_range):
         found = learner(qwen, "replay").step(packed(with_experts(items, experts)), learning_rate=1e-3, seed=0)
         assert found.values["usual/routing_without"] == len(items) and found.values["usual/routing_replayed"] == 0.0
         assert found.loss == expected.loss
     mixed = with_experts(items, random_routing(items)[:-1] + three_layers[-1:])
-    assert [one is None for one in recorded([one.experience for one in mixed])] == [False] * (len(items) - 1) + [True]
+    assert [other is None for other in recorded([each.experience for each in mixed])] == [False] * (len(items) - 1) + [
+        True
+    ]
 
 
 def test_a_demonstration_made_from_a_sample_is_routed_anew():
-    (one,) = with_experts(
+    (item,) = with_experts(
         [make_item([5, 6, 7], [Span(1, 3, -1, 1.0, False)], lane="expert")], [np.ones((2, 1, 1), int)]
     )
-    assert not len(packed([one]).microbatches[0].experts_BTLk)
+    assert not len(packed([item]).microbatches[0].experts_BTLk)
 
 
 def test_a_model_without_known_routers_is_refused_by_name(tmp_path: Path):
@@ -261,11 +284,11 @@ def test_a_model_without_known_routers_is_refused_by_name(tmp_path: Path):
 def test_in_half_precision_a_replayed_step_is_finite_and_moves_the_routers(tmp_path):
     folder = tiny_model(tmp_path, "qwen3-moe", num_hidden_layers=4, **deeper("qwen3-moe"))
     items = usual(7)
-    one = learner(folder, "replay", dtype="bfloat16")
-    before = saved(one)
-    found = one.step(packed(with_experts(items, random_routing(items, layers=4))), learning_rate=1e-3, seed=0)
+    each = learner(folder, "replay", dtype="bfloat16")
+    before = saved(each)
+    found = each.step(packed(with_experts(items, random_routing(items, layers=4))), learning_rate=1e-3, seed=0)
     assert found.finite and found.values["usual/routing_differs"] > 0.5
-    moved = {name for name, value in saved(one).items() if before.get(name) != value}
+    moved = {name for name, value in saved(each).items() if before.get(name) != value}
     assert {f"model/model.layers.{layer}.mlp.gate.weight" for layer in range(4)} <= moved
 
 
@@ -275,8 +298,100 @@ def test_the_reference_of_an_adapter_routes_by_itself(qwen):
     config = TrainerConfig(lanes=lanes, threads=1, routing="replay", lora=LoraConfig(rank=2, targets=("q_proj",)))
     found = []
     for experts in (own_routing(qwen, items), random_routing(items)):
-        one = TorchLearner(qwen, config, device="cpu")
-        stats = one.step(packed(with_experts(items, experts)), learning_rate=1e-3, seed=0)
+        each = TorchLearner(qwen, config, device="cpu")
+        stats = each.step(packed(with_experts(items, experts)), learning_rate=1e-3, seed=0)
         assert stats.values["usual/routing_replayed"] == 1.0
         found.append(stats.values["usual/kl_reference"])
     assert found[0] == 0.0 < found[1], "an untrained adapter is the base, which is routed otherwise"
+
+
+FLOOR = Floor(app="t", pacing=Pacing(groups_per_step=2, max_staleness=9, straggler_s=0.01))
+MASTER = MasterConfig(num_episodes=3, max_tokens=6)
+CONFIG = TrainerConfig(
+    lanes={"usual": LaneConfig(loss="grpo")}, learning_rate=1e-3, checkpoint_every=1, max_steps=2, tensorboard="",
+    routing="replay",
+)  # fmt: skip
+GROUPS = 4
+
+
+@pytest.fixture(scope="module")
+def model_routing_on_the_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return build_family(tmp_path_factory.mktemp("moe") / "model", "qwen3_moe", head_dim=8)
+
+
+async def two_turns(task: Task, session: Session) -> tuple[Score, ...]:
+    reply = await session.reply(task.messages)
+    await session.reply((*task.messages, reply, Message(role="user", content="?")))
+    return ()
+
+
+async def explored(
+    log: Log, model_routing_on_the_log: Path, store: MemoryStore, max_routing_bytes: int
+) -> list[Experience]:
+    """What an explorer publishes of a few groups, the engine recording."""
+    engine = TorchEngine(model=str(model_routing_on_the_log), seed=1, routing=True)
+    config = replace(EXPLORE, workflows={"two": Use(use=f"{__name__}:two_turns")}, max_routing_bytes=max_routing_bytes)
+    heard = TopicArrivals(log, topics.EXPERIENCES)
+    async with running(explorer(log, store, engine, config), asyncio.create_task(heard.listen())):
+        for number in range(GROUPS):
+            each = task(f"add-{number}", workflow="two")
+            await log.publish(topics.TASKS, rollout(each, MASTER, round=0, attempt=0, sequence=number, min_version=0))
+        await until(lambda: sum(experience.last for experience in heard.experiences) == GROUPS * MASTER.num_episodes)
+    return heard.experiences
+
+
+async def run(
+    model_routing_on_the_log: Path, *, max_routing_bytes: int = 10_000
+) -> tuple[Log, MemoryStore, TorchLearner, Metrics]:
+    """Explorer and trainer, one after the other; what lies between them is a group's reward."""
+    store = MemoryStore()
+    log = Log(MemoryBus(), "t", store=store)
+    await log.create_topics(partitions=2, keep_ms=-1)
+    groups: dict[str, list[Experience]] = {}
+    for each in await explored(log, model_routing_on_the_log, store, max_routing_bytes):
+        groups.setdefault(each.group, []).append(replace(each, reward=1.0, advantage=each.episode - 1.0))
+    for members in sorted(groups.values(), key=lambda members: members[0].sequence):
+        (block,) = blocks_of(sorted(members, key=lambda each: each.id))
+        await log.publish(topics.BUFFER, block)
+    learner, metrics = TorchLearner(str(model_routing_on_the_log), CONFIG, device="cpu"), Metrics("train")
+    await run_trainer(role_of("train", FLOOR, log, store, metrics=metrics), CONFIG, learner, seed=3)
+    return log, store, learner, metrics
+
+
+def test_what_the_engine_used_is_what_the_learner_uses_and_a_replay_gives_the_same_bits(
+    model_routing_on_the_log: Path,
+) -> None:
+    async def main() -> None:
+        log, store, learner, metrics = await run(model_routing_on_the_log)
+        blocks = [message.value async for message in log.read_all(topics.BUFFER)]
+        members = [experience for block in blocks if isinstance(block, Block) for experience in block.experiences]
+        plain = load_model(str(model_routing_on_the_log))
+        routers = Routers(plain)
+        for each in members:
+            with torch.no_grad(), routers.recorded() as taken:
+                plain(input_ids=torch.tensor([each.tokens.tolist()]), use_cache=False)
+            expected = torch.stack(taken, 1).numpy()
+            assert (routing(each)[:-1] == expected[:-1]).all() and (routing(each)[-1] == -1).all()
+
+        told = {
+            name.removeprefix("usual/"): value for name, value in metrics.gauges().items() if name.startswith("usual/")
+        }
+        assert told["routing_replayed"] == 1.0 and told["routing_without"] == 0.0
+        assert 0 <= told["routing_differs_layers"] <= told["routing_differs"] < 1
+
+        other = TorchLearner(str(model_routing_on_the_log), CONFIG, device="cpu")
+        report = TrainerReport(Metrics("replay"))
+        learning = Learning(floor=FLOOR, config=CONFIG, learner=other, report=report, position=Position())
+        start = await find_start(log, store, "t", from_step=-1, to_step=None)
+        compared = [compared async for compared in replay(learning, "t", log, store, start)]
+        assert compared and all(each.equal and not each.fault for each in compared)
+        assert whole_hash(other.save()) == whole_hash(learner.save())
+
+    asyncio.run(main())
+
+
+def test_sequences_above_the_bound_are_trained_without_replay_and_counted(model_routing_on_the_log: Path) -> None:
+    _, _, _, metrics = asyncio.run(run(model_routing_on_the_log, max_routing_bytes=1))
+    gauges = metrics.gauges()
+    assert gauges["usual/routing_replayed"] == 0.0 and gauges["usual/routing_without"] > 0

@@ -15,9 +15,12 @@ from infra.observe.metrics import Metrics
 from infra.policies.fold import PoliciesFold
 from infra.settings.config import Floor, Pacing, decode
 from infra.store.memory import MemoryStore
-from schemas import Block, Closure, Drawn, MasterState, Progress, topics
+from schemas import Batch, Block, Closure, Directive, Drawn, MasterState, Progress, topics
 from schemas.fields import MasterPhase
+from tests.actors.rig import until
+from tests.simulator.virtual_loop import run_virtual
 from tests.trainer.buffered_blocks import block, message
+from tests.trainer.memory_run import STEPS, filled_log, journal, train
 from trainer.buffer.buffer import Buffer
 from trainer.buffer.intake import Intake
 from trainer.buffer.pool import Draw
@@ -28,9 +31,9 @@ from trainer.learners.scripted import ScriptedLearner
 from trainer.loop.publication import WeightPublisher
 from trainer.loop.report import TrainerReport
 from trainer.loop.state import Run
-from trainer.loop.supply import QUIET_S, Supply, share_of
+from trainer.loop.supply import QUIET_S, Supply, lane_share
 from trainer.loop.supply import decide as decide_draw
-from trainer.loop.waiting import next_draw
+from trainer.loop.waiting import DIVERGED, admitted, next_draw
 
 USUAL = LaneConfig(weight=0.9)
 EXPERT = LaneConfig(loss="sft", weight=0.1, max_uses=9)
@@ -41,7 +44,11 @@ def run_of(*blocks: Block, version: int = 3, lanes: dict[str, LaneConfig] | None
     floor = Floor(app="t", pacing=Pacing(**given))  # type: ignore[arg-type]
     config = TrainerConfig(lanes=lanes or {"usual": USUAL, "expert": EXPERT})  # type: ignore[arg-type]
     log, store, lease = Log(MemoryBus(), "t"), MemoryStore(), Lease(run="t", token=0, owner="o")
-    intake = Intake(Buffer({lane: one.max_uses for lane, one in config.lanes.items()}), buffer_next=0, progress_next=0)
+    intake = Intake(
+        Buffer({lane: lane_config.max_uses for lane, lane_config in config.lanes.items()}),
+        buffer_next=0,
+        progress_next=0,
+    )
     run = Run(
         floor=floor, config=config, log=log, store=store, learner=ScriptedLearner(), lease=lease,
         publisher=WeightPublisher(log, store, lease, "main", {}, PoliciesFold()), report=TrainerReport(Metrics("train")),
@@ -57,9 +64,9 @@ def decide(run: Run, *, now_s: float) -> Draw:
 
 
 def arrive(run: Run, *blocks: Block) -> None:
-    for one in blocks:
+    for each in blocks:
         offset = run.supply.intake.buffer_next
-        assert run.supply.intake.take_block(message(one, offset), one) == ""
+        assert run.supply.intake.take_block(message(each, offset), each) == ""
         run.supply.intake.buffer_next = offset + 1
 
 
@@ -72,7 +79,7 @@ def expert(number: int) -> Block:
 
 
 def taken(draw: Draw) -> list[str]:
-    return [one.group for one in draw.taken]
+    return [candidate.group for candidate in draw.taken]
 
 
 def master(state: MasterPhase, outstanding: int) -> Progress:
@@ -86,7 +93,7 @@ def test_an_empty_buffer_waits_though_there_are_experts() -> None:
 
 def test_experts_come_in_proportion_to_the_usual_lane() -> None:
     draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(9))), now_s=0.0)
-    lanes = [one.lane for one in draw.taken]
+    lanes = [candidate.lane for candidate in draw.taken]
     assert lanes.count("usual") == 2 and lanes.count("expert") == 4, "36 answers × 0.1 / 0.9"
 
 
@@ -118,7 +125,11 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
     run = run_of(live(0), live(1), expert(0), lanes=lanes, groups_per_step=3)
     assert decide(run, now_s=0.0) == Draw(wait=True)
     arrive(run, live(2))
-    assert [one for one in sorted(taken(decide(run, now_s=0.0))) if one.startswith("l")] == ["l0.0", "l1.0", "l2.0"]
+    assert [candidate for candidate in sorted(taken(decide(run, now_s=0.0))) if candidate.startswith("l")] == [
+        "l0.0",
+        "l1.0",
+        "l2.0",
+    ]
     rest = run_of(live(0), lanes=lanes, groups_per_step=3)
     for state in ("draining", "drained"):
         rest.supply.intake.take_report(master(state, outstanding=0))
@@ -126,15 +137,15 @@ def test_a_lane_alone_waits_for_as_many_as_a_step_takes_and_a_draining_run_for_n
 
 
 def test_a_share_that_is_given_goes_before_the_weights() -> None:
-    assert share_of(LaneConfig(share=0.5, weight=0.1), USUAL) == 0.5
-    assert share_of(LaneConfig(weight=0.1), USUAL) == pytest.approx(1 / 9)
+    assert lane_share(LaneConfig(share=0.5, weight=0.1), USUAL) == 0.5
+    assert lane_share(LaneConfig(weight=0.1), USUAL) == pytest.approx(1 / 9)
 
 
 def test_a_lane_beside_the_usual_one_is_asked_for_as_much_as_it_weighs_also_with_weights_of_1() -> None:
-    assert share_of(LaneConfig(), LaneConfig()) == 1.0 and share_of(LaneConfig(), LaneConfig(weight=0.0)) == 1.0
+    assert lane_share(LaneConfig(), LaneConfig()) == 1.0 and lane_share(LaneConfig(), LaneConfig(weight=0.0)) == 1.0
     lanes = {"usual": LaneConfig(), "expert": LaneConfig(loss="sft", max_uses=9)}
     draw = decide(run_of(usual(0), usual(1), *(expert(number) for number in range(50)), lanes=lanes), now_s=0.0)
-    assert [one.lane for one in draw.taken].count("expert") == 36
+    assert [candidate.lane for candidate in draw.taken].count("expert") == 36
 
 
 def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used_is_dropped() -> None:
@@ -142,7 +153,7 @@ def test_a_step_that_could_teach_nothing_is_not_made_and_what_it_would_have_used
     run = run_of(live(0, advantage=0.0), live(1, advantage=0.0), lanes=lanes)
     draw = decide(run, now_s=0.0)
     assert draw.wait and not draw.taken
-    assert [(one.group, reason) for one, reason in sorted(draw.dropped, key=lambda pair: pair[0].group)] == [
+    assert [(each.group, reason) for each, reason in sorted(draw.dropped, key=lambda pair: pair[0].group)] == [
         ("l0.0", "no advantage in the step"),
         ("l1.0", "no advantage in the step"),
     ]
@@ -225,7 +236,9 @@ def test_more_than_may_wait_in_a_lane_are_dropped_with_a_reason_the_oldest_first
         groups_per_step=9,
     )
     draw = decide(run, now_s=0.0)
-    assert [(one.group, reason) for one, reason in draw.dropped] == [(f"l{at}.0", "too many waiting") for at in (0, 1)]
+    assert [(each.group, reason) for each, reason in draw.dropped] == [
+        (f"l{at}.0", "too many waiting") for at in (0, 1)
+    ]
     assert sorted(taken(draw)) == ["l2.0", "l3.0", "l4.0"]
 
 
@@ -234,7 +247,7 @@ def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
     many = [live(number, subject="heavy") for number in range(9)]
     run = run_of(*many, live(10, subject="a"), live(11, subject="b"), lanes=lanes, groups_per_step=4)
     draw = decide(run, now_s=0.0)
-    assert len([one for one in draw.taken if one.subject == "heavy"]) == 2 == len(draw.taken) - 2
+    assert len([candidate for candidate in draw.taken if candidate.subject == "heavy"]) == 2 == len(draw.taken) - 2
     assert draw.held_back > 0
     alone = run_of(*many, lanes=lanes, groups_per_step=4)
     assert len(decide(alone, now_s=0.0).taken) == 4, "nobody else is there"
@@ -243,7 +256,7 @@ def test_what_one_user_has_above_the_share_waits_and_is_told() -> None:
 def test_answers_without_a_ratio_are_dropped_with_a_reason_unless_the_loss_is_supervised() -> None:
     run = run_of(usual(0, ratio=False), usual(1), usual(2))
     draw = decide(run, now_s=0.0)
-    assert [(one.group, reason) for one, reason in draw.dropped] == [("u0.0", "no ratio")]
+    assert [(each.group, reason) for each, reason in draw.dropped] == [("u0.0", "no ratio")]
     assert taken(draw) == ["u1.0", "u2.0"]
     assert not decide(run_of(usual(0, ratio=False), lanes={"usual": LaneConfig(loss="sft")}), now_s=0.0).dropped
 
@@ -304,7 +317,7 @@ def test_a_drain_with_many_groups_left_still_takes_full_steps() -> None:
     run = run_of(*(usual(number) for number in range(5)))
     run.supply.intake.take_report(master("draining", 5))
     assert taken(decide(run, now_s=0.0))[:2] == ["u0.0", "u1.0"]
-    assert len([one for one in decide(run, now_s=0.0).taken if one.lane == "usual"]) == 2
+    assert len([candidate for candidate in decide(run, now_s=0.0).taken if candidate.lane == "usual"]) == 2
 
 
 def test_an_optional_usual_lane_lets_the_others_go_alone() -> None:
@@ -361,7 +374,156 @@ def test_no_draw_breaks_issue_order_the_bound_or_the_size_of_a_step(
     run = run_of(*(usual(number, at, num_members=2) for number, at in groups), version=version)
     for now_s in (0.0, later_s):
         draw = decide(run, now_s=now_s)
-        numbers = [one.sequence for one in draw.taken if one.lane == "usual"]
+        numbers = [candidate.sequence for candidate in draw.taken if candidate.lane == "usual"]
         fresh = sorted(number for number, at in groups if version - at <= 2)
         assert numbers == ([] if draw.wait else fresh[:2])
-        assert sorted(one.sequence for one, _ in draw.dropped) == sorted(n for n, at in groups if version - at > 2)
+        assert sorted(each.sequence for each, _ in draw.dropped) == sorted(n for n, at in groups if version - at > 2)
+
+
+OLD = 3  # versions behind nothing could be in the usual lane
+NOW = 1000
+
+
+def live_admit(number: int) -> Block:
+    return block(f"l{number}.0", lane="live", num_members=1, version=OLD)
+
+
+def with_live(bound: float = 0.0, **lanes: LaneConfig) -> Run:
+    config = {"live": LaneConfig(weight=1.0, max_mean_abs_log_ratio=bound, min_sequences=1), **lanes}
+    return run_of(live_admit(0), live_admit(1), version=NOW, lanes=config)
+
+
+def drawn(run: Run) -> Draw:
+    async def main() -> Draw:
+        await run.log.create_topics(partitions=1, keep_ms=-1)
+        return await admitted(run, decide_draw(run.supply, run.position, now_s=0.0))
+
+    return asyncio.run(main())
+
+
+def distance() -> float:
+    """Of these blocks under the scripted learner, to which every token is certain: mean of -logprob."""
+    return float(-live_admit(0).experiences[0].logprobs.mean())
+
+
+def test_an_answer_of_any_age_is_trained_under_the_default_settings() -> None:
+    draw = drawn(with_live())
+    assert {candidate.group for candidate in draw.taken} == {"l0.0", "l1.0"} and not draw.dropped
+
+
+def test_a_group_within_the_bound_is_trained_and_one_beyond_it_is_dropped_and_told() -> None:
+    assert len(drawn(with_live(bound=distance() * 1.01)).taken) == 2
+    run = with_live(bound=distance() * 0.99)
+    draw = drawn(run)
+    assert draw.wait and not draw.taken
+    assert {reason for _, reason in draw.dropped} == {DIVERGED}
+    assert run.supply.intake.buffer.num_groups("live") == 0
+
+    async def told() -> list[Drawn]:
+        return [each.value async for each in run.log.read_all(topics.PROGRESS) if isinstance(each.value, Drawn)]
+
+    (record,) = asyncio.run(told())
+    assert record.dropped == {"l0.0": DIVERGED, "l1.0": DIVERGED}
+
+
+@pytest.mark.parametrize("bound", [0.0, distance() * 0.99, distance() * 1.01])
+def test_an_answer_that_is_revised_while_it_is_weighed_is_neither_trained_nor_dropped(bound: float) -> None:
+    """People change their minds while a thread compares: the older revision is gone, the newer one is drawn later."""
+    run = with_live(bound=bound)
+
+    async def main() -> Draw:
+        await run.log.create_topics(partitions=1, keep_ms=-1)
+        first = decide_draw(run.supply, run.position, now_s=0.0)
+        weighing = asyncio.create_task(admitted(run, first))
+        if bound:
+            await asyncio.sleep(0)  # it has begun, and waits for the learner's thread
+        newer = block("l0.0", lane="live", num_members=1, version=OLD, revision=1)
+        assert run.supply.intake.take_block(message(newer, 2), newer) == ""
+        return await weighing
+
+    draw = asyncio.run(main())
+    held = {(candidate.group, candidate.revision) for candidate in run.supply.intake.buffer.candidates("live")}
+    assert ("l0.0", 1) in held and "l0.0" not in {
+        candidate.group for candidate in (*draw.taken, *(gone for gone, _ in draw.dropped))
+    }
+    assert all(run.supply.intake.buffer.holds(candidate) for candidate in draw.taken)
+
+
+def test_the_paced_lane_is_held_by_its_versions_and_never_asked() -> None:
+    run = run_of(usual(0), usual(1), lanes={"usual": LaneConfig(max_mean_abs_log_ratio=1e-9)})
+    assert len(drawn(run).taken) == 2
+
+
+def test_a_pause_holds_the_next_step_until_somebody_resumes() -> None:
+    async def main() -> None:
+        run = run_of(usual(0), usual(1), *(expert(number) for number in range(8)))
+        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
+        waiting = asyncio.create_task(next_draw(run, asyncio.Event()))
+        await until(lambda: run.report.state == "paused")
+        run.supply.intake.take_directive(Directive(order="lease", owner="a master that began"))
+        await asyncio.sleep(0)
+        assert not waiting.done() and run.supply.intake.paused
+        run.supply.intake.take_directive(Directive(order="continue", owner="ann"))
+        async with asyncio.timeout(10):
+            draw = await waiting
+        assert draw is not None and draw.taken and run.report.state != "paused"
+
+    run_virtual(main())
+
+
+def test_a_paused_trainer_stops_when_asked_without_another_step() -> None:
+    async def main() -> None:
+        run, stop = run_of(usual(0), usual(1), *(expert(number) for number in range(8))), asyncio.Event()
+        run.supply.intake.take_directive(Directive(order="pause", owner="ann"))
+        waiting = asyncio.create_task(next_draw(run, stop))
+        await until(lambda: run.report.state == "paused")
+        stop.set()
+        async with asyncio.timeout(10):
+            assert await waiting is None
+
+    run_virtual(main())
+
+
+def test_a_trainer_that_starts_into_a_pause_begins_no_step_and_resumes_with_all_that_waits() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+        training = asyncio.create_task(train(log, store, ScriptedLearner()))
+        await said_paused(log)
+        assert await batches(log) == [], "neither the warm-up nor a step began"
+        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
+        async with asyncio.timeout(60):
+            await training
+        assert len([batch for batch in await batches(log) if batch.phase == "train"]) == STEPS
+
+    run_virtual(main())
+
+
+def test_a_report_tells_how_many_groups_wait_in_the_buffer() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        await log.publish(topics.POLICIES, Directive(order="pause", owner="ann"))
+        training = asyncio.create_task(train(log, store, ScriptedLearner()))
+        await said_paused(log, groups=4 + 2 * STEPS)
+        await log.publish(topics.POLICIES, Directive(order="continue", owner="ann"))
+        async with asyncio.timeout(60):
+            await training
+        reports = [each.value async for each in log.read_all(topics.REPORTS) if isinstance(each.value, Progress)]
+        assert reports[-1].gauges["groups_waiting"] == 4, "demonstrations, which may be trained again"
+
+    run_virtual(main())
+
+
+async def said_paused(log: Log, groups: int | None = None) -> None:
+    """Until the trainer has reported it, and that so many groups wait, if that is asked."""
+    async with asyncio.timeout(60):
+        async for message in log.read_all(topics.REPORTS, until_end=False):
+            is_paused = isinstance(message.value, Progress) and message.value.state == "paused"
+            if is_paused and groups in (None, message.value.gauges["groups_waiting"]):
+                return
+
+
+async def batches(log: Log) -> list[Batch]:
+    return [entry for entry in await journal(log) if isinstance(entry, Batch)]

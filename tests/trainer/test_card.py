@@ -1,7 +1,18 @@
 """Tensors that stay on the card: what is published of them is what the host publishes. The CPU stands for the card here."""
 
+import os
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
+import triton
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from infra.policies.fetch import PolicyFetcher
 from infra.policies.publish import NewVersion, publish
@@ -9,7 +20,9 @@ from infra.policies.share import HashedTensors, VersionTensors
 from infra.policies.tensors import from_torch_all
 from infra.store.memory import MemoryStore
 from schemas.errors import PolicyRefused
+from trainer.learners.card import mixing, xxh3
 from trainer.learners.card.tensors import LEAST_BYTES, CardCopies, CardTensors, has_room
+from trainer.learners.card.xxh3 import BLOCK_BYTES, STRIPE_BYTES, hash_on_card, mix_on_host
 
 SIZE = LEAST_BYTES // 2 + 1000  # values of 16 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,8 +98,8 @@ def test_a_version_may_lie_elsewhere_than_its_parent(dtype, places):
 def test_later_steps_do_not_reach_what_was_taken():
     values = first_values(torch.bfloat16)
     taken, expected = on_card(values), from_torch_all(values)
-    for one in values.values():
-        one.zero_()
+    for each in values.values():
+        each.zero_()
     assert {name: taken[name] for name in values} == expected
     assert taken.entries == HashedTensors(expected).entries
 
@@ -124,3 +137,48 @@ def test_a_learner_on_a_cpu_keeps_no_copies_on_a_card():
     copies = CardCopies(torch.device("cpu"), wanted=True)
     copies.stepped = True
     assert copies.begin(1000) is None
+
+
+EDGES = (
+    xxh3.LEAST_BYTES,
+    STRIPE_BYTES * 5,
+    BLOCK_BYTES - 1,
+    BLOCK_BYTES,
+    BLOCK_BYTES + 1,
+    2 * BLOCK_BYTES + STRIPE_BYTES,
+)
+KERNEL = """
+import torch, xxhash
+from trainer.learners.card.mixing import mix_on_card
+from trainer.learners.card.xxh3 import hash_on_card
+torch.manual_seed(0)
+tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (300, 1025, 16 * 1024 + 1, 17 * 1024, 70_000)]
+assert hash_on_card(tensors, mix_on_card) == [xxhash.xxh3_128_hexdigest(one.numpy().tobytes()) for one in tensors]
+"""
+
+
+def test_it_is_the_hash_that_a_host_computes_at_every_edge_of_a_block():
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in EDGES]
+    expected = [xxhash.xxh3_128_hexdigest(each.numpy().tobytes()) for each in tensors]
+    assert hash_on_card(tensors, mix_on_host) == expected
+
+
+@given(st.lists(st.tuples(st.integers(xxh3.LEAST_BYTES, 5000), st.integers(0, 2**32 - 1)), min_size=1, max_size=4))
+def test_it_is_the_hash_that_a_host_computes(made):
+    data = [np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for size, seed in made]
+    found = hash_on_card([torch.from_numpy(each) for each in data], mix_on_host)
+    assert found == [xxhash.xxh3_128_hexdigest(each.tobytes()) for each in data]
+
+
+def test_the_kernel_is_one_that_a_card_takes():
+    """Compiled for an H100, which needs none."""
+    arguments = dict.fromkeys(("sums", "first", "count", "start", "keys", "out"), "*i64")
+    source = ASTSource(fn=mixing._mix, signature=arguments, constexprs={})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert made.asm["cubin"]
+
+
+def test_the_kernel_mixes_as_it_is_done_block_by_block():
+    own = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run((sys.executable, "-c", KERNEL), env=own, capture_output=True, text=True, timeout=300)
+    assert not ran.returncode, ran.stderr[-3000:]

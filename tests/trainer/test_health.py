@@ -1,0 +1,397 @@
+"""The divergence guard's table of verdicts."""
+
+import asyncio
+import math
+import random
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from infra.cli.look.status import read_status
+from infra.model.size import FORWARD_AND_BACKWARD, TokenCost
+from infra.observe.metrics import Metrics
+from infra.policies.fetch import PolicyFetcher
+from infra.policies.policy import Probe
+from infra.policies.tensors import to_numpy
+from infra.store.memory import MemoryStore
+from schemas import Batch, BatchItem, EvalResult, Rollback, Saved, Skip, Span, make_experience
+from tests.trainer.memory_run import CONFIG as RUN_CONFIG
+from tests.trainer.memory_run import FLOOR, STEPS, filled_log, journal, published, train
+from tests.trainer.trainer_samples import make_item
+from trainer.batch.assemble import step_seed
+from trainer.batch.batch import LANES, PackedBatch, TrainItem
+from trainer.config import TrainerGuardConfig
+from trainer.health import (
+    ANY_FINITE,
+    GuardState,
+    Observed,
+    alarms,
+    collapses,
+    diagnose,
+    join,
+    judge,
+    norm_limit,
+    passed,
+    refused,
+    rolled_back,
+    select,
+    unhealthy,
+)
+from trainer.learners.learner import StepStats
+from trainer.learners.scripted import ScriptedLearner
+from trainer.loop.report import WITH_FROZEN_WEIGHTS, Arithmetic, Board, TrainerReport, card_memory
+from trainer.loop.step import condition, mean_reward
+
+CONFIG = TrainerGuardConfig(window=5, min_steps=4, grad_norm=10, entropy=0.2, reward=0.5, probe_shift=2)
+HALTING = frozenset({"usual/ess", "usual/chi2"})
+
+
+@pytest.mark.parametrize(
+    ("skips", "finite", "alarms", "grad_norm", "verdict", "reason"),
+    [
+        (0, True, (), 1.0, "go", ""),
+        (2, True, (), 1.0, "go", ""),
+        (0, True, ("usual/k1",), 1.0, "go", ""),
+        (0, False, (), math.nan, "skip", "loss or gradient not finite"),
+        (1, False, (), math.inf, "skip", "loss or gradient not finite"),
+        (1, False, (), 1234.5, "skip", "gradient norm 1.23e+03"),
+        (2, False, (), 1.0, "rollback", "3 steps in a row changed nothing, the last: gradient norm 1"),
+        (0, True, (), 51.0, "rollback", "a gradient of norm 51 moved the weights, expected at most 50"),
+        (0, True, ("usual/ess",), 1.0, "rollback", "alarm usual/ess"),
+        (0, True, ("usual/ess", "usual/chi2", "usual/k1"), 1.0, "rollback", "alarm usual/chi2, usual/ess"),
+        (1, False, ("usual/ess",), math.nan, "rollback", "alarm usual/ess"),
+    ],
+)
+def test_the_verdict_on_a_step(
+    skips: int, finite: bool, alarms: tuple[str, ...], grad_norm: float, verdict: str, reason: str
+) -> None:
+    state = GuardState(skips)
+    found = judge(state, finite=finite, alarms=alarms, halting=HALTING, max_skips=3, grad_norm=grad_norm, limit=50.0)
+    assert found == (verdict, reason)
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
+def test_it_rolls_back_exactly_when_max_skips_in_a_row_were_not_finite(steps: list[bool], max_skips: int) -> None:
+    state, row = GuardState(), 0
+    for finite in steps:
+        row = 0 if finite else row + 1
+        verdict, _ = judge(state, finite=finite, alarms=(), halting=frozenset(), max_skips=max_skips)
+        assert verdict == ("go" if finite else "rollback" if row == max_skips else "skip")
+        state = {"go": passed(state, CONFIG, grad_norm=1.0), "skip": refused(state), "rollback": rolled_back(state)}[
+            verdict
+        ]
+        row = 0 if verdict == "rollback" else row
+
+
+def test_a_gradient_is_measured_by_the_median_of_the_last_ones() -> None:
+    state = GuardState()
+    for number in range(4):
+        assert norm_limit(state, CONFIG) == ANY_FINITE, "nothing is refused before there is a measure"
+        state = passed(state, CONFIG, grad_norm=float(number))
+    assert norm_limit(state, CONFIG) == 10 * 1.5  # of 0, 1, 2, 3
+    for number in (4, 5, 6):
+        state = passed(state, CONFIG, grad_norm=float(number))
+    assert state.norms == (2.0, 3.0, 4.0, 5.0, 6.0)
+    assert norm_limit(state, CONFIG) == 10 * 4.0
+    assert norm_limit(refused(state), CONFIG) == norm_limit(rolled_back(state), CONFIG) == 10 * 4.0
+    assert norm_limit(state, TrainerGuardConfig(grad_norm=0)) == ANY_FINITE
+
+
+def test_a_collapse_is_a_fall_below_a_share_of_what_was_usual() -> None:
+    state = GuardState()
+    for entropy, reward in ((1.0, 0.5), (1.2, 0.5), (1.1, 0.6), (0.9, 0.4)):
+        assert collapses(state, CONFIG, entropy=0.0, reward=0.0) == ()
+        state = passed(state, CONFIG, grad_norm=1.0, entropy=entropy, reward=reward)
+    (alarm,) = collapses(state, CONFIG, entropy=0.1, reward=0.5)  # a fifth of the median 1.05 is 0.21
+    assert str(alarm) == "entropy_collapse: got 0.1, expected at least 0.21"
+    (alarm,) = collapses(state, CONFIG, entropy=1.0, reward=0.2)  # half of the median 0.5
+    assert alarm.name == "reward_collapse"
+    assert collapses(state, CONFIG, entropy=None, reward=None) == ()
+    assert collapses(state, TrainerGuardConfig(min_steps=4), entropy=0.0, reward=0.0) == (), "off unless asked for"
+
+
+def test_weights_that_are_not_finite_or_moved_far_are_not_published() -> None:
+    before = Probe(sequences=((1, 2, 3),), logprobs=((-1.0, -2.0),))
+    near = Probe(sequences=((1, 2, 3),), logprobs=((-2.0, -4.0),))  # 1.5 nats on average
+    far = Probe(sequences=((1, 2, 3),), logprobs=((-9.0, -2.0),))  # 4
+    assert unhealthy("w", None, None, CONFIG) == "w holds values that are not finite"
+    assert unhealthy("", before, near, CONFIG) == ""
+    assert unhealthy("", before, far, CONFIG).startswith("the probe moved by 4 nats per token")
+    assert unhealthy("", None, far, CONFIG) == unhealthy("", before, far, TrainerGuardConfig()) == ""
+
+
+def test_the_guard_hears_of_the_rewards_of_this_step_alone_so_that_a_restart_judges_alike() -> None:
+    spans = [Span(1, 2, 3)]
+    rewarded = [make_item([1, 2], spans, episode=episode, reward=float(episode)) for episode in range(2)]
+    stats = StepStats(finite=True, loss=1.0, grad_norm=1.0, values={"usual/entropy": 0.5})
+    assert mean_reward(rewarded) == 0.5 and mean_reward([make_item([1, 2], spans, reward=None)]) is None
+    assert condition(msgspec.structs.replace(stats, reward=0.5)) == (0.5, 0.5)
+    assert condition(stats) == (0.5, None), "whatever an earlier step of this process said"
+
+
+INJECTIONS = 50
+KINDS = ("nan steps", "nan weights", "spike", "unrefused spike", "weights collapse", "entropy collapse")
+WARM_UP = 6  # steps of the warm-up in this run
+EVERY = 2  # versions between checkpoints
+GUARDED = {
+    "checkpoint_every": EVERY,
+    "max_skips": 2,
+    "halt_on": ("entropy_collapse",),
+    "guard": TrainerGuardConfig(window=8, min_steps=3, grad_norm=20, entropy=0.3, probe_shift=3.0),
+}
+BAD = 100.0  # weights of the scripted learner lie in [0, 1): one that is not sound is at least so large
+
+
+class Tampered(ScriptedLearner):
+    """A scripted learner that one thing happens to, at one step (at two, where one is forgiven)."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        super().__init__()
+        self._kind = kind
+        steps = (at, at + 1) if kind == "nan steps" else (at,)
+        self._seeds = {step_seed(3, step) for step in steps}
+
+    def step(
+        self, batch: PackedBatch, *, learning_rate: float, seed: int, max_grad_norm: float = sys.float_info.max
+    ) -> StepStats:
+        hit = seed in self._seeds
+        if hit and (self._kind == "nan steps" or (self._kind == "spike" and max_grad_norm < 1000)):
+            norm = 1000.0 if self._kind == "spike" else float("nan")
+            return StepStats(finite=False, loss=0.5, grad_norm=norm, values={})
+        super().step(batch, learning_rate=learning_rate, seed=seed)
+        if hit and self._kind == "nan weights":
+            self._weights = self._weights + np.float32("nan")
+        elif hit and self._kind != "entropy collapse":
+            self._weights = self._weights + np.float32(BAD)
+        entropy = 0.01 if hit and self._kind == "entropy collapse" else 1.0
+        norm = 1000.0 if hit and "spike" in self._kind else 1.0
+        return StepStats(finite=True, loss=0.5, grad_norm=norm, values={"usual/entropy": entropy})
+
+    def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
+        value = -float(self._weights[0])
+        return Probe(sequences=sequences, logprobs=tuple((value,) * (len(tokens) - 1) for tokens in sequences))
+
+
+async def injected(kind: str, at: int) -> None:
+    store = MemoryStore()
+    log = await filled_log(store)
+    config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
+    learner = Tampered(kind, at)
+    await train(log, store, learner, config)
+    records = await journal(log)
+    batches = [record for record in records if isinstance(record, Batch)]
+    skips = [record for record in records if isinstance(record, Skip)]
+    rollbacks = [record for record in records if isinstance(record, Rollback)]
+    told = f"{kind} at step {at}: {skips} {rollbacks}"
+
+    follower = PolicyFetcher(store, "main")
+    versions = {event.version: follower.fetch(event) for event in await published(log)}
+    weights = {version: to_numpy(policy.tensors["weights"]) for version, policy in versions.items()}
+    assert all(np.isfinite(each).all() and (each < BAD).all() for each in weights.values()), told
+
+    assert max(batch.step for batch in batches) - WARM_UP + 1 >= STEPS, told
+    uses = [(item.id, item.use) for batch in batches for item in batch.items]
+    assert len(set(uses)) == len(uses), f"quarantined batches came back: {told}"
+    if kind == "spike":
+        assert [each.step for each in skips] == [at] and not rollbacks, told
+        assert "gradient norm 1e+03" in skips[0].reason
+        return
+    assert len(rollbacks) == 1, told
+    (back,) = rollbacks
+    assert at <= back.to_step <= at + 1 and back.from_step <= back.to_step, told
+    np.testing.assert_array_equal(weights[back.version], weights[back.restored_version])
+    healthy = [event.step for event in await published(log) if event.version > back.version]
+    assert healthy and min(healthy) - at <= 2 * EVERY * FLOOR.pacing.steps_per_version, told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_injected_is_never_published_and_the_run_learns_on(kind: str) -> None:
+    chosen = random.Random(kind)
+    for _ in range(-(-INJECTIONS // len(KINDS))):
+        asyncio.run(injected(kind, WARM_UP + chosen.randint(3, STEPS - 4)))
+
+
+def test_status_says_why_the_run_went_back() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        config = msgspec.structs.replace(RUN_CONFIG, **GUARDED)
+        await train(log, store, Tampered("nan weights", WARM_UP + 5), config)
+        state = await read_status(log, now_s=0.0, max_lag=1000)
+        (line,) = state["rollbacks"]
+        assert line.startswith("steps ") and "weights holds values that are not finite" in line
+
+    asyncio.run(main())
+
+
+def test_weights_that_a_warm_up_ruined_are_neither_published_nor_kept() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        log = await filled_log(store)
+        for _ in range(2):  # the journal decides: a restart comes to the same end
+            with pytest.raises(ExceptionGroup) as raised:
+                await train(log, store, Tampered("nan weights", WARM_UP - 1))
+            assert raised.group_contains(RuntimeError, match=r"weights holds values that are not finite.*learning_rate")
+        assert [event.version for event in await published(log)] == [0]
+        assert [entry.step for entry in await journal(log) if isinstance(entry, Saved)] == [-1]
+
+    asyncio.run(main())
+
+
+def observed(weight, **more):
+    """Tokens with these importance weights, all of one fresh sequence of the usual lane unless said otherwise."""
+    num = len(weight)
+    given = {
+        "logprob": np.log(np.asarray(weight)) - 1.0,
+        "behaviour": np.full(num, -1.0),
+        "advantage": np.ones(num),
+        "staleness": np.zeros(num, int),
+        "version": np.zeros(num, int),
+        "ratio": np.ones(num, bool),
+        "clipped": np.zeros(num, bool),
+        "exact": np.ones(num, bool),
+        "lane": np.full(num, LANES.index("usual")),
+        "sequence": np.zeros(num, int),
+        "kl": np.full(num, np.nan),
+        "entropy": np.full(num, np.nan),
+        "rerouted": np.full(num, np.nan),
+    }
+    return Observed(**given | {name: np.asarray(values) for name, values in more.items()})
+
+
+def test_weights_of_a_healthy_and_of_a_collapsed_batch():
+    values = diagnose(observed(np.ones(10)))
+    assert values["usual/ess"] == pytest.approx(1.0)
+    assert values["usual/chi2"] == pytest.approx(0.0)
+    assert values["usual/entropy"] == pytest.approx(1.0)
+    assert alarms(values) == ()
+    # One weight of 30 among nine of 0.1: ESS/B = 30.9² / (10 · 900.09) = 0.1061
+    values = diagnose(observed([30.0] + [0.1] * 9))
+    assert values["usual/ess"] == pytest.approx(30.9**2 / (10 * 900.09))
+    assert values["usual/weight_mean"] == pytest.approx(3.09)
+    assert values["usual/weight_max"] == pytest.approx(30.0)
+    assert {each.name for each in alarms(values)} == {
+        "usual/ess", "usual/weight_mean", "usual/weight_max", "usual/chi2", "usual/mismatch_k3",
+    }  # fmt: skip
+
+
+def test_clip_fractions_are_by_sign_of_the_advantage():
+    values = diagnose(observed(np.ones(5), advantage=[1, 1, -1, -1, 0], clipped=[True, False, True, True, False]))
+    assert values["usual/clip_positive"] == 0.5
+    assert values["usual/clip_negative"] == 1.0
+
+
+def test_staleness_is_token_weighted_and_mixed_versions_count_sequences():
+    # Sequence 0 is 19 tokens of version 5, sequence 1 one token of version 3 and one of 4; the policy is at 5.
+    version = np.array([5] * 18 + [3, 4])
+    values = diagnose(observed(np.ones(20), version=version, staleness=5 - version, sequence=[0] * 18 + [1, 1]))
+    assert values["usual/staleness_mean"] == pytest.approx(3 / 20)
+    assert values["usual/staleness_p95"] == 1.0
+    assert values["usual/staleness_max"] == 2.0
+    assert values["usual/mixed_versions"] == 0.5
+
+
+def test_mismatch_compares_engine_and_trainer_only_on_the_version_being_trained():
+    log_weight = np.array([1e-3, -2e-3, 5.0, 5.0])
+    values = diagnose(observed(np.exp(log_weight), staleness=[0, 0, 1, 0], exact=[True, True, True, False]))
+    assert values["usual/mismatch_tokens"] == 2.0
+    assert values["usual/mismatch_abs_max"] == pytest.approx(2e-3)
+    assert values["usual/mismatch_k3"] == pytest.approx((1e-6 / 2 + 4e-6 / 2) / 2, rel=1e-2)
+    assert "usual/mismatch_k3" not in diagnose(observed(np.ones(2), exact=[False, False]))
+
+
+def test_lanes_are_apart_and_tokens_without_a_ratio_give_no_weights():
+    lane = [LANES.index("usual")] * 2 + [LANES.index("expert")] * 2
+    values = diagnose(observed([1, 1, 9, 9], lane=lane, ratio=[True, True, False, False]))
+    assert values["usual/weight_max"] == pytest.approx(1.0)
+    assert values["expert/tokens"] == 2.0
+    assert "expert/ess" not in values
+
+
+def test_an_alarm_says_what_was_got_and_expected():
+    (alarm,) = alarms({"usual/ess": 0.12, "usual/k1": 99.0, "loss": 5.0})
+    assert str(alarm) == "usual/ess: got 0.12, expected at least 0.3"
+    assert [each.name for each in alarms({"usual/ess": float("nan")})] == ["usual/ess"]
+
+
+def test_forwards_join_in_order():
+    both = join([observed([1.0]), observed([2.0, 3.0])])
+    assert np.exp(both.logprob + 1).tolist() == pytest.approx([1.0, 2.0, 3.0])
+    assert len(select(both, np.array([False, True, True])).logprob) == 2
+
+
+COST = TokenCost(position=1000.0, pair=10.0, head=1.0)
+PROMPT, SAMPLED = 20, 10
+
+
+def item(index: int, prompt: int) -> TrainItem:
+    """An answer of 10 tokens to a prompt of 20, all of which are `prompt`."""
+    experience = make_experience(
+        id=f"a.0.0-{index}-0", group="a.0", episode=index, group_size=4,
+        tokens=[*[prompt] * PROMPT, *range(SAMPLED)], logprobs=np.zeros(SAMPLED), messages=(),
+        spans=(Span(PROMPT, PROMPT + SAMPLED, 0),),
+    )  # fmt: skip
+    return TrainItem(
+        experience, BatchItem(id=experience.id, partition=0, offset=0, index=0, lane="usual", advantage=1.0)
+    )
+
+
+def test_a_prompt_is_needed_once_for_all_its_answers_and_an_answers_last_token_is_no_input() -> None:
+    alone = FORWARD_AND_BACKWARD * (29 * 1000 + 29 * 30 / 2 * 10 + 10)
+    assert Arithmetic(COST).needed([item(0, 5)]) == alone
+    assert Arithmetic(COST).needed([item(0, 5), item(1, 6)]) == 2 * alone
+    shared = FORWARD_AND_BACKWARD * ((29 + 9) * 1000 + (29 * 30 / 2 + sum(range(21, 30))) * 10 + 20)
+    assert Arithmetic(COST).needed([item(0, 5), item(1, 5)]) == shared
+    assert Arithmetic(COST, share=WITH_FROZEN_WEIGHTS).needed([item(0, 5)]) == pytest.approx(alone * 2 / 3)
+
+
+def test_the_share_of_the_cards_is_told_where_their_peak_is_known_and_no_memory_without_a_card() -> None:
+    stats = StepStats(finite=True, loss=math.nan, grad_norm=1.0, values={})
+    found = []
+    for arithmetic in (None, Arithmetic(COST), Arithmetic(COST, peak=1e6)):
+        metrics = Metrics("train")
+        TrainerReport(metrics, arithmetic=arithmetic).step(0, [item(0, 5)], stats, 0, 0.5)
+        found.append(metrics.snapshot())
+    assert "flops" not in found[0] and "mfu" not in found[1]
+    needed = Arithmetic(COST).needed([item(0, 5)])
+    assert found[1]["flops"] == found[2]["flops"] == needed and found[2]["mfu"] == needed / 0.5 / 1e6
+    if card_memory() is None:
+        assert "gpu_memory_bytes" not in found[2]
+    else:
+        assert 0 < found[2]["gpu_memory_bytes"] <= found[2]["gpu_memory_capacity_bytes"]
+
+
+def test_the_parts_of_a_step_that_a_learner_tells_apart_are_counted() -> None:
+    metrics = Metrics("train")
+    report = TrainerReport(metrics)
+    for update in (0.25, 0.5):
+        seconds = {"gradients": 1.0, "update": update}
+        stats = StepStats(finite=True, loss=1.0, grad_norm=1.0, values={}, seconds=seconds)
+        report.step(0, [item(0, 5)], stats, 0, 1.5)
+    counted = metrics.counters()
+    assert counted["phase_seconds{phase=gradients}"] == 2.0 and counted["phase_seconds{phase=update}"] == 0.75
+
+
+def test_what_was_written_is_read_back_by_step_and_version(tmp_path: Path) -> None:
+    board = Board(tmp_path / "tensorboard")
+    board.step(3, {"loss": 0.5, "usual/ess": 0.25})
+    board.step(4, {"loss": 0.25, "usual/ess": 0.5})
+    board.result(
+        EvalResult(policy="main", version=7, suite="dev", num_tasks=4, num_correct=3, pass_at={"1": 0.75, "2": 1.0})
+    )
+    board.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(name)]
+
+    assert points("train/loss") == [(3, 0.5), (4, 0.25)]
+    assert points("train/usual/ess") == [(3, 0.25), (4, 0.5)]
+    assert points("eval/dev") == [(7, 0.75)] and points("eval/dev/pass@2") == [(7, 1.0)]
