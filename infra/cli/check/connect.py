@@ -85,7 +85,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
             found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
         for source_topic in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
             asked = await rights.of_topic(source_topic, ("read",), 1)
-            missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} makes it"
+            missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
             missing = "" if asked.partitions or asked.denied else missing
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
             found.append(
