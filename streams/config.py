@@ -1,6 +1,6 @@
 """Settings of the streams wing: feedback sources, processors, scores, reward, and the built-in chain of each stage.
 
-Guarantee: everything a stage does by default is a field here with its default; each table is documented by its struct.
+Guarantee: everything that a stage does by default is a field here with its default.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,56 +19,62 @@ FEEDBACK_PATH = "/v1/feedback"
 
 
 class LangfuseConfig(Section, frozen=True):
-    """[feedback.from.langfuse]: scores of Langfuse as feedback. They are asked for from version 3 of its API (self-hosted: from
-    release 3.179 on).
-
-    url: of Langfuse. score: name of the scores. public_key_env, secret_key_env: environment variables of the stream workers
-    with the keys of the project. public_key_file, secret_key_file: files that hold them, instead, relative to the TOML. every:
-    how often it is asked. since: how far back the first question goes. overlap: how much later than its own time a score may
-    be seen, or be changed, and still count.
+    """[feedback.from.langfuse]: scores of Langfuse as feedback, read through version 3 of its API (self-hosted: release 3.179
+    or newer).
 
     Example: LangfuseConfig(score="user-feedback")
     """
 
     score: Annotated[str, msgspec.Meta(min_length=1, description="the name of a score")]
+    """Name of the scores to read."""
     url: str = "https://cloud.langfuse.com"
+    """Base URL of Langfuse."""
     public_key_env: str = "LANGFUSE_PUBLIC_KEY"
+    """Environment variable of the stream workers with the public key of the project."""
     secret_key_env: str = "LANGFUSE_SECRET_KEY"
+    """Environment variable of the stream workers with the secret key of the project."""
     public_key_file: str = ""
+    """File that holds the public key instead, relative to the TOML. "" for none."""
     secret_key_file: str = ""
+    """File that holds the secret key instead, relative to the TOML. "" for none."""
     every: Duration = "30s"
+    """Pause between two polls."""
     since: Duration = "24h"
+    """Age of the oldest scores that the first poll reads."""
     overlap: Duration = "1h"
+    """Delay after its own timestamp within which a score that appears or changes still counts."""
 
     def __post_init__(self) -> None:
         checked_url(self.url)
 
 
 class From(Section, frozen=True):
-    """Where a feedback source listens: exactly one of them.
-
-    topic: full name of any Kafka topic with JSON values. file: path of a JSONL file that grows, relative to the TOML.
-    webhook: path at the gateway, such as "/zendesk"; "/v1/feedback" is what clients of the gateway say with their keys.
-    secret_env: environment variable of the gateway with the secret a webhook is signed with (HMAC-SHA256). secret_file: a file
-    that holds it, instead, relative to the TOML. signature_header: the header with the signature. timestamp_header: signed in
-    front of the body, "" for none; each sender has its own name for it. Without it, who has seen a signed body can send it
-    again: gateway and stream worker take it for the record it is while they remember it (the newest 65,536). tenant: of API
-    keys; the webhook may speak of the answers given to that one alone, "" for those of all. langfuse: where its scores are
-    read from. otlp: a collector of OpenTelemetry writes the topic, as `otlp_json`; each log record in a message is an event.
+    """[feedback.from]: exactly one place where a feedback source listens: topic, file, webhook or langfuse.
 
     Example: From(topic="zendesk.closed")
     """
 
     topic: str = ""
+    """Full name of a Kafka topic with JSON values."""
     file: str = ""
+    """Path of a JSONL file that grows, relative to the TOML."""
     webhook: str = ""
+    """Path at the gateway, such as "/zendesk". "/v1/feedback" takes what clients of the gateway send with their keys."""
     secret_env: str = ""
+    """Environment variable of the gateway with the secret that signs the webhook (HMAC-SHA256)."""
     secret_file: str = ""
+    """File that holds the secret instead, relative to the TOML. "" for none."""
     signature_header: str = "x-signature"
+    """HTTP header with the signature."""
     timestamp_header: str = ""
+    """HTTP header with a timestamp that is signed in front of the body; its name depends on the sender. "" for none: anyone
+    who saw a signed body can then send it again, and gateway and stream worker recognize the newest 65,536 bodies."""
     tenant: str = ""
+    """Tenant whose answers the webhook may name. "" for all tenants."""
     langfuse: LangfuseConfig | None = None
+    """Table of a Langfuse project to poll."""
     otlp: bool = False
+    """Whether a collector of OpenTelemetry writes the topic, as `otlp_json`. Each log record of a message is an event."""
 
     def __post_init__(self) -> None:
         if self.otlp and not self.topic:
@@ -88,66 +94,75 @@ class From(Section, frozen=True):
 
 
 class FeedbackConfig(Section, frozen=True):
-    """[[feedback]]. Its values become `scores.<name>`.
-
-    name: of the score. from: where it listens. use: a @feedback function. window: how long collect waits for it after the
-    answer, and how long its feedback counts in any case; once `process` is started again, another window, or a source less,
-    holds for the answers that wait, too.
-    default: value where none came; "unlabelled" leaves the score absent. late: what feedback after the window does
-    where it changes the verdict: drop it, amend copies that were not drawn yet (a trained one is left as it is), or
-    retrain (once for each verdict, in lane human, instead of a copy that was not drawn yet; not where that lane's
-    loss takes pairs). How often: [collect] revisions and retrainings. discount: γ, what a turn of a session gets of how
-    much better than usual the turn after it was rated; that is for learning alone, and no rating. 0 credits the named
-    answer alone. per_rater: how many words of one rater count `within` a time; what a key says without naming a rater is
-    one rater's, and so is what a browser's token says. alike: how many that say nearly the same, of all raters together. The
-    rest is held back and counted. 0 is no limit; both are counted on each partition. See also [collect.limits]. within:
-    the time of per_rater and alike.
+    """[[feedback]]: a source of feedback. Its values become `scores.<name>`.
 
     Example: FeedbackConfig(name="csat", use="support:csat", from_=From(topic="zendesk.closed"), window="24h")
     """
 
     name: Name
+    """Name of the score."""
     use: UsePath
+    """A @feedback function, as `module:name`."""
     from_: From = msgspec.field(name="from")
+    """Table of the place where the source listens."""
     options: Options = msgspec.field(default_factory=dict)
     window: Duration = "24h"
+    """Time after the answer for which collect waits for the source, and within which its feedback always counts. A changed
+    window, or a source less, holds for waiting answers too once `process` is started again."""
     default: Literal["unlabelled"] | float = "unlabelled"
+    """Score of an answer without feedback when the window closes. "unlabelled" leaves the score absent."""
     late: Literal["drop", "amend", "retrain"] = "amend"
+    """Effect of feedback after the window that changes the verdict. "drop" only counts it. "amend" replaces copies that were
+    not drawn yet; a trained copy stays. "retrain" trains the answer again in lane human, once for each verdict, instead of
+    a copy that was not drawn yet; not for a lane human whose loss takes pairs. [collect] revisions and retrainings bound
+    how often."""
     discount: Share = 0.0
+    """Discount γ for each turn of a session between an answer and a later rated turn: the earlier answer is credited with how
+    much better than usual the later turn was rated. The credit is for learning alone and is no rating. 0 credits the named
+    answer alone."""
     per_rater: NonNegative = 1000
+    """Maximum feedback events of one rater within `within`, on each partition; more are dropped and counted. Events of a key
+    that name no rater, and those of a browser's token, share one rater. 0 for no limit. See also [collect.limits]."""
     alike: NonNegative = 0
+    """Maximum feedback events with nearly the same text within `within`, of all raters, on each partition; more are dropped
+    and counted. 0 for no limit."""
     within: Duration = "1h"
+    """Interval of the limits per_rater and alike."""
 
 
 class ScoreConfig(Section, frozen=True):
-    """[[score]]: runs in verify on all but demonstrations; its verdict is recorded in `scores.<name>`.
-
-    name: of the verdict. use: a @score function. timeout_s: of one call; then the verdict is absent.
+    """[[score]]: a verdict on all but demonstrations, given in verify and recorded in `scores.<name>`.
 
     Example: ScoreConfig(name="exact", use="streams.scores.exact:exact")
     """
 
     name: Name
+    """Name of the verdict."""
     use: UsePath
+    """A @score function, as `module:name`."""
     options: Options = msgspec.field(default_factory=dict)
     timeout_s: Seconds = 10.0
+    """Seconds of one call; a later verdict is absent."""
 
 
 class RewardConfig(Section, frozen=True):
-    """[reward]: runs in collect, after feedback. blend: score to weight; weights of absent scores go to the others; a weight
-    below 0 makes a penalty, Σ w · s over the sum of the weights above 0; empty takes every score alike. use: a @score
-    function instead of a blend. require: without these scores an experience is unlabelled and dropped. discount: γ of
-    scores given turn by turn, whose discounted sum counts. timeout_s: of one call of `use`.
+    """[reward]: the reward of an episode, computed in collect after feedback.
 
     Example: RewardConfig(blend={"csat": 1.0, "judge": 0.3, "overlong": -0.5}, require=("csat",))
     """
 
     blend: dict[str, Weight] = msgspec.field(default_factory=dict)
+    """Weight of each score; the reward is Σ w · s over the sum of the weights above 0. A weight below 0 makes a penalty. The
+    weights of absent scores go to the others. Empty takes every score alike."""
     use: str = ""
+    """A @score function instead of a blend, as `module:name`. "" for none."""
     options: Options = msgspec.field(default_factory=dict)
     require: tuple[str, ...] = ()
+    """Scores without which an experience is dropped as unlabelled."""
     discount: Share = 1.0
+    """Discount γ for each turn of scores given turn by turn, whose discounted sum counts."""
     timeout_s: Seconds = 10.0
+    """Seconds of one call of `use`."""
 
     def __post_init__(self) -> None:
         if self.use and self.blend:
@@ -159,48 +174,53 @@ class RewardConfig(Section, frozen=True):
 
 
 class Switch(Section, frozen=True):
-    """A built-in that has no settings. on: false takes it out of the chain."""
+    """A built-in that has no settings."""
 
     on: bool = True
 
 
 class RedactConfig(Section, frozen=True):
-    """[verify.redact]. kinds: built-in patterns (email, card, phone, key, iban, ssn). patterns: your own, name to regular
-    expression. action: drop the experience, or mask the text (its token ids stay as sampled, so what is learned does
-    not change). What feedback sources make of events is masked by kinds and patterns, on or not.
+    """[verify.redact]: personal data in experiences. Feedback sources mask texts by kinds and patterns, on or not.
 
     Example: RedactConfig(on=True, patterns={"ticket": "T-[0-9]+"})
     """
 
     on: bool = False
     kinds: tuple[Kind, ...] = KINDS
+    """Built-in patterns: email, card, phone, key, iban, ssn."""
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
+    """Patterns of your own: name to regular expression."""
     action: Literal["drop", "mask"] = "drop"
+    """Effect of a match. "drop" drops the experience; "mask" masks the text, while the token ids stay as sampled, so that
+    what is learned does not change."""
 
 
 class DedupeConfig(Section, frozen=True):
-    """[verify.dedupe]. memory: ids remembered per partition.
+    """[verify.dedupe]: drops experiences that were delivered before.
 
     Example: DedupeConfig(memory=100_000)
     """
 
     on: bool = True
     memory: Positive = 65_536
+    """Ids that are remembered for each partition."""
 
 
 class FilterConfig(Section, frozen=True):
-    """[verify.filter]. min_tokens, max_tokens: of what was sampled; 0 is no limit. max_repetition: share of repeated
-    16-token windows above which an answer of 64 tokens or more is a loop. truncated: what cut-off answers get.
-    Answers to evals pass: they are counted, not trained.
+    """[verify.filter]: drops answers by length and repetition. Answers to evals pass: they are counted, not trained.
 
     Example: FilterConfig(min_tokens=8, truncated="drop")
     """
 
     on: bool = True
     min_tokens: NonNegative = 0
+    """Minimum sampled tokens. 0 for no limit."""
     max_tokens: NonNegative = 0
+    """Maximum sampled tokens. 0 for no limit."""
     max_repetition: Share = 0.9
+    """Maximum share of repeated 16-token windows in an answer of 64 tokens or more. 1 for no limit."""
     truncated: Literal["keep", "drop"] = "keep"
+    """Treatment of answers that were cut off."""
 
 
 class VerifyConfig(Section, frozen=True):
@@ -216,20 +236,22 @@ class VerifyConfig(Section, frozen=True):
 
 
 class AdvantageConfig(Section, frozen=True):
-    """[collect.advantage]. kind: group: (reward - mean) / (std + epsilon) over the group's episodes; mean: reward - mean;
-    leave_one_out: reward minus the mean of the others. Lone answers, and the only choice of several that was rated, take a
-    running baseline per tenant and origin either way, shrunk while few are known and cut to ±5
-    (`streams.processors.advantage` says what it assumes). epsilon: what keeps the division finite. turns: name of a score
-    given turn by turn (an environment's), by which each turn of a group has an advantage of its own, "" for one of the
-    whole; not with leave_one_out.
+    """[collect.advantage]: advantages of the episodes of a group. A lone answer, and the only choice of several that was rated,
+    is compared with a running baseline of its tenant and origin, shrunk while few answers are known and cut to ±5
+    (`streams.processors.advantage` states the assumptions).
 
     Example: AdvantageConfig(kind="leave_one_out")
     """
 
     on: bool = True
     kind: Literal["group", "mean", "leave_one_out"] = "group"
+    """Estimator. "group": (reward - mean) / (std + epsilon) over the group's episodes. "mean": reward - mean.
+    "leave_one_out": reward minus the mean of the others."""
     epsilon: Annotated[float, msgspec.Meta(gt=0, description="a small number above 0")] = 1e-4
+    """Number added to the std, so that the division stays finite."""
     turns: str = ""
+    """Score given turn by turn (an environment's), by which each turn of a group has an advantage of its own. "" for one
+    advantage of the episode. Not with leave_one_out."""
 
     def __post_init__(self) -> None:
         if self.turns and self.kind == "leave_one_out":
@@ -237,123 +259,135 @@ class AdvantageConfig(Section, frozen=True):
 
 
 class SynthesizeConfig(Section, frozen=True):
-    """[collect.synthesize]: the best episode of a group, once more as a demonstration. min_reward: from there on.
+    """[collect.synthesize]: the best episode of a group, once more as a demonstration.
 
     Example: SynthesizeConfig(on=True, min_reward=1.0)
     """
 
     on: bool = False
     min_reward: float = 1.0
+    """Minimum reward of the episode."""
 
 
 class CorrectConfig(Section, frozen=True):
-    """[collect.correct]: an edited answer becomes a demonstration (lane expert), and the edit is preferred to
-    the answer (a pair in lane human). Needs policy.model, for its tokenizer, where the stream workers run. What [verify.redact]
-    finds in an edit is masked where that is on.
+    """[collect.correct]: an edited answer becomes a demonstration (lane expert), and the edit is preferred to the answer (a
+    pair in lane human). Where [verify.redact] is on, it masks the edit.
 
     Example: CorrectConfig(on=True)
     """
 
     on: bool = False
+    """Whether the step runs. It needs policy.model, for its tokenizer, where the stream workers run."""
 
 
 class LimitsConfig(Section, frozen=True):
-    """[collect.limits]: how many answers one rater and one tenant can move by what they say, so that none alone decides
-    what is learned; counted for each UTC day on each partition, by log time.
-
-    rater_answers, rater_share: a named rater moves so many, or that share of all that is moved if that is more.
-    tenant_answers, tenant_share: a tenant likewise, and with it what its keys say without naming a rater; not where no other
-    tenant's users spoke that day or the day before. A share of 1 is no limit. What is beyond counts neither for learning
-    nor as a rating and is counted as "more from one rater than trains in a day" or "more from one tenant …".
+    """[collect.limits]: maximum answers that one rater and one tenant move by feedback, so that none alone decides what is
+    learned. Each partition counts by itself, for each UTC day of log time. Feedback beyond a limit counts neither for
+    learning nor as a rating, and is counted as "more from one rater than trains in a day" or "more from one tenant …".
 
     Example: LimitsConfig(rater_answers=5_000)
     """
 
     rater_answers: NonNegative = 500
+    """Answers that a named rater moves in a day, or rater_share of all moved answers if that is more."""
     rater_share: Share = 0.1
+    """Share of all moved answers that a named rater may reach. 1 for no limit."""
     tenant_answers: NonNegative = 10_000
+    """Answers that a tenant moves in a day, its raters and its keys without a named rater together, or tenant_share of all
+    moved answers if that is more. No limit while no other tenant's users gave feedback that day or the day before."""
     tenant_share: Share = 0.5
+    """Share of all moved answers that a tenant may reach. 1 for no limit."""
 
 
 class CollectConfig(Section, frozen=True):
     """[collect]: correct, reward, synthesize, advantage, difficulty, prioritize, over a whole group.
 
-    deadline_s: a group is closed so long after its first record, even without all its episodes: longer than an episode
-    may take (`explore.episode_timeout_s`), or slow episodes are left out. revisions: maximum revisions of a closed group
-    by feedback on its answers, and as many again by credit of later turns; what is beyond is counted as "revised often
-    enough"; retractions always count. retrainings: how often of these, under late = "retrain", an answer is trained
-    again; later verdicts are counted as "retrained often enough" and change the copy that was not drawn yet. difficulty:
-    drop groups of two and more episodes with all rewards equal, from which no advantage can be taken. session_s: a turn
-    of a session, once nothing is waited for that is about itself, waits until no other came for so long, so that the
-    turns of a conversation are trained as one sequence; 0 trains each by itself, with all that was said before it
-    computed again. A client ends its session sooner with the header `x-session-end`. session_turns: how many turns wait
-    so, on each partition; beyond it the sessions that began first are closed early, and counted as
-    `sessions_closed_early`. snapshot_s, snapshot_records: what waits on a partition is stored after so many seconds or so
-    many records, whichever comes first, so that a worker on another machine goes on from there; it then reads what came
-    since. More often costs writing to the store, and less a longer start.
-
     Example: CollectConfig(deadline_s=120)
     """
 
     deadline_s: Seconds = 3900.0
+    """Seconds after a group's first record at which it closes even without all its episodes. Above the longest episode
+    (`explore.episode_timeout_s`), or slow episodes are left out."""
     revisions: Positive = 16
+    """Maximum revisions of a closed group by feedback on its answers, and as many again by credit of later turns. More
+    feedback is counted as "revised often enough"; retractions always count."""
     retrainings: NonNegative = 2
+    """Maximum retrainings of an answer under late = "retrain". Later verdicts are counted as "retrained often enough" and
+    change the copy that was not drawn yet."""
     session_s: Annotated[float, msgspec.Meta(ge=0, description="a number of seconds, 0 or more")] = 300.0
+    """Seconds without a new turn after which a session's ready turns close together and are trained as one sequence. 0 trains
+    each turn by itself, with everything before it computed again. A client ends its session sooner with the header
+    `x-session-end`."""
     session_turns: Positive = 65_536
+    """Maximum turns that wait for their session on each partition. Above it, the oldest sessions close early and are counted
+    as `sessions_closed_early`."""
     snapshot_s: Seconds = 600.0
+    """Seconds between two snapshots of a partition's state in the store, from which a worker on another machine goes on. A
+    snapshot is also written after snapshot_records. Shorter costs writes, longer a longer start."""
     snapshot_records: Positive = 100_000
+    """Records of a partition after which a snapshot is written, if snapshot_s has not passed before."""
     limits: LimitsConfig = LimitsConfig()
     correct: CorrectConfig = CorrectConfig()
     synthesize: SynthesizeConfig = SynthesizeConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     difficulty: Switch = Switch()
+    """Drop of groups of two and more episodes with equal rewards, from which no advantage can be taken."""
     prioritize: Switch = Switch()
 
 
 class TaskDedupeConfig(Section, frozen=True):
-    """[tasks.dedupe]. by: what makes two tasks one: the question, or all of the task but its id (where the environment
-    hides what is asked). near: estimated similarity from which a question with the same answer and numbers counts as
-    asked before; 0 compares exactly. memory: entries remembered (with `near` 18 a task, else 1).
+    """[tasks.dedupe]: drops tasks that ask the same question as another task.
 
     Example: TaskDedupeConfig(near=0.9)
     """
 
     on: bool = True
     by: Literal["question", "task"] = "question"
+    """Identity of a task. "question": its question. "task": all of the task but its id, for environments that hide what is
+    asked."""
     near: Share = 0.0
+    """Minimum estimated similarity at which a question with the same answer and numbers counts as a repetition. 0 compares
+    exactly."""
     memory: Positive = 1_000_000
+    """Entries that are remembered: 18 for each task with `near`, else 1."""
 
 
 class TaskFilterConfig(Section, frozen=True):
-    """[tasks.filter]. require: fields every task must have (answer, difficulty, parent, meta.<name>). workflows: what
-    tasks of a workflow need besides. max_chars: of all messages, 0 is no limit. scores: names of [[score]] tables that
-    must give the task's own answer 1.0; a task they cannot verify is dropped.
+    """[tasks.filter]: drops incomplete, long and unverifiable tasks.
 
     Example: TaskFilterConfig(require=("answer",), scores=("math",))
     """
 
     on: bool = True
     require: tuple[str, ...] = ()
+    """Fields that every task must have: answer, difficulty, parent, meta.<name>."""
     workflows: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """Fields that the tasks of a workflow need besides, by workflow."""
     max_chars: NonNegative = 0
+    """Maximum characters of all messages together. 0 for no limit."""
     scores: tuple[str, ...] = ()
+    """Names of [[score]] tables that must give the task's own answer 1.0; other tasks are dropped."""
 
 
 class VaryConfig(Section, frozen=True):
-    """[tasks.vary]: more training tasks like those there are. templates: texts with {question}. url, model: of an
-    OpenAI-compatible endpoint that rewrites questions. number: rewritten versions of each. api_key_env: environment variable
-    of the endpoint's key. timeout_s: of one request.
+    """[tasks.vary]: more training tasks, as variations of those that come.
 
     Example: VaryConfig(on=True, templates=("Think first, then answer: {question}",))
     """
 
     on: bool = False
     templates: tuple[str, ...] = ()
+    """Texts with {question} in them; each makes a variation."""
     url: str = ""
+    """Base URL of an OpenAI-compatible endpoint that rewrites questions. "" for none."""
     model: str = ""
+    """Model name at the endpoint."""
     number: Positive = 1
+    """Rewritten versions of each question."""
     api_key_env: str = ""
+    """Environment variable with the endpoint's key. "" for no key."""
     timeout_s: Seconds = 30.0
+    """Seconds of one request."""
 
     def __post_init__(self) -> None:
         if self.url:
@@ -361,16 +395,18 @@ class VaryConfig(Section, frozen=True):
 
 
 class DifficultyConfig(Section, frozen=True):
-    """[tasks.difficulty]. field: of a task's meta, the success rate that came with it. easiest, hardest: training tasks of a
-    difficulty (1 minus the success rate) below the one or above the other are dropped.
+    """[tasks.difficulty]: drops training tasks by their difficulty, which is 1 minus the success rate.
 
     Example: DifficultyConfig(field="pass_rate", easiest=0.1)
     """
 
     on: bool = True
     field: str = "success_rate"
+    """Key of a task's meta with its success rate."""
     easiest: Share = 0.0
+    """Minimum difficulty of a training task."""
     hardest: Share = 1.0
+    """Maximum difficulty of a training task."""
 
 
 class TasksConfig(Section, frozen=True):
