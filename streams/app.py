@@ -36,9 +36,9 @@ from streams.stages.verify import Verifier
 from streams.worker import (
     HeldTopic,
     LogTime,
+    collect_rules,
     quieten_clients,
     report,
-    rules_of,
     watch,
 )
 
@@ -81,12 +81,14 @@ async def run_worker(
                 chain = " ".join(step.stamp for step in steps[stage])
                 hosts.append(HostedStage(log, login, stage, folder.path, chain))
                 snapshots = SnapshotPolicy(config.collect.snapshot_s, config.collect.snapshot_records)
-                settings = CollectSettings(folder.path, rules_of(floor, config), steps["collect"], snapshots=snapshots)
+                settings = CollectSettings(
+                    folder.path, collect_rules(floor, config), steps["collect"], snapshots=snapshots
+                )
                 _feed(hosts[-1], role, tasks, steps, settings, log_time)
             listening = tasks.create_task(run_sources(sources, log, metrics, folder.path))
             beside = [
-                tasks.create_task(one.accompany(log, metrics))
-                for one in companions([*steps["verify"], *steps["collect"]])
+                tasks.create_task(companion.accompany(log, metrics))
+                for companion in companions([*steps["verify"], *steps["collect"]])
             ]
             try:
                 await _host(hosts, role, log_time)
@@ -192,13 +194,12 @@ def _committed(log: Log, group: str) -> Callable[[int], Any]:
 
 @runtime_checkable
 class Companion(Protocol):
-    """A step's function that is more than its calls."""
+    """A step's function that also runs beside the stages."""
 
     async def accompany(self, log: Log, metrics: Metrics) -> None:
         """Run until cancelled."""
 
 
 def companions(steps: Sequence[Step]) -> list[Companion]:
-    """The companions among the functions of a chain."""
     functions: list[object] = [step.function for step in steps]
     return [function for function in functions if isinstance(function, Companion)]

@@ -17,7 +17,6 @@ from schemas import Progress
 from schemas.errors import BrokerUnavailable
 from schemas.topics import REPORTS
 from streams.collect.feedback import FeedbackRules
-from streams.collect.limits import DayLimits
 from streams.collect.rules import Rules
 from streams.config import StreamsConfig
 from streams.stages.stage import EXIT_BROKER, end_process
@@ -86,8 +85,8 @@ def quieten_clients() -> None:
             client.addFilter(QuietRepeats())
 
 
-def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
-    """What collect waits for, from the settings."""
+def collect_rules(floor: Floor, config: StreamsConfig) -> Rules:
+    """Make the rules of collect from the settings."""
     sources = {
         source.name: FeedbackRules(
             window_ms=int(duration_s(source.window) * 1000),
@@ -109,7 +108,7 @@ def rules_of(floor: Floor, config: StreamsConfig) -> Rules:
         retrainings=config.collect.retrainings,
         session_ms=int(config.collect.session_s * 1000),
         session_turns=config.collect.session_turns,
-        limits=DayLimits(**msgspec.structs.asdict(config.collect.limits)),
+        limits=config.collect.limits,
     )
 
 
@@ -124,11 +123,9 @@ async def report(log: Log, now: Callable[[], Progress], log_time: LogTime) -> No
 
 
 class HeldTopic(msgspec.Struct, frozen=True):
-    """What a worker holds of one topic.
+    """A topic of which a worker holds partitions.
 
     topic, group: full names. partitions: indexes. marks: per partition, a number that changes while it is worked on.
-
-    Example: HeldTopic(topic="app.verified", group="app.collect", partitions={0, 2}, marks={0: 981, 2: 12})
     """
 
     topic: str
@@ -138,14 +135,13 @@ class HeldTopic(msgspec.Struct, frozen=True):
 
 
 class Movement:
-    """When each partition last moved: its offset, its mark, or the fact that nothing is left to do."""
+    """The last movement of each partition: of its offset, of its mark, or that nothing is left to do."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], tuple[int, int]] = {}
         self._moved_s: dict[tuple[str, int], float] = {}
 
     def stuck_for_s(self, topic: str, partition: int, lag: int, committed: int, mark: int, now_s: float) -> float:
-        """For how long a partition with lag has not moved."""
         key = (topic, partition)
         if lag <= 0 or self._seen.get(key) != (committed, mark):
             self._moved_s[key] = now_s
@@ -166,22 +162,28 @@ async def watch(log: Log, held: Callable[[], list[HeldTopic]], metrics: Metrics,
     clock = asyncio.get_running_loop().time
     while True:
         await asyncio.sleep(WATCH_S)
-        for one in held():
+        for held_topic in held():
             try:
-                ends = await log.bus.end_offsets(one.topic)
-                offsets = await log.bus.committed(one.group, one.topic)
-                others = await log.bus.held(one.group, one.topic) - one.partitions
+                ends = await log.bus.end_offsets(held_topic.topic)
+                offsets = await log.bus.committed(held_topic.group, held_topic.topic)
+                others = await log.bus.held(held_topic.group, held_topic.topic) - held_topic.partitions
             except BrokerUnavailable as error:
                 logger.warning("watch_failed error=%s", error)
                 continue
             lags = {at.index: max(0, end - offsets.get(at, 0)) for at, end in ends.items() if at.index not in others}
-            movement.keep(one.topic, set(lags))
+            movement.keep(held_topic.topic, set(lags))
             for partition, lag in lags.items():
-                committed = offsets.get(Partition(one.topic, partition), 0)
-                mark = one.marks.get(partition, 0)
-                still_s = movement.stuck_for_s(one.topic, partition, lag, committed, mark, clock())
+                committed = offsets.get(Partition(held_topic.topic, partition), 0)
+                mark = held_topic.marks.get(partition, 0)
+                still_s = movement.stuck_for_s(held_topic.topic, partition, lag, committed, mark, clock())
                 if still_s > stuck_s:
-                    holder = "held here" if partition in one.partitions else f"held by no worker of {one.group}"
+                    holder = (
+                        "held here"
+                        if partition in held_topic.partitions
+                        else f"held by no worker of {held_topic.group}"
+                    )
                     behind = f"{lag} records behind and nothing moved for {still_s:.0f} s"
-                    end_process(f"{one.topic}/{partition}, {holder}: {behind}", EXIT_STUCK)
-            metrics.gauge("lag", topic=one.topic).set(sum(lags.get(partition, 0) for partition in one.partitions))
+                    end_process(f"{held_topic.topic}/{partition}, {holder}: {behind}", EXIT_STUCK)
+            metrics.gauge("lag", topic=held_topic.topic).set(
+                sum(lags.get(partition, 0) for partition in held_topic.partitions)
+            )

@@ -28,14 +28,14 @@ from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.decision import Chain, Decision, Folded
 from streams.collect.feedback import usual_memories
-from streams.collect.fold import chain_of, fold, wanted
+from streams.collect.fold import fold, make_chain, wanted
 from streams.collect.limits import limit_memories
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Arrival, Rules, go_by, group_named
 from streams.collect.snapshots import SnapshotManager, SnapshotPolicy
 from streams.collect.state import State
 from streams.collect.turns import crediting, is_followed, session_named
-from streams.stages.stage import Output, confirmed, count_failed, faults_of, letter, publish_all, read
+from streams.stages.stage import Output, confirmed, count_failed, count_faults, letter, publish_all, read
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,11 @@ ClosureKey = tuple[str, int, int]
 
 
 class CollectSettings(msgspec.Struct, frozen=True):
-    """What the collectors of all partitions share.
+    """Settings that the collectors of all partitions share.
 
     folder: of the state files. rules: what collect waits for. steps: its chain. give_up_s: how long one decision is published
     again before the process ends. mark_every: about how many records of `progress` a worker that begins reads again. snapshots:
     when the state goes to the store.
-
-    Example: CollectSettings(folder=Path("state"), rules=Rules(deadline_ms=300_000, keep_ms=86_400_000), steps=())
     """
 
     folder: Path
@@ -63,8 +61,8 @@ class CollectSettings(msgspec.Struct, frozen=True):
     snapshots: SnapshotPolicy = SnapshotPolicy()
 
 
-def frame_of(record: Record) -> bytes:
-    """A block's own bytes, none where they lie in the store."""
+def block_frame(record: Record) -> bytes:
+    """Return the bytes of a block, none if they lie in the store."""
     return record.value if record.value[:2] == b"HR" else b""
 
 
@@ -91,7 +89,7 @@ class Collector:
         self._metrics = metrics
         self._settings = settings
         self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
-        self._chain: Chain = chain_of(settings.steps)
+        self._chain: Chain = make_chain(settings.steps)
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
         self._snapshots = SnapshotManager(
             log, metrics, partition, self._pending, settings.snapshots, settings.rules.keep_ms
@@ -102,7 +100,6 @@ class Collector:
 
     @property
     def state(self) -> State:
-        """What is remembered of the partition; another one after a recovery."""
         return self._state
 
     @property
@@ -111,19 +108,15 @@ class Collector:
         return self._state.next_offset
 
     def next_due_ms(self) -> int:
-        """When time decides something next, 0 for never."""
         return self._state.next_due_ms()
 
     def num_open(self) -> int:
-        """Groups that wait."""
         return self._state.num_open()
 
     def waits(self) -> FeedbackWait:
-        """What waits for feedback."""
         return self._state.waits()
 
     def close(self) -> None:
-        """Close the state file."""
         self._snapshots.close()
         self._pending.close()
 
@@ -172,7 +165,7 @@ class Collector:
         self._state.next_offset = offset
 
     async def fold(self, records: Sequence[Record]) -> tuple[list[Folded], list[Output]]:
-        """What records lead to, one Folded each, and letters for those that cannot be read; nothing is published."""
+        """Fold records; return one Folded each, and dead letters for unreadable records. Publishes nothing."""
         arrivals = []
         letters: list[Output] = []
         for record in records:
@@ -183,20 +176,19 @@ class Collector:
             arrivals.append(
                 Arrival(
                     partition=record.partition, offset=record.offset, timestamp_ms=record.timestamp_ms,
-                    value=message.value, frame=frame_of(record),
+                    value=message.value, frame=block_frame(record),
                 )
             )  # fmt: skip
         named = [(arrival.value, group_named(arrival.value)) for arrival in arrivals]
         self._pending.look_up(self._state, {name for _, name in named if name})
         names = crediting(self._settings.rules.sources)
-        sessions = {one for pair in named if (one := session_named(*pair, names))}
+        sessions = {session for pair in named if (session := session_named(*pair, names))}
         self._pending.look_up_sessions(self._state, sessions)
         groups = sorted({name for _, name in named if name})
         await self._snapshots.look_up(self._state, groups, sorted(sessions), self._settings.give_up_s)
         return [await self._fold(arrival) for arrival in arrivals], letters
 
     async def save(self) -> None:
-        """Make the state file what was folded so far."""
         await self._pending.save(self._state, self._settings.rules.keep_ms)
 
     async def snapshot(self) -> None:
@@ -204,7 +196,6 @@ class Collector:
         await self._snapshots.write()
 
     def _open_text(self, text: str, answer: str) -> str | None:
-        """What was written about an answer. Raises StoreError."""
         if self._log.keys is None:
             return text
         try:
@@ -222,8 +213,8 @@ class Collector:
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
         folded, letters = await self.fold(records)
-        decisions = [decision for one in folded for decision in one.decisions if self._is_new(decision)]
-        letters += [Output(DEAD_LETTERS, dead) for one in folded for dead in one.letters]
+        decisions = [decision for result in folded for decision in result.decisions if self._is_new(decision)]
+        letters += [Output(DEAD_LETTERS, dead) for result in folded for dead in result.letters]
         await self._emit(decisions, letters)
         if self._mark is not None and self.next_offset >= self._mark.verified:
             self._pending.progress_offset = max(self._pending.progress_offset, self._mark.progress)
@@ -304,7 +295,9 @@ class Collector:
                 self._load()
 
     async def _misfit(self, next_offset: int, last_ms: int, begin: int, end: int) -> str:
-        """Why a state does not continue this log, whose last record must be where and when the state says; "" if it does."""
+        """Return why a state does not continue this log, "" if it does: its last record must be where and when the state
+        says.
+        """
         if next_offset < begin:
             return OLDER
         if next_offset > end:
@@ -325,7 +318,7 @@ class Collector:
             self._pending.clear()
             where = f"{VERIFIED.name}/{self.partition} offset {gone[0]}"
             raise NotInLog(f"{where}: an open group waits with a block that is gone; its partition is folded anew")
-        found = {offset: frame for offset, record in records.items() if (frame := frame_of(record))}
+        found = {offset: frame for offset, record in records.items() if (frame := block_frame(record))}
         for offset in set(offsets) - found.keys():
             value = (await read(self._log, records[offset], self._settings.give_up_s)).value
             assert isinstance(value, Block), f"offset {offset} holds no block"
@@ -360,15 +353,15 @@ class Collector:
 
     def _count(self, folded: Sequence[Folded], decisions: Sequence[Decision]) -> None:
         dropped: Counter[str] = Counter()
-        for one in folded:
-            dropped.update(one.dropped)
+        for result in folded:
+            dropped.update(result.dropped)
         for reason, number in dropped.items():
             self._metrics.counter("dropped", reason=reason).inc(number)
         for outcome, number in Counter(decision.closure.outcome for decision in decisions).items():
             self._metrics.counter("closures", outcome=outcome).inc(number)
         gone = [(drop.reason, drop.processor) for decision in decisions for drop in decision.dropped]
-        count_failed(self._metrics, STAGE, faults_of(gone))
-        if early := sum(one.closed_early for one in folded):
+        count_failed(self._metrics, STAGE, count_faults(gone))
+        if early := sum(result.closed_early for result in folded):
             self._metrics.counter("sessions_closed_early").inc(early)
         num_out = sum(decision.closure.experiences for decision in decisions)
         self._metrics.counter("experiences_out", stage=STAGE).inc(num_out)

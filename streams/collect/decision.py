@@ -1,4 +1,4 @@
-"""What folding a record leads to: how attempts ended, the blocks that go on, what was dropped and why."""
+"""Decisions of a fold: how attempts ended, the blocks that go on, what was dropped and why."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,16 +10,14 @@ from infra.log.lookup import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
 from schemas.experience import withdrawal_of
 from schemas.wire.block import blocks_of
-from streams.collect.feedback import FeedbackRules, OpenText, credited, edit_of, ratings, values_of, with_edit
+from streams.collect.feedback import FeedbackRules, OpenText, credited, mean_values, newest_edit, ratings, with_edit
 from streams.collect.group import Attempt, Group
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How one attempt ended, and what is sent to the buffer because of it.
+    """The end of one attempt, and what is sent to the buffer because of it.
 
     closure: for `progress`. blocks: for `buffer`, published before the closure. dropped: members that the chain dropped.
-
-    Example: Decision(Closure(group="add-3745.2", outcome="superseded", attempt=1), ())
     """
 
     closure: Closure
@@ -28,7 +26,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Folded(msgspec.Struct):
-    """What one record led to.
+    """The result of folding one record.
 
     decisions: in the order in which they are published. letters: records that cannot be processed. dropped: reason to count.
     closed_early: sessions that were closed before their time, since too many turns waited.
@@ -46,7 +44,6 @@ class Folded(msgspec.Struct):
 
 
 def dead_letter(partition: int, offset: int, reason: str, error: str, value: bytes) -> DeadLetter:
-    """A record of `verified` that nothing can be done with."""
     return letter_at(("verified", partition, offset), stage="collect", reason=reason, error=error, value=value)
 
 
@@ -56,8 +53,8 @@ def mean_reward(experiences: Sequence[Experience]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def trial_of(experiences: Sequence[Experience]) -> int:
-    """The version that was on trial when these were answered, -1 for none."""
+def trial_version(experiences: Sequence[Experience]) -> int:
+    """Return the version that was on trial when these were answered, -1 for none."""
     return experiences[0].trial if experiences else -1
 
 
@@ -72,7 +69,8 @@ def learned(
     open_text: OpenText | None,
     usual: Callable[[str], float],
 ) -> Experience:
-    """The member with what counts of it. waits: its lane waits for feedback. open_text: None where edits teach nothing.
+    """Return the member with what counts of it. waits: its lane waits for feedback. open_text: None where edits teach
+    nothing.
 
     usual: see `streams.collect.feedback.returns`.
     """
@@ -81,10 +79,10 @@ def learned(
     return scored if open_text is None else with_edit(scored, on_answer, open_text)
 
 
-def counted_of(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
-    """What counts of one answer: values by source, and the newest edit."""
+def counted_feedback(group: Group, answer: str, open_text: OpenText | None) -> tuple[dict[str, float], str | None]:
+    """Return what counts of one answer: values by source, and the newest edit."""
     on_answer = group.feedback.get(answer)
-    return values_of(on_answer), None if on_answer is None or open_text is None else edit_of(on_answer, open_text)
+    return mean_values(on_answer), None if on_answer is None or open_text is None else newest_edit(on_answer, open_text)
 
 
 async def judged(
@@ -97,7 +95,7 @@ async def judged(
     chain: Chain,
     context: Context,
 ) -> Decision:
-    """What the chain makes of `given`, and the closure of `group`. members: all that were there, some may be lost.
+    """Run the chain over `given` and make the closure of `group`. members: all that were there, some may be lost.
 
     reason: of a closure that sends something on.
     """
@@ -125,7 +123,7 @@ async def judged(
         mean_reward=mean_reward((*own, *(gone.experience for gone in outcome.dropped))),
         drops=dict(drops),
         version=min((member.min_version for member in given), default=-1),
-        trial=trial_of(given),
+        trial=trial_version(given),
         ratings=ratings(group.feedback[member.id] for member in members if member.id in group.feedback),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )

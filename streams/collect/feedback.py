@@ -1,4 +1,4 @@
-"""Which feedback on an answer counts, and what follows from it: values by source, scores, ratings, the newest edit.
+"""Feedback on an answer: which of it counts, and the values by source, scores, ratings and the newest edit that follow.
 
 Rules: feedback belongs to the answer its ref names, and with a discount to the turns before it; no feedback differs from 0;
 several raters of a source are averaged.
@@ -28,18 +28,17 @@ TOO_MANY = "more words about one answer than stand"
 OpenText = Callable[[str, str], str | None]
 
 
-def answer_of(ref: str) -> str:
-    """Experience id of a ref, which may be the answer id a client saw."""
+def named_answer(ref: str) -> str:
+    """Return the experience id in a ref, which may be the answer id that a client saw."""
     return ref.removeprefix(ANSWER_PREFIX)
 
 
 def as_it_is(text: str, answer: str) -> str | None:
-    """A text that is not sealed."""
     return text
 
 
 def is_repeat(on_answer: AnswerFeedback | None, feedback: Feedback) -> bool:
-    """Whether this very feedback was taken before: same source and id."""
+    """Return True if feedback of the same source and id was taken before."""
     return on_answer is not None and _digest(feedback) in on_answer.known
 
 
@@ -57,19 +56,19 @@ def take_feedback(on_answer: AnswerFeedback, logged: LoggedFeedback, open_text: 
         on_answer.counted = [old for old in on_answer.counted if _rater(old) != _rater(logged)]
         on_answer.edits += any(_is_edit(old) for old in back)
         return ""
-    before = edit_of(on_answer, open_text) if _is_edit(logged) else None
+    before = newest_edit(on_answer, open_text) if _is_edit(logged) else None
     old = next((old for old in on_answer.counted if _key(old) == _key(logged)), None)
     if old is None and sum(other.feedback.source == feedback.source for other in on_answer.counted) >= MAX_COUNTED:
         return TOO_MANY
     if old is not None and not _is_edit(logged) and old.feedback.value == feedback.value:
         return ""
     on_answer.counted = [*(other for other in on_answer.counted if other is not old), logged]
-    on_answer.edits += _is_edit(logged) and (before is None or edit_of(on_answer, open_text) != before)
+    on_answer.edits += _is_edit(logged) and (before is None or newest_edit(on_answer, open_text) != before)
     return ""
 
 
-def values_of(on_answer: AnswerFeedback | None) -> dict[str, float]:
-    """Source to the mean of its raters' values, of the feedback on one answer that counts."""
+def mean_values(on_answer: AnswerFeedback | None) -> dict[str, float]:
+    """Return the mean of the raters' values by source, of the feedback on one answer that counts."""
     values: dict[str, list[float]] = {}
     for logged in [] if on_answer is None else on_answer.counted:
         if logged.feedback.value is not None:
@@ -86,14 +85,14 @@ def ratings(answers: Iterable[AnswerFeedback]) -> tuple[Rating, ...]:
     for on_answer in answers:
         newest = {_rater(logged): logged for logged in on_answer.counted if logged.feedback.value is not None}
         found += [(logged.offset, _rating(logged)) for logged in newest.values()]
-    return tuple(rating for _, rating in sorted(found, key=lambda one: one[0])[-MAX_RATINGS:])
+    return tuple(rating for _, rating in sorted(found, key=lambda entry: entry[0])[-MAX_RATINGS:])
 
 
-def edit_of(on_answer: AnswerFeedback, open_text: OpenText = as_it_is) -> str | None:
-    """The newest correction that can still be opened; None for none."""
+def newest_edit(on_answer: AnswerFeedback, open_text: OpenText = as_it_is) -> str | None:
+    """Return the newest correction that can still be opened, None for none."""
     for logged in reversed(on_answer.counted):
         text = logged.feedback.text
-        if _is_edit(logged) and text and (opened := open_text(text, answer_of(logged.feedback.ref))) is not None:
+        if _is_edit(logged) and text and (opened := open_text(text, named_answer(logged.feedback.ref))) is not None:
             return opened
     return None
 
@@ -131,7 +130,7 @@ NEUTRAL = 0.5
 
 
 class FeedbackRules(msgspec.Struct, frozen=True):
-    """How long answers wait for a source, what its silence means, and what its late feedback does.
+    """Rules of a source: how long answers wait for it, its default, and the effect of its late feedback.
 
     window_ms: how long collect waits after the answer. default: the score when the window closes in silence, None leaves it
     absent. late: drop counts and forgets; amend sends the answer on again as a new revision in its lane, for copies that were
@@ -139,8 +138,6 @@ class FeedbackRules(msgspec.Struct, frozen=True):
     what earlier turns of a session are credited with, 0 for nothing. per_rater: how many feedbacks of one rater count, 0 for
     no limit. alike: how many that say nearly the same, 0 for no limit. within_ms: the time in which both are counted; see
     `streams.collect.limits`.
-
-    Example: FeedbackRules(window_ms=86_400_000, default=None, late="amend")
     """
 
     window_ms: int
@@ -168,7 +165,7 @@ def returns(
     Assumes that verdicts have one usual value wherever in a session they fall: where later turns are rated d worse, earlier
     ones lean down by at most d · γ / (1 - γ), together.
     """
-    values = values_of(on_answer)
+    values = mean_values(on_answer)
     for credit in sorted(credits, key=lambda credit: (credit.turns, sorted(credit.values.items()))):
         for name, value in credit.values.items():
             if name in sources:
@@ -200,16 +197,16 @@ def learn_usual(
         memory.set(key, [max(count, 0), min(1.0, max(0.0, mean))])
 
 
-def usual_of(memories: Mapping[str, Memory], tenant: str, source: str) -> float:
-    """What a tenant's users usually say through a source: the mean of the last verdicts, filled up with neutral ones to
-    `USUAL_PRIOR` while there are fewer.
+def usual_value(memories: Mapping[str, Memory], tenant: str, source: str) -> float:
+    """Return the usual verdict of a tenant's users through a source: the mean of the last verdicts, filled up with neutral
+    ones to `USUAL_PRIOR` while there are fewer.
     """
     count, mean = _known(memories[USUAL], f"{tenant}\x00{source}") if USUAL in memories else (0, 0.0)
     return (count * mean + max(0, USUAL_PRIOR - count) * NEUTRAL) / max(count, USUAL_PRIOR)
 
 
 def usual_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
-    """What has to be remembered where earlier turns are credited."""
+    """Return the memories that credit of earlier turns needs."""
     return {USUAL: Memory(MAX_USUAL)} if any(source.discount > 0 for source in sources.values()) else {}
 
 
@@ -246,11 +243,11 @@ def with_edit(experience: Experience, on_answer: AnswerFeedback | None, open_tex
     """The experience with the newest edit, for the step `correct`; itself without edits."""
     if on_answer is None or not on_answer.edits:
         return experience
-    return msgspec.structs.replace(experience, edit=Edit(text=edit_of(on_answer, open_text), count=on_answer.edits))
+    return msgspec.structs.replace(experience, edit=Edit(text=newest_edit(on_answer, open_text), count=on_answer.edits))
 
 
 def is_labelled(on_answer: AnswerFeedback | None, sources: Mapping[str, FeedbackRules]) -> bool:
-    """Whether every source has given feedback on the answer itself, so that collect waits for nothing more.
+    """Return True if every source has given feedback on the answer itself, so that collect waits for nothing more.
 
     Feedback on a later turn ends no wait: the answer's own may still come within its window.
     """

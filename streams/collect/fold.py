@@ -19,17 +19,17 @@ from infra.chain.chain import Context, Step, run_chain
 from schemas import Block, Closure, DropMarker, Experience, Feedback, Lane, Tick, encode
 from schemas.ids import group_of
 from schemas.names import tenant_in
-from streams.collect.decision import Chain, Decision, Folded, counted_of, dead_letter, judged, learned
+from streams.collect.decision import Chain, Decision, Folded, counted_feedback, dead_letter, judged, learned
 from streams.collect.feedback import (
     OpenText,
-    answer_of,
     is_labelled,
     is_repeat,
     learn_usual,
+    mean_values,
+    named_answer,
     ratings,
     take_feedback,
-    usual_of,
-    values_of,
+    usual_value,
 )
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
 from streams.collect.limits import beyond, charge, held_back
@@ -41,20 +41,19 @@ from streams.collect.turns import (
     closable,
     credited_turns,
     crediting,
-    depth_of,
+    cut_runs,
     ended_by,
     joined,
     joined_again,
     late_credit,
     new_credits,
-    runs_of,
+    turn_depth,
 )
 
 MAX_ANSWERS = 1024  # of a group, with feedback before it is closed
 
 
-def chain_of(steps: Sequence[Step]) -> Chain:
-    """The steps of stage collect as the fold calls them."""
+def make_chain(steps: Sequence[Step]) -> Chain:
     return functools.partial(run_chain, steps)
 
 
@@ -85,8 +84,6 @@ async def fold(
 
 
 class _Fold:
-    """One record on its way into the state."""
-
     def __init__(
         self, state: State, arrival: Arrival, rules: Rules, chain: Chain, fetched: Mapping[int, Block]
     ) -> None:
@@ -104,7 +101,7 @@ class _Fold:
             if self._arrive(group, experience, BlockPlace(self.arrival.offset, index)):
                 arrived.add(experience.attempt)
         if arrived:
-            group.depth = depth_of(block.experiences[0])
+            group.depth = turn_depth(block.experiences[0])
             self.state.frames.put(self.arrival.offset, block, self.arrival.frame)
             ended = ended_by(group, block.experiences[0], self.state.turns(group.id)) if self.rules.session_ms else []
             for turn in ended:
@@ -126,7 +123,7 @@ class _Fold:
             self.letter("bad ref", f"ref: got {feedback.ref!r}, expected the id of an answer", encode(feedback))
             self.folded.drop("feedback with a bad ref")
             return
-        answer = answer_of(feedback.ref)
+        answer = named_answer(feedback.ref)
         logged = LoggedFeedback(feedback, self.arrival.offset, self.arrival.timestamp_ms)
         known = self.state.groups.get(group_id)
         if known is not None and is_repeat(known.feedback.get(answer), feedback):
@@ -181,7 +178,7 @@ class _Fold:
         return group
 
     async def _take_feedback(self, group: Group, logged: LoggedFeedback) -> bool:
-        answer = answer_of(logged.feedback.ref)
+        answer = named_answer(logged.feedback.ref)
         if group.is_closed:
             return await self._late(group, answer, logged)
         if answer not in group.feedback and len(group.feedback) >= MAX_ANSWERS:
@@ -196,11 +193,11 @@ class _Fold:
         return True
 
     def _add(self, on_answer: AnswerFeedback, logged: LoggedFeedback) -> None:
-        before = values_of(on_answer)
+        before = mean_values(on_answer)
         self.folded.drop(take_feedback(on_answer, logged, self.rules.open_text))
         if crediting(self.rules.sources):
             tenant = tenant_in(group_of(logged.feedback.ref))
-            learn_usual(self.state.memories, tenant, before, values_of(on_answer))
+            learn_usual(self.state.memories, tenant, before, mean_values(on_answer))
 
     async def _credit_earlier(self, group: Group, *, came: bool = False, is_back: bool = False) -> int:
         names, credited = crediting(self.rules.sources), set()
@@ -312,8 +309,8 @@ class _Fold:
             return
         for turn in self.state.longest_held(self.state.num_held() - limit + limit // 10):
             if turn.is_ready:
-                ready = [one for one in self.state.turns(turn.id) if one.is_ready and not one.is_closed]
-                for run in runs_of(ready):
+                ready = [other for other in self.state.turns(turn.id) if other.is_ready and not other.is_closed]
+                for run in cut_runs(ready):
                     await self._close_run(run)
                 self.folded.closed_early += 1
 
@@ -342,9 +339,9 @@ class _Fold:
             self.folded.drop("feedback for an unknown answer")
             return False
         on_answer = group.feedback.setdefault(answer, AnswerFeedback())
-        before, rated = counted_of(group, answer, open_text), ratings((on_answer,))
+        before, rated = counted_feedback(group, answer, open_text), ratings((on_answer,))
         self._add(on_answer, logged)
-        after = counted_of(group, answer, open_text)
+        after = counted_feedback(group, answer, open_text)
         if after == before and rated == ratings((on_answer,)):
             return True
         if source.late == "retrain" and after[0] != before[0]:
@@ -376,13 +373,13 @@ class _Fold:
         group.revision += 1
         revised = [msgspec.structs.replace(member, revision=group.revision) for member in members]
         if group.retrained:
-            revised = [msgspec.structs.replace(one, lane="human", retrained=group.retrained) for one in revised]
+            revised = [msgspec.structs.replace(member, lane="human", retrained=group.retrained) for member in revised]
         await self._judge(group, revised, reason, sends=sends)
 
     async def _judge(self, group: Group, members: Sequence[Experience], reason: str, *, sends: bool = True) -> None:
         attempt, rules = group.attempts[group.winner], self.rules
         waits = attempt.lane in rules.waiting
-        usual = functools.partial(usual_of, self.state.memories, tenant_in(group.id))
+        usual = functools.partial(usual_value, self.state.memories, tenant_in(group.id))
         given = [
             learned(group, member, rules.sources, waits, self._open_text, usual)
             for member in members

@@ -1,4 +1,4 @@
-"""What collect knows of one group: its attempts, who has arrived, the feedback on its answers, and how it ended.
+"""State of one group: its attempts, what has arrived, the feedback on its answers, and how it ended.
 
 An attempt is complete when every episode 0..group_size-1 has all its parts up to its last one; a drop marker counts like the
 experience it replaces. Arrivals are known by (episode, part), so a redelivery changes nothing.
@@ -18,11 +18,9 @@ Numbered = TypeVar("Numbered")
 
 
 class BlockPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where an experience lies.
+    """The place of an experience.
 
     offset: of its block in `verified`. index: within the block.
-
-    Example: BlockPlace(offset=981, index=7)
     """
 
     offset: int
@@ -34,8 +32,6 @@ class Episode(msgspec.Struct, array_like=True, gc=False):
 
     parts: by number a BlockPlace, or the reason of the drop marker that came instead. last: number of its last part, -1 not
     seen yet.
-
-    Example: Episode(parts={0: BlockPlace(981, 7)}, last=0)
     """
 
     parts: dict[int, BlockPlace | str] = {}
@@ -51,8 +47,6 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
 
     number: issue of the task, 0 for the first. group_size: episodes of the group. lane: that trains it. sequence: issue order,
     -1 unpaced. first_ms: log-append time of its first record. episodes: by number. num_done: episodes that are done.
-
-    Example: Attempt(number=0, group_size=16, lane="usual", sequence=412, first_ms=1763715600000)
     """
 
     number: int
@@ -68,7 +62,6 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
         return self.num_done >= self.group_size
 
     def has(self, episode: int, part: int) -> bool:
-        """Whether that part, or its drop marker, has arrived."""
         known = self.episodes.get(episode)
         return known is not None and part in known.parts
 
@@ -96,8 +89,9 @@ class Attempt(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def has_answers(self) -> bool:
-        """Whether an experience arrived."""
-        return any(isinstance(one, BlockPlace) for episode in self.episodes.values() for one in episode.parts.values())
+        return any(
+            isinstance(part, BlockPlace) for episode in self.episodes.values() for part in episode.parts.values()
+        )
 
     def drops(self) -> dict[str, int]:
         """Drop markers that arrived: reason to count."""
@@ -113,9 +107,6 @@ class LoggedFeedback(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One feedback and its place in the log.
 
     feedback: as published. offset: in `verified`. time_ms: log-append time.
-
-    Example: LoggedFeedback(feedback=Feedback(ref="hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", id="ticket-81", value=0.8),
-                            offset=982, time_ms=1763715600000)
     """
 
     feedback: Feedback
@@ -128,8 +119,6 @@ class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
 
     counted: what counts of it, in log order, one for each (source, rater, type). known: digests of the last feedback that was
     taken, to recognize a redelivery. edits: how often a correction was made or taken back.
-
-    Example: AnswerFeedback(counted=[LoggedFeedback(feedback=Feedback(...), offset=982, time_ms=1763715600000)], edits=1)
     """
 
     counted: list[LoggedFeedback] = []
@@ -138,11 +127,9 @@ class AnswerFeedback(msgspec.Struct, array_like=True, gc=False):
 
 
 class LaterCredit(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What counts of a later answer of the same session.
+    """The credit of a later answer of the same session.
 
     turns: how many turns later it was given. values: what counts of it, by source.
-
-    Example: LaterCredit(turns=2, values={"csat": 0.8})
     """
 
     turns: int
@@ -161,8 +148,6 @@ class Group(msgspec.Struct, array_like=True, gc=False):
 
     is_ready: of a turn, see `streams.collect.turns`: nothing more is waited for that is about itself. is_over: of a turn: no
     other of its session follows.
-
-    Example: Group(id="add-3745.2", attempts={0: Attempt(...)}, due_ms=1763719200000)
     """
 
     id: str
@@ -188,7 +173,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def came_ms(self) -> int:
-        """Log-append time of its first record, 0 where only words about it have come."""
+        """Log-append time of its first record, 0 while only feedback on it has come."""
         return min((attempt.first_ms for attempt in self.attempts.values()), default=0)
 
     def offsets(self) -> set[int]:

@@ -65,11 +65,9 @@ class Inbox:
         self._room.set()
 
     def num_queued(self) -> int:
-        """Records that wait."""
         return len(self._queue)
 
     def state(self) -> State | None:
-        """What is remembered of the partition, None before the recovery begins."""
         return None if self._collector is None else self._collector.state
 
     def mark(self) -> int:
@@ -186,14 +184,13 @@ class CollectDriver:
                 inbox.retire()
 
     def abandon(self) -> None:
-        """What is folded at this moment is finished: its state is not to be had again at once."""
+        """Do nothing: what is folded at this moment is finished."""
 
     def num_in_flight(self) -> int:
-        """Records that wait to be folded."""
         return sum(inbox.num_queued() for inbox in self._inboxes.values())
 
     def waiting(self) -> Waiting:
-        """What waits for other records, on all partitions together."""
+        """Sum over all partitions."""
         states = [state for inbox in self._inboxes.values() if (state := inbox.state()) is not None]
         return Waiting(
             groups=sum(state.num_open() for state in states),

@@ -13,11 +13,10 @@ rebuild decides alike. Counters are bounded: beyond the number of entries those 
 
 from collections.abc import Mapping
 
-import msgspec
-
 from infra.chain.processor import Memory
 from schemas import Feedback
 from streams.collect.feedback import FeedbackRules
+from streams.config import LimitsConfig
 from streams.processors.task_dedupe import bands, minhash, shingles, similarity
 
 DAY_MS = 86_400_000
@@ -32,20 +31,6 @@ RATER_LIMIT = "more from one rater than trains in a day"
 TENANT_LIMIT = "more from one tenant than trains in a day"
 OF_KEY = "key "  # prefix of the gateway's name for feedback whose key names no rater
 _ALL = ""
-
-
-class DayLimits(msgspec.Struct, frozen=True):
-    """Maximum answers that one rater and one tenant move in a UTC day on one partition. See [collect.limits].
-
-    rater_answers, tenant_answers: in any case. rater_share, tenant_share: of all that is moved, if that is more.
-
-    Example: DayLimits(rater_answers=100, rater_share=0.01)
-    """
-
-    rater_answers: int = 500
-    rater_share: float = 0.1
-    tenant_answers: int = 10_000
-    tenant_share: float = 0.5
 
 
 def limit_memories(sources: Mapping[str, FeedbackRules]) -> dict[str, Memory]:
@@ -74,7 +59,7 @@ def held_back(
     return ""
 
 
-def beyond(memories: dict[str, Memory], limits: DayLimits, tenant: str, rater: str, time_ms: int) -> str:
+def beyond(memories: dict[str, Memory], limits: LimitsConfig, tenant: str, rater: str, time_ms: int) -> str:
     """Return why one more feedback does not count, "" if it does. tenant: "" for answers that no gateway gave."""
     day, tenants = time_ms // DAY_MS, _memory(memories, MOVED_BY_TENANTS)
     total, total_before = _counted(tenants, _ALL, day)

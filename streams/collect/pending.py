@@ -33,7 +33,7 @@ CREATE INDEX IF NOT EXISTS groups_by_closing ON groups (closed_ms);
 CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS entries
   (memory TEXT, key TEXT, age INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (memory, key)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), data BLOB NOT NULL);
 """
 CACHE_KB, ADOPT_CACHE_KB = 2_000, 128_000  # of pages: SQLite's own, and for the index of a million names in no order
 TABLES = ("meta", "groups", "frames", "entries", "snapshot")
@@ -50,7 +50,7 @@ Rows = list[tuple[Any, ...]]
 
 
 class _SavedRows(NamedTuple):
-    """What a save writes.
+    """Rows that a save writes.
 
     groups: (row, id, closed_ms, group as msgpack). gone: (id,) of groups. frames: (offset, bytes). removed: (offset,) of
     frames. anew: (name,) of memories that are written whole. forgotten: (name, key) of their entries. entries: (name, key, age,
@@ -141,7 +141,7 @@ class PendingFile:
                 for part in [part for name, part in snapshot.parts.items() if name.startswith("open/")]:
                     rows = _open_rows.decode(read(store, part))
                     connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, 0, ?)", rows)
-                connection.executemany(REMEMBER, _rows_of(memories))
+                connection.executemany(REMEMBER, _memory_rows(memories))
                 meta = [("next_offset", snapshot.position), *((key, snapshot.about[key]) for key in FACTS)]
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
                 connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
@@ -193,7 +193,7 @@ class PendingFile:
                 self._row += 1
                 groups.append((self._row, group_id, group.closed_ms, _encoder.encode(group)))
         changed = {name: memory.changes() for name, memory in state.memories.items()}
-        entries = _entry_rows({name: one.entries.items() for name, one in changed.items()}, self._age)
+        entries = _entry_rows({name: change.entries.items() for name, change in changed.items()}, self._age)
         self._age += len(entries)
         rows = _SavedRows(
             groups=groups,
@@ -201,7 +201,7 @@ class PendingFile:
             frames=list(state.frames.unsaved.items()),
             removed=[(offset,) for offset in state.frames.removed],
             anew=[(name,) for name in changed if name not in self._kept],
-            forgotten=[(name, key) for name, one in changed.items() for key in one.gone],
+            forgotten=[(name, key) for name, change in changed.items() for key in change.gone],
             entries=entries,
             meta=[
                 ("next_offset", state.next_offset),
@@ -298,8 +298,8 @@ def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) ->
     return [(name, key, at, _encoder.encode(value)) for at, (name, key, value) in enumerate(named, age + 1)]
 
 
-def _rows_of(memories: Mapping[str, bytes]) -> Rows:
-    """Of memories as `Memory.to_bytes` gives them, by name, in a file that has none. Raises msgspec.DecodeError."""
+def _memory_rows(memories: Mapping[str, bytes]) -> Rows:
+    """Rows of memories in the format of `Memory.to_bytes`. Raises msgspec.DecodeError."""
     return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
 
 

@@ -1,4 +1,4 @@
-"""What collect goes by, and the records it folds.
+"""Rules of collect, and the records that it folds.
 
 Guarantee: changed settings hold for waiting groups, too: a group that was saved under other rules follows the new rules
 from the start on, as if the log were folded again. Groups that would have closed by now close in portions, so that no
@@ -11,21 +11,16 @@ from schemas import Block, Control, DropMarker, Feedback, Lane
 from schemas.ids import group_of
 from streams.collect.feedback import FeedbackRules, OpenText, as_it_is, is_labelled
 from streams.collect.group import Group
-from streams.collect.limits import DayLimits
 from streams.collect.state import State
+from streams.config import LimitsConfig
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What collect waits for.
+    """Rules of collect: deadlines, sources, limits.
 
     deadline_ms: after a group's first record. keep_ms: for how long a closed group is known. sources: feedback by name.
-    waiting: the lanes whose answers wait for it. corrects: the chain learns from edits. open_text: see `edit_of`. revisions:
-    how often late feedback may close a group anew; past it only a retraction does. retrainings: how often of these, under late
-    = "retrain", it is trained again. limits: what one rater and one tenant can move in a day. session_ms: a turn of a session
-    waits for others until none came for so long, 0 for not at all. session_turns: how many turns of a partition wait so;
-    beyond it the oldest sessions are closed early.
-
-    Example: Rules(deadline_ms=600_000, keep_ms=2_592_000_000, sources={"csat": FeedbackRules(window_ms=86_400_000)})
+    waiting: the lanes whose answers wait for it. corrects: the chain learns from edits. open_text: see `newest_edit`.
+    revisions, retrainings, limits, session_ms, session_turns: as in [collect].
     """
 
     deadline_ms: int
@@ -36,13 +31,13 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     open_text: OpenText = as_it_is
     revisions: int = 16
     retrainings: int = 2
-    limits: DayLimits = DayLimits()
+    limits: LimitsConfig = LimitsConfig()
     session_ms: int = 0
     session_turns: int = 65_536
 
     @property
     def window_ms(self) -> int:
-        """How long an answer waits for its slowest source."""
+        """Window of the slowest source."""
         return max((source.window_ms for source in self.sources.values()), default=0)
 
 
@@ -51,8 +46,6 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
     partition, offset: in `verified`. timestamp_ms: log-append time. value: None for a record that could not be read. frame: a
     block's own bytes if at hand.
-
-    Example: Arrival(partition=3, offset=981, timestamp_ms=1763715600000, value=Tick(partition=3, due_ms=1763715599000))
     """
 
     partition: int
@@ -79,7 +72,7 @@ APART_MS = 1000
 
 
 def due_ms(group: Group, rules: Rules) -> int:
-    """When time alone decides about an open group that has an attempt."""
+    """Return the moment at which time alone decides about an open group that has an attempt."""
     if group.winner >= 0:
         return group.attempts[group.winner].first_ms + rules.window_ms
     return min(attempt.first_ms for attempt in group.attempts.values()) + rules.deadline_ms
@@ -108,7 +101,7 @@ def go_by(state: State, rules: Rules) -> int:
 
 
 def may_be_labelled(group: Group, rules: Rules) -> bool:
-    """Whether a group that waits may have all feedback of the sources there are now, and is to be looked at again."""
+    """Return True if a waiting group may have all feedback of the present sources and must be looked at again."""
     if group.winner < 0 or len(group.feedback) < len(group.attempts[group.winner].places(done_only=True)):
         return False
     return all(is_labelled(on_answer, rules.sources) for on_answer in group.feedback.values())

@@ -91,24 +91,20 @@ _closed_rows = msgspec.msgpack.Decoder(list[ClosedRow])
 
 
 class SnapshotPolicy(msgspec.Struct, frozen=True):
-    """When a snapshot is written: at whichever limit is met first, and only if a record came.
+    """Limits after which a snapshot is written: the first that is met, and only if a record came.
 
     seconds: since the last snapshot. records: of `verified`, since the last snapshot.
-
-    Example: SnapshotPolicy(seconds=600.0, records=100_000)
     """
 
     seconds: float = 600.0
     records: int = 100_000
 
 
-def series_of(app: str, partition: int) -> str:
-    """Return the name of a partition's series of snapshots."""
+def series_name(app: str, partition: int) -> str:
     return f"{app}/collect-{partition}"
 
 
 def closed_parts(snapshot: SnapshotManifest) -> list[ClosedPart]:
-    """Return the parts of closed groups, earliest first."""
     return [ClosedPart(*part) for part in snapshot.about["closed"]]
 
 
@@ -265,7 +261,7 @@ class SnapshotManager:
         self._store = log.store
         self._metrics = metrics
         self._partition = partition
-        self._series = series_of(log.app, partition)
+        self._series = series_name(log.app, partition)
         self._pending = pending
         self._policy = policy
         self._keep_ms = keep_ms

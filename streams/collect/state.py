@@ -1,4 +1,4 @@
-"""What collect remembers of one partition, in memory: open groups, blocks they wait with, and when time decides next.
+"""State of one partition in memory: open groups, the blocks they wait with, and when time decides next.
 
 Guarantee: a state is a function of the records folded so far; where its blocks and closed groups are kept (here, or in
 the file of `pending.py`) changes nothing it decides.
@@ -42,7 +42,9 @@ class Frames:
         if not lacking:
             return
         assert self.fetch is not None, "blocks are absent, and the state has no fetch"
-        ahead = {at for one in lacking for at in range(one + 1, one + READ_AHEAD) if at in self.absent} - lacking
+        ahead = {
+            at for offset in lacking for at in range(offset + 1, offset + READ_AHEAD) if at in self.absent
+        } - lacking
         found = await self.fetch(sorted(lacking), sorted(ahead))
         self.unsaved |= found
         self.absent.difference_update(found)  # in place, as there may be a million
@@ -75,7 +77,6 @@ class Frames:
             self.removed.add(offset)
 
     def mark_saved(self) -> None:
-        """What is unsaved has been saved, and what was removed is gone there too."""
         self.unsaved.clear()
         self.removed.clear()
 
@@ -110,7 +111,7 @@ class State:
         self._closed: deque[tuple[int, str]] = deque()
 
     def schedule(self, group: Group, due_ms: int) -> None:
-        """Time decides about `group` at due_ms; 0 for never."""
+        """Let time decide about `group` at due_ms; 0 for never."""
         if due_ms == group.due_ms:
             return
         group.due_ms = due_ms
@@ -118,13 +119,11 @@ class State:
             heapq.heappush(self._due, (due_ms, group.id))
 
     def add(self, group: Group) -> None:
-        """Know a group from here on."""
         self.groups[group.id] = group
         if session := session_of(group.id):
             self._sessions.setdefault(session, set()).add(group.id)
 
     def remove(self, group_id: str) -> None:
-        """Know a group no longer."""
         del self.groups[group_id]
         self._held.pop(group_id, None)
         self._waiting.pop(group_id, None)
@@ -135,27 +134,23 @@ class State:
                 del self._sessions[session]
 
     def wait(self, group: Group) -> None:
-        """A group waits for feedback."""
         self._waiting[group.id] = len(group.attempts[group.winner].places(done_only=True))
 
     def waits(self) -> FeedbackWait:
-        """What waits for feedback."""
         first = next(iter(self._waiting), None)
         return FeedbackWait(sum(self._waiting.values()), 0 if first is None else self.groups[first].due_ms)
 
     def hold(self, group: Group, came_ms: int) -> None:
-        """A turn is ready, and waits for its session."""
+        """Keep a ready turn until its session closes."""
         group.is_ready = True
         self._waiting.pop(group.id, None)
         self._held[group.id] = came_ms
 
     def unhold(self, group: Group) -> None:
-        """A turn waits for its session no longer."""
         group.is_ready = False
         self._held.pop(group.id, None)
 
     def num_held(self) -> int:
-        """Turns that wait for their session."""
         return len(self._held)
 
     def longest_held(self, count: int) -> list[Group]:
@@ -168,7 +163,6 @@ class State:
         return [self.groups[name] for name in sorted(self._sessions.get(session_of(group_id), ()))]
 
     def restore(self, group: Group) -> None:
-        """Put back a group that was saved."""
         self.add(group)
         if group.is_ready and not group.is_closed:
             self.hold(group, group.attempts[group.winner].first_ms)
@@ -198,7 +192,6 @@ class State:
         return group
 
     def close(self, group: Group) -> None:
-        """Mark a group closed now."""
         group.closed_ms = max(self.now_ms, 1)
         self.unhold(group)
         self._waiting.pop(group.id, None)
@@ -218,12 +211,11 @@ class State:
         self._closed.clear()
 
     def oldest_ms(self) -> int:
-        """When the first record came of the group that has waited longest, 0 where none waits. They lie in the order in which
-        they came.
+        """Return the time of the first record of the group that has waited longest, 0 if none waits. Groups lie in the
+        order in which they came.
         """
         waiting = (group for group in self.groups.values() if group.attempts and not group.is_closed)
         return next((group.came_ms for group in waiting), 0)
 
     def num_open(self) -> int:
-        """Groups that have not ended."""
         return sum(not group.is_closed for group in self.groups.values())

@@ -33,15 +33,15 @@ from schemas.experience import is_withdrawal
 from schemas.ids import experience_id, session_of
 from schemas.parts import HISTORY_REWRITTEN
 from streams.collect.decision import Decision
-from streams.collect.feedback import FeedbackRules, values_of
+from streams.collect.feedback import FeedbackRules, mean_values
 from streams.collect.group import Group, LaterCredit
 
 NO_TURN = -1
 MAX_TURNS = 64
 
 
-def depth_of(experience: Experience) -> int:
-    """Messages before the answer of a session's turn, NO_TURN for anything else."""
+def turn_depth(experience: Experience) -> int:
+    """Return the messages before the answer of a session's turn, NO_TURN for anything else."""
     return experience.turn if experience.group_size == 1 and session_of(experience.group) else NO_TURN
 
 
@@ -64,7 +64,7 @@ def credited_turns(
     if isinstance(value, Feedback):
         depth = group.depth if group is not None and value.source in names else NO_TURN
     elif isinstance(value, Block):
-        depth = depth_of(value.experiences[0]) if any(counting(turn, names) for turn in turns) else NO_TURN
+        depth = turn_depth(value.experiences[0]) if any(counting(turn, names) for turn in turns) else NO_TURN
     else:
         depth = NO_TURN
     return sorted((turn for turn in turns if 0 <= turn.depth < depth), key=lambda turn: turn.depth)[-MAX_TURNS:]
@@ -106,9 +106,9 @@ def late_credit(before: LaterCredit | None, credit: LaterCredit, dropped: Collec
 
 
 def counting(turn: Group, names: frozenset[str]) -> dict[str, float]:
-    """What counts of a turn's own answer, of the sources that are credited to earlier turns."""
+    """Return the values that count of a turn's own answer, of the sources that are credited to earlier turns."""
     attempt = turn.winner if turn.winner >= 0 else min(turn.attempts, default=0)
-    values = values_of(turn.feedback.get(experience_id(turn.id, attempt, 0)))
+    values = mean_values(turn.feedback.get(experience_id(turn.id, attempt, 0)))
     return {name: value for name, value in sorted(values.items()) if name in names}
 
 
@@ -116,7 +116,9 @@ MAX_JOINED = 64
 
 
 class ClosableTurns(NamedTuple):
-    """The turns of a session that may close now. runs: turns that close together. again_ms: when to look again, 0 for never."""
+    """Turns of a session that may close now. runs: groups of turns that close together. again_ms: when to look again, 0 for
+    never.
+    """
 
     runs: list[Sequence[Group]]
     again_ms: int
@@ -147,23 +149,23 @@ def closable(turns: Iterable[Group], now_ms: int, session_ms: int) -> ClosableTu
     for turns_of, may_follow in ((ended, False), (rest, goes_on)):
         ready = [turn for turn in turns_of if turn.is_ready]
         whole = len(ready) if not may_follow and len(ready) == len(turns_of) else len(ready) // MAX_JOINED * MAX_JOINED
-        runs += runs_of(ready[:whole])
+        runs += cut_runs(ready[:whole])
     return ClosableTurns(runs, silent_ms if goes_on else 0)
 
 
-def runs_of(turns: Sequence[Group]) -> list[Sequence[Group]]:
-    """Turns cut into runs of MAX_JOINED, in their order."""
+def cut_runs(turns: Sequence[Group]) -> list[Sequence[Group]]:
     return [turns[start : start + MAX_JOINED] for start in range(0, len(turns), MAX_JOINED)]
 
 
 def came_ms(turn: Group) -> int:
-    """Log-append time of a turn's answer."""
     return turn.attempts[turn.winner].first_ms
 
 
 def joined(decisions: Sequence[Decision], name: str) -> list[Decision]:
-    """The decisions about some turns, their answers as a join called `name`; as they are where fewer than two go on."""
-    left = sum(_is_answer(one, decision) for decision in decisions for one in _all(decision.blocks))
+    """Mark the kept answers of these turns as one join `name`. With fewer than two kept answers, return the decisions
+    unchanged.
+    """
+    left = sum(_is_answer(member, decision) for decision in decisions for member in _all(decision.blocks))
     if left < 2:
         return list(decisions)
     following = iter(range(left - 1, -1, -1))
@@ -179,8 +181,8 @@ def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
     blocks = tuple(
         Block(
             tuple(
-                msgspec.structs.replace(one, join=join()) if _is_answer(one, decision) else one
-                for one in block.experiences
+                msgspec.structs.replace(member, join=join()) if _is_answer(member, decision) else member
+                for member in block.experiences
             )
         )
         for block in decision.blocks
@@ -189,13 +191,13 @@ def _in_joins(decision: Decision, join: Callable[[], Join]) -> Decision:
 
 
 def is_followed(block: Block) -> bool:
-    """Whether others of its join follow it into `buffer`."""
-    return any(one.join is not None and one.join.more > 0 for one in block.experiences)
+    """Return True if others of its join follow the block into `buffer`."""
+    return any(member.join is not None and member.join.more > 0 for member in block.experiences)
 
 
 def _all(blocks: Iterable[Block]) -> Iterable[Experience]:
-    return (one for block in blocks for one in block.experiences)
+    return (member for block in blocks for member in block.experiences)
 
 
-def _is_answer(one: Experience, decision: Decision) -> bool:
-    return one.group == decision.closure.group and not is_withdrawal(one)
+def _is_answer(member: Experience, decision: Decision) -> bool:
+    return member.group == decision.closure.group and not is_withdrawal(member)

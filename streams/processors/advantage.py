@@ -29,7 +29,7 @@ import msgspec
 
 from infra.chain.processor import Memory, processor
 from schemas import Experience
-from streams.processors.episodes import is_lone, rewards_of
+from streams.processors.episodes import episode_rewards, is_lone
 from streams.processors.turns import with_turns
 
 WINDOW = 256
@@ -79,7 +79,7 @@ def advantage(
     nothing to be compared with and gets 0. turns: a score given turn by turn, by which the turns of a group have advantages of
     their own (`streams.processors.turns`).
     """
-    rewards = rewards_of(group)
+    rewards = episode_rewards(group)
     values = list(rewards.values())
     if is_lone(group, rewards):
         key = f"{group[0].tenant}\x00{group[0].origin}"

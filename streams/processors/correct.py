@@ -48,7 +48,7 @@ class Correct:
         """The group, and behind it what edits of its answers make."""
         if not any(member.edit for member in group):
             return group
-        made = [one for member in group for one in self._made(member)]
+        made = [new for member in group for new in self._made(member)]
         return (*(without_edit(member) for member in group), *made)
 
     def _made(self, answer: Experience) -> list[Experience]:
@@ -58,7 +58,7 @@ class Correct:
         if edit is None:
             gone = (_named(answer, DEMONSTRATION, "expert"), _named(answer, PREFERENCE, "human"))
             # At the first revision nothing was made yet that could be taken back.
-            return [withdrawal_of(one, lane=one.lane, revision=edits - 1) for one in gone if answer.revision > 0]
+            return [withdrawal_of(old, lane=old.lane, revision=edits - 1) for old in gone if answer.revision > 0]
         edit, _ = self._redactor.mask(edit)
         prompt = answer.tokens[: answer_start(answer)].tolist()
         chosen = [*prompt, *self._speller.encode(edit), self._speller.end]
@@ -73,12 +73,13 @@ class Correct:
 
 
 def without_edit(answer: Experience) -> Experience:
-    """The answer without its edit, which has become records of its own."""
     return answer if answer.edit is None else msgspec.structs.replace(answer, edit=None)
 
 
 def answer_start(answer: Experience) -> int:
-    """Where the last answer begins: a new policy begins a new span in the midst of one, a new turn leaves a gap."""
+    """Return the index at which the last answer begins: a new policy begins a new span within an answer, a new turn leaves
+    a gap.
+    """
     spans = answer.spans
     index = len(spans) - 1
     while index > 0 and spans[index - 1].stop == spans[index].start:

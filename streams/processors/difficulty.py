@@ -2,7 +2,7 @@
 
 from infra.chain.processor import Drop, processor
 from schemas import Experience
-from streams.processors.episodes import is_judged, is_lone, rewards_of
+from streams.processors.episodes import episode_rewards, is_judged, is_lone
 from streams.processors.turns import differ
 
 ALL_EQUAL = "all rewards equal"
@@ -14,7 +14,7 @@ def difficulty(group: tuple[Experience, ...]) -> tuple[Experience | Drop, ...]:
     """Drop all judged members of a group (group_size 2 or more) whose rewards are all equal. Demonstrations pass, and so do
     the only one of several choices that was rated, which is compared with answers like it, and a group whose turns differ.
     """
-    found = rewards_of(group)
+    found = episode_rewards(group)
     rewards = list(found.values())
     if not rewards or is_lone(group, found) or differ(group) or max(rewards) - min(rewards) > TOLERANCE:
         return group

@@ -6,7 +6,7 @@ from schemas import Experience
 
 
 def is_judged(experience: Experience) -> bool:
-    """Whether reward and advantage apply: to everything but demonstrations."""
+    """Return True for all but demonstrations: reward and advantage apply."""
     return not experience.is_given
 
 
@@ -21,7 +21,7 @@ def by_episode(group: Iterable[Experience]) -> dict[int, list[Experience]]:
     return episodes
 
 
-def rewards_of(group: Iterable[Experience]) -> dict[int, float]:
+def episode_rewards(group: Iterable[Experience]) -> dict[int, float]:
     """Reward of each judged episode that has one: that of its latest part."""
     rewards: dict[int, float] = {}
     for episode, parts in by_episode(group).items():
@@ -32,5 +32,5 @@ def rewards_of(group: Iterable[Experience]) -> dict[int, float]:
 
 
 def is_lone(group: Sequence[Experience], rewards: Mapping[int, float]) -> bool:
-    """Whether there is nothing in the group to compare with: one answer, or choices of production of which one was rated."""
+    """Return True if the group holds nothing to compare with: one answer, or choices of production of which one was rated."""
     return group[0].group_size == 1 or (group[0].lane == "live" and len(rewards) == 1)

@@ -84,7 +84,7 @@ DUPLICATE = "duplicate"
 
 
 def dedupe_key(experience: Experience) -> str:
-    """What is remembered of an experience; set it to -1 for those found behind this stage when memory is rebuilt."""
+    """Return the key that is remembered of an experience."""
     return f"{experience.id}/{experience.revision}" if experience.revision else experience.id
 
 

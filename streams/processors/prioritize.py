@@ -9,7 +9,7 @@ import msgspec
 from infra.chain.processor import Memory, processor
 from schemas import Experience
 from schemas.ids import task_of
-from streams.processors.episodes import is_judged, rewards_of
+from streams.processors.episodes import episode_rewards, is_judged
 
 MIN_PRIORITY = 0.1
 
@@ -21,7 +21,7 @@ def prioritize(group: tuple[Experience, ...], *, min_priority: float = MIN_PRIOR
     2·std of rewards in [0, 1], cut to [min_priority, 1]; a lone answer takes its |advantage| cut alike. Whole groups
     are drawn, so all judged members get the same.
     """
-    rewards = list(rewards_of(group).values())
+    rewards = list(episode_rewards(group).values())
     if len(rewards) >= 2:
         mean = math.fsum(rewards) / len(rewards)
         spread = 2 * math.sqrt(math.fsum((value - mean) ** 2 for value in rewards) / len(rewards))
@@ -50,7 +50,7 @@ def recency(
     newest = max(before, *versions)
     memory.set(NEWEST, newest)
     factor = max(min_factor, 2.0 ** (-(newest - min(versions)) / half_life))
-    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
+    return _times(group, factor)
 
 
 REMEMBERED = 262_144
@@ -75,7 +75,7 @@ def progress(
     fast, slow: weight of a new group's mean in that average, 0 to 1. full: difference of the two averages
     from which the factor is 1. min_factor: the smallest factor.
     """
-    rewards = rewards_of(group).values()
+    rewards = episode_rewards(group).values()
     if not rewards:
         return group
     mean = math.fsum(rewards) / len(rewards)
@@ -89,10 +89,7 @@ def progress(
     else:
         quick, slack, factor = mean, mean, 1.0
     memory.set(task, [quick, slack])
-    return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
-
-
-REMEMBERED = 262_144
+    return _times(group, factor)
 
 
 @processor(version=1, of="group", memory=REMEMBERED)
@@ -115,6 +112,10 @@ def novelty(
     keys = [task_of(judged[0].group)] if of == "task" else [_answer_key(member) for member in judged]
     bonus = math.fsum(1.0 / math.sqrt(_seen(key, memory, is_new)) for key in keys) / len(keys)
     factor = max(min_factor, bonus)
+    return _times(group, factor)
+
+
+def _times(group: tuple[Experience, ...], factor: float) -> tuple[Experience, ...]:
     return tuple(msgspec.structs.replace(m, priority=m.priority * factor) if is_judged(m) else m for m in group)
 
 

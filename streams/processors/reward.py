@@ -56,7 +56,6 @@ def returns(parts: Sequence[Experience], discount: float) -> dict[str, float]:
 
 
 def is_whole(parts: Sequence[Experience]) -> bool:
-    """Whether all parts of an episode are there, given in their order."""
     return parts[-1].last and [part.part for part in parts] == list(range(len(parts)))
 
 

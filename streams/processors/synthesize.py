@@ -5,7 +5,7 @@ import numpy as np
 
 from infra.chain.processor import processor
 from schemas import Experience, ids
-from streams.processors.episodes import by_episode, rewards_of
+from streams.processors.episodes import by_episode, episode_rewards
 
 VERSION = 1
 PROCESSOR = f"synthesize@{VERSION}"
@@ -19,10 +19,10 @@ def synthesize(group: tuple[Experience, ...], *, min_reward: float) -> tuple[Exp
     again. Only a comparison of two episodes or more makes one, from an episode of one part that ended by itself.
     """
     best = _best(group, min_reward)
-    return group if best is None else (*group, demonstration_of(best))
+    return group if best is None else (*group, make_demonstration(best))
 
 
-def demonstration_of(best: Experience) -> Experience:
+def make_demonstration(best: Experience) -> Experience:
     """`best` in the expert lane: same tokens, no behaviour policy, so no ratio."""
     group = ids.synthetic_group((best.id,), PROCESSOR, 0)
     spans = tuple(msgspec.structs.replace(span, version=-1, temperature=1.0, ratio=False, kv=-1) for span in best.spans)
@@ -54,7 +54,7 @@ def demonstration_of(best: Experience) -> Experience:
 
 
 def _best(group: tuple[Experience, ...], min_reward: float) -> Experience | None:
-    episodes, rewards = by_episode(group), rewards_of(group)
+    episodes, rewards = by_episode(group), episode_rewards(group)
     if len(rewards) < 2:
         return None
     candidates = [

@@ -67,9 +67,9 @@ def shingles(text: str) -> set[str]:
     return {words[start : start + SHINGLE] for start in range(max(1, len(words) - SHINGLE + 1))}
 
 
-def minhash(of: set[str]) -> npt.NDArray[np.uint32]:
+def minhash(runs: set[str]) -> npt.NDArray[np.uint32]:
     """For each of 64 hash functions the smallest value over the shingles: uint32 [64]."""
-    values = np.array([int.from_bytes(hashlib.blake2b(one.encode(), digest_size=4).digest(), "big") for one in of])
+    values = np.array([int.from_bytes(hashlib.blake2b(run.encode(), digest_size=4).digest(), "big") for run in runs])
     random = np.random.default_rng(0)
     factors = random.integers(1, int(_PRIME), size=(NUM_HASHES, 1), dtype=np.uint64)
     offsets = random.integers(0, int(_PRIME), size=(NUM_HASHES, 1), dtype=np.uint64)
@@ -89,7 +89,7 @@ def bands(signature: npt.NDArray[np.uint32], context: str) -> list[str]:
 
 def similarity(first: Sequence[float | int | str], second: Sequence[float | int | str]) -> float:
     """Share of equal hashes: the estimate of the Jaccard similarity."""
-    return sum(one == other for one, other in zip(first, second, strict=True)) / NUM_HASHES
+    return sum(mine == other for mine, other in zip(first, second, strict=True)) / NUM_HASHES
 
 
 def _nearest(

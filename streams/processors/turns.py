@@ -74,5 +74,5 @@ def _mean(part: Experience, stretches: Sequence[Stretch]) -> float:
 
 
 def differ(group: Sequence[Experience]) -> bool:
-    """Whether turns of the group have advantages of their own, so that it teaches even where all rewards are equal."""
+    """Return True if turns of the group have advantages of their own, so that it teaches even if all rewards are equal."""
     return any(stretch.advantage for member in group for stretch in member.advantages)

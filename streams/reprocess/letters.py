@@ -35,7 +35,7 @@ Value = tuple[bytes, bytes]  # key, value
 
 
 class LettersReport(msgspec.Struct):
-    """What became of dead letters.
+    """The result of a redelivery.
 
     letters: looked at. done: delivered in an earlier run. delivered: topic to count. refused: reason to count. examples: the
     first ten refusals, each with place and detail.
@@ -48,7 +48,6 @@ class LettersReport(msgspec.Struct):
     examples: list[str] = []
 
     def refuse(self, message: LogMessage, reason: str, detail: str) -> None:
-        """Leave a letter where it is."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
         if len(self.examples) < 10:
             self.examples.append(f"dead-letters/{message.partition}@{message.offset}: {reason}: {detail}")
@@ -62,8 +61,8 @@ async def redeliver(
     marks = Marks(log, by)
     try:
         await marks.read_on((await log.bounds(DEAD_LETTERS))[1])
-        for one in ranges:
-            async with aclosing(messages_in(log, one)) as messages:
+        for part in ranges:
+            async with aclosing(messages_in(log, part)) as messages:
                 async for message in messages:
                     on_progress(1)
                     letter = message.value
@@ -154,8 +153,8 @@ async def _original(log: Log, topic: str, letter: DeadLetter) -> Record | None:
 
 
 class Marks:
-    """Which letters were delivered again. first: partition and offset of a letter to the place of its first mark. by: of those
-    that are added.
+    """Marks of letters that were delivered again. first: partition and offset of a letter to the place of its first mark.
+    by: of added marks.
     """
 
     def __init__(self, log: Log, by: str) -> None:
@@ -186,5 +185,4 @@ class Marks:
         return self.first[place] == (at.partition, at.offset)
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._follower.close()

@@ -20,8 +20,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
     key: its name in both runs. dropped: reason, "" for kept. content: hash of its content, or the text of a closure. parent:
     the experience it was made from. scores, reward, advantage, priority, lane: of the experience.
-
-    Example: Outcome("add-3745.2.0-7-0", dropped="too short")
     """
 
     key: str
@@ -38,8 +36,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 class Difference(msgspec.Struct, frozen=True):
     """One difference from the record. kind: "re-scored", "newly dropped" and others. reason: of a drop, or the name of a score.
     old, new: for people.
-
-    Example: Difference("re-scored", "judge", "0.4", "0.7")
     """
 
     kind: str
@@ -76,7 +72,7 @@ def ending(closure: Closure) -> Outcome:
     rated = (
         ""
         if not closure.ratings
-        else f", rated {', '.join(f'{one.source} {one.value:.9g}' for one in closure.ratings)}"
+        else f", rated {', '.join(f'{rating.source} {rating.value:.9g}' for rating in closure.ratings)}"
     )
     return Outcome(key=_ending_key(closure), content=f"{ending}{f' ({drops})' if drops else ''}{reward}{rated}")
 

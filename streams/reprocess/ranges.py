@@ -25,8 +25,6 @@ class LogPlace(msgspec.Struct, frozen=True):
 
     edge: one end of each partition. offset: the same in every partition. offsets: partition to offset; other partitions are
     left out. time_ms: first record appended then or later.
-
-    Example: LogPlace(offsets={3: 981})
     """
 
     edge: Literal["", "beginning", "end"] = ""
@@ -36,7 +34,7 @@ class LogPlace(msgspec.Struct, frozen=True):
 
     @property
     def is_offset(self) -> bool:
-        """Whether it names offsets, which mean something in one topic only."""
+        """True for offsets, which mean something in one topic only."""
         return self.offset is not None or self.offsets is not None
 
 
@@ -44,8 +42,6 @@ class Range(msgspec.Struct, frozen=True):
     """Records of one partition.
 
     topic: of the app. partition: index. start: first offset. stop: the offset after the last.
-
-    Example: Range(EXPERIENCES, partition=3, start=981, stop=1200)
     """
 
     topic: Topic
@@ -77,7 +73,7 @@ def parse_place(text: str, option: str) -> LogPlace:
     return LogPlace(time_ms=int(moment.astimezone().timestamp() * 1000))
 
 
-async def ranges_of(log: Log, topic: Topic, start: LogPlace, stop: LogPlace) -> list[Range]:
+async def find_ranges(log: Log, topic: Topic, start: LogPlace, stop: LogPlace) -> list[Range]:
     """The ranges between two places, without what retention took and without partitions that neither names.
 
     Raises ConfigError for a partition that does not exist, and for offsets the log does not have.
@@ -120,24 +116,23 @@ async def _offsets(
 async def until_committed(log: Log, group: str, ranges: Sequence[Range]) -> tuple[list[Range], int]:
     """The ranges up to what `group` has committed, and how many records lie behind that; untouched without a commit."""
     cut: list[Range] = []
-    for one in ranges:
-        committed = await log.bus.committed(log.group(group), log.name(one.topic))
-        stop = committed.get(Partition(log.name(one.topic), one.partition), one.stop)
-        cut.append(msgspec.structs.replace(one, stop=max(one.start, min(one.stop, stop))))
-    return cut, sum(one.size for one in ranges) - sum(one.size for one in cut)
+    for part in ranges:
+        committed = await log.bus.committed(log.group(group), log.name(part.topic))
+        stop = committed.get(Partition(log.name(part.topic), part.partition), part.stop)
+        cut.append(msgspec.structs.replace(part, stop=max(part.start, min(part.stop, stop))))
+    return cut, sum(part.size for part in ranges) - sum(part.size for part in cut)
 
 
 async def first_time_ms(log: Log, ranges: Sequence[Range]) -> int:
     """Log-append time of the earliest record in the ranges, 0 if they are empty."""
     times = []
-    for one in ranges:
-        async with aclosing(messages_in(log, one, max_records=1)) as messages:
+    for part in ranges:
+        async with aclosing(messages_in(log, part, max_records=1)) as messages:
             async for message in messages:
                 times.append(message.timestamp_ms)
                 break
     return min(times, default=0)
 
 
-def messages_in(log: Log, one: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
-    """The records of a range."""
-    return log.scan(one.topic, {one.partition: one.start}, {one.partition: one.stop}, max_records=max_records)
+def messages_in(log: Log, part: Range, *, max_records: int = 500) -> AsyncGenerator[LogMessage, None]:
+    return log.scan(part.topic, {part.partition: part.start}, {part.partition: part.stop}, max_records=max_records)

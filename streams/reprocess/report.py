@@ -121,7 +121,6 @@ class ReprocessReport(msgspec.Struct):
         return not self.changes
 
     def take(self, kept: int, dropped: Mapping[str, int], records: int) -> None:
-        """Add the counts of one step."""
         self.records += records
         self.kept += kept
         for reason, count in dropped.items():
@@ -144,7 +143,6 @@ class ReprocessReport(msgspec.Struct):
             self.note(difference, new.key)
 
     def note(self, difference: Difference, key: str) -> None:
-        """Count one difference."""
         for change in self.changes:
             if (change.kind, change.reason) == (difference.kind, difference.reason):
                 break

@@ -18,11 +18,11 @@ from schemas.topics import DEAD_LETTERS, EXPERIENCES, EXPERTS, TASKSET_RAW, VERI
 from streams.collect.collector import CollectSettings
 from streams.config import StreamsConfig
 from streams.reprocess import stages
-from streams.reprocess.ranges import LogPlace, Range, parse_place, ranges_of, until_committed
+from streams.reprocess.ranges import LogPlace, Range, find_ranges, parse_place, until_committed
 from streams.reprocess.report import OutcomeTable, ReprocessReport
 from streams.reprocess.stages import ReprocessRun
 from streams.stages.chain_builder import build_collect, build_tasks, build_verify
-from streams.worker import rules_of
+from streams.worker import collect_rules
 
 StageName = Literal["tasks", "verify", "collect", "dead-letters"]
 INPUTS: dict[str, tuple[Topic, ...]] = {
@@ -39,13 +39,11 @@ STAGES = {
 
 
 class ReprocessOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What to reprocess.
+    """An order to reprocess.
 
     stage: to run again. start, stop: places as people write them, see `ranges`. topic: one of verify's two inputs; "" for both,
     or for `experiences` if places are offsets. diff: compare with the record. rescore: ask scores again whose verdicts are
     recorded.
-
-    Example: ReprocessOrder(stage="verify", start="beginning", stop="end", diff=True)
     """
 
     stage: StageName
@@ -61,7 +59,7 @@ async def plan(log: Log, order: ReprocessOrder) -> list[Range]:
     start, stop = parse_place(order.start, "--from"), parse_place(order.stop, "--to")
     ranges: list[Range] = []
     for topic in _topics(order, start, stop):
-        ranges += await ranges_of(log, topic, start, stop)
+        ranges += await find_ranges(log, topic, start, stop)
     return ranges
 
 
@@ -84,7 +82,7 @@ async def reprocess(
     record, run_again = STAGES[order.stage]
     with tempfile.TemporaryDirectory(prefix="headrace-reprocess-") as folder:
         table = OutcomeTable(Path(folder) / "recorded.sqlite")
-        settings = CollectSettings(Path(folder), rules_of(floor, config), steps)
+        settings = CollectSettings(Path(folder), collect_rules(floor, config), steps)
         run = ReprocessRun(log, ranges, steps, report, table, settings, order.diff, order.rescore, on_progress)
         try:
             if order.diff or (order.stage == "verify" and stages.asks_scores(run) and not order.rescore):

@@ -179,7 +179,9 @@ def _verified(handled: Handled, diff: bool) -> RunStep:
             if outcome.dropped:
                 dropped[outcome.dropped] = dropped.get(outcome.dropped, 0) + 1
     for reason in (DUPLICATE, "bad frame", "unexpected record"):  # dropped without a marker, but for a few
-        markers = sum(isinstance(one.record, DropMarker) and one.record.reason == reason for one in handled.then)
+        markers = sum(
+            isinstance(output.record, DropMarker) and output.record.reason == reason for output in handled.then
+        )
         if count := handled.dropped.get(reason, 0) - markers:
             dropped[reason] = dropped.get(reason, 0) + count
     return RunStep(kept, dropped, outcomes)

@@ -36,28 +36,28 @@ def read_boxes(text: str, format: Format) -> list[Box] | None:
         except (ValueError, RecursionError):
             position, failed = start + 1, failed + 1
             continue
-        boxes = _boxes_of(value, format)
+        boxes = _find_boxes(value, format)
         if boxes is not None:
             found = boxes
     return found
 
 
-def overlap(one: Box, other: Box) -> float:
+def overlap(box: Box, other: Box) -> float:
     """Intersection over union.
 
     >>> overlap((0, 0, 2, 2), (1, 0, 3, 2))
     0.3333333333333333
     """
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+    width = min(box[2], other[2]) - max(box[0], other[0])
+    height = min(box[3], other[3]) - max(box[1], other[1])
     common = max(width, 0.0) * max(height, 0.0)
-    union = _area(one) + _area(other) - common
+    union = _area(box) + _area(other) - common
     return common / union if union > 0 else 0.0
 
 
 def num_matched(answer: Sequence[Box], reference: Sequence[Box], threshold: float) -> int:
     """The most pairs (one of each) that overlap by the threshold or more."""
-    near = [[j for j, other in enumerate(reference) if overlap(one, other) >= threshold] for one in answer]
+    near = [[j for j, other in enumerate(reference) if overlap(box, other) >= threshold] for box in answer]
     owner: dict[int, int] = {}
 
     def place(index: int, tried: set[int]) -> bool:
@@ -76,19 +76,19 @@ def _area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
-def _boxes_of(value: Any, format: Format) -> list[Box] | None:
+def _find_boxes(value: Any, format: Format) -> list[Box] | None:
     """Boxes in a decoded value: one box, a list of them, or objects with a key that says so; None for anything else."""
     if isinstance(value, dict):
         held = [value[key] for key in _KEYS if key in value]
-        return _boxes_of(held[0], format) if len(held) == 1 else None
+        return _find_boxes(held[0], format) if len(held) == 1 else None
     if not isinstance(value, list) or len(value) > MAX_BOXES:
         return None
-    if len(value) == 4 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value):
+    if len(value) == 4 and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value):
         box = _box(value, format)
         return None if box is None else [box]
     boxes: list[Box] = []
-    for one in value:
-        inner = _boxes_of(one, format) if isinstance(one, dict | list) else None
+    for item in value:
+        inner = _find_boxes(item, format) if isinstance(item, dict | list) else None
         if inner is None or len(inner) != 1:
             return None
         boxes += inner
@@ -97,11 +97,11 @@ def _boxes_of(value: Any, format: Format) -> list[Box] | None:
 
 def _box(numbers: list[Any], format: Format) -> Box | None:
     try:
-        left, top, right, bottom = (float(one) for one in numbers)
+        left, top, right, bottom = (float(number) for number in numbers)
     except OverflowError:
         return None
     if format == "xywh":
         right, bottom = left + right, top + bottom
-    if not all(math.isfinite(one) for one in (left, top, right, bottom)) or right <= left or bottom <= top:
+    if not all(math.isfinite(edge) for edge in (left, top, right, bottom)) or right <= left or bottom <= top:
         return None
     return (left, top, right, bottom)

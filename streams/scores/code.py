@@ -180,8 +180,8 @@ def replied(line: bytes, index: int) -> object:
 
 
 def same(expected: object, got: object, tolerance: float) -> bool:
-    """Whether two plain JSON values are the same: no truth values among numbers, fractions within the tolerance, and
-    within WHOLE_TOLERANCE where a whole number is expected.
+    """Compare two plain JSON values: no truth values among numbers, fractions within the tolerance, and within
+    WHOLE_TOLERANCE where a whole number is expected.
 
     >>> same([1, 2.0], [1, 2], 1e-9), same(1, True, 1e-9), same(0.3, 0.1 + 0.2, 1e-9)
     (True, False, True)
@@ -199,7 +199,7 @@ def same(expected: object, got: object, tolerance: float) -> bool:
             return False
     if isinstance(expected, list) and isinstance(got, list):
         pairs = zip(expected, got, strict=False)
-        return len(expected) == len(got) and all(same(one, other, tolerance) for one, other in pairs)
+        return len(expected) == len(got) and all(same(wanted, given, tolerance) for wanted, given in pairs)
     if isinstance(expected, dict) and isinstance(got, dict):
         return expected.keys() == got.keys() and all(same(expected[key], got[key], tolerance) for key in expected)
     return type(expected) is type(got) and expected == got

@@ -83,7 +83,7 @@ class _Busy(Exception):
 
 
 class ModelReply(msgspec.Struct, frozen=True):
-    """What came of a question.
+    """The result of a question.
 
     reply: the text, None without one. reason: why there is no reply. cost_usd: 0.0 from the cache.
     """
@@ -135,7 +135,6 @@ class Endpoint:
         return ModelReply(reply, reason, spent)
 
     async def aclose(self) -> None:
-        """Close connections and the ledger."""
         if self._client is not None:
             await self._client[1].aclose()
         self._ledger.close()
@@ -177,7 +176,7 @@ class Endpoint:
                 logger.warning("judge_unreachable model=%s error=%s", self.config.model, type(error).__name__)
             return isinstance(error, httpx.HTTPError | _Busy)
 
-        pauses = (one * (0.5 + self._jitter()) for one in doubling(FIRST_BACKOFF_S))
+        pauses = (pause_s * (0.5 + self._jitter()) for pause_s in doubling(FIRST_BACKOFF_S))
         try:
             async with asyncio.timeout(self.config.deadline_s):
                 return await retry(once, islice(pauses, self.config.attempts - 1), again)
@@ -206,42 +205,27 @@ class Endpoint:
         return self._client[1]
 
 
-class CompletionMessage(msgspec.Struct):
-    """The message of one choice.
-
-    content: its text, None where the model refused or called a tool.
-    """
-
-    content: str | None = None
+class _CompletionMessage(msgspec.Struct):
+    content: str | None = None  # None where the model refused or called a tool
 
 
-class CompletionChoice(msgspec.Struct):
-    """One answer of the model.
-
-    message: that it wrote.
-    """
-
-    message: CompletionMessage
+class _CompletionChoice(msgspec.Struct):
+    message: _CompletionMessage
 
 
-class CompletionUsage(msgspec.Struct):
-    """Tokens that the endpoint charges for.
-
-    prompt_tokens: of the question. completion_tokens: of all answers.
-    """
-
+class _CompletionUsage(msgspec.Struct):
     prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
     completion_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ChatCompletion(msgspec.Struct):
-    """What an OpenAI-compatible endpoint answers; fields that are not read here are left out.
+    """The answer of an OpenAI-compatible endpoint, as far as it is read here.
 
     choices: one for each answer asked for. usage: None from a server that counts nothing.
     """
 
-    choices: list[CompletionChoice]
-    usage: CompletionUsage | None = None
+    choices: list[_CompletionChoice]
+    usage: _CompletionUsage | None = None
 
 
 def _key(name: str) -> str:
@@ -271,19 +255,17 @@ class JudgeLedger:
         self._database.executescript(_TABLES)
 
     def get(self, inputs: str) -> str | None:
-        """The reply to these inputs, if it is kept."""
         row = self._database.execute("SELECT reply FROM replies WHERE inputs = ?", (inputs,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, inputs: str, reply: str) -> None:
-        """Keep a reply."""
         self._database.execute("INSERT OR REPLACE INTO replies (inputs, reply) VALUES (?, ?)", (inputs, reply))
         self._database.execute(
             "DELETE FROM replies WHERE place <= (SELECT max(place) FROM replies) - ?", (self._max_entries,)
         )
 
     def reserve(self, day: int, usd: float, budget_usd: float) -> bool:
-        """Whether `usd` still fit into the day's budget; then they are spent."""
+        """Spend `usd` if they fit into the day's budget; return whether they did."""
         self._database.execute("INSERT OR IGNORE INTO spending VALUES (?, 0.0)", (day,))
         changed = self._database.execute(
             "UPDATE spending SET usd = usd + ? WHERE day = ? AND usd + ? <= ?", (usd, day, usd, budget_usd)
@@ -295,5 +277,4 @@ class JudgeLedger:
         self._database.execute("UPDATE spending SET usd = max(0, usd + ?) WHERE day = ?", (difference_usd, day))
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()

@@ -21,7 +21,6 @@ def exact(experience: Experience, *, strip: bool = True, case: bool = True, answ
 
 
 def is_exact(response: str, wanted: str, *, strip: bool = True, case: bool = True) -> bool:
-    """Whether two texts are one, as `exact` compares them."""
     if strip:
         response, wanted = response.strip(), wanted.strip()
     if len(response) > MAX_PARTS * len(wanted):

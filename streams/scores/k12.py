@@ -80,6 +80,6 @@ def _texts(written: object, key: str) -> list[str]:
         read = json.loads(str(written))
     except ValueError as error:
         raise ValueError(f"meta.{key}: {error}, expected a JSON list of texts") from error
-    if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+    if not isinstance(read, list) or not all(isinstance(text, str) for text in read):
         raise ValueError(f"meta.{key}: got {str(written)[:60]!r}, expected a JSON list of texts")
     return read

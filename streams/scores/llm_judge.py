@@ -73,7 +73,7 @@ class Judge:
 
 
 def material(experience: Experience, answer: str, **more: object) -> str:
-    """What is to be graded, as one JSON object."""
+    """Build the JSON object to be graded."""
     messages = list(experience.messages)
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
     shown: dict[str, object] = {

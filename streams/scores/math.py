@@ -59,7 +59,7 @@ class Math:
         return float(len(sides) <= MAX_SIDES and all(self.equal(gold, side) for side in sides))
 
     def equal(self, gold: str, candidate: str) -> bool:
-        """Whether two answers are equal as mathematics; raises TimeoutError, ValueError."""
+        """Compare two answers as mathematics. Raises TimeoutError, ValueError."""
         try:
             reply = self._child.ask({"gold": gold, "candidate": candidate}, self.timeout_s)
         except TimeoutError as error:

@@ -191,12 +191,12 @@ def probability(logits: list[float], label: int) -> float:
     >>> probability([0.0], -1), probability([0.0, 0.0], 1)
     (0.5, 0.5)
     """
-    if not all(math.isfinite(one) for one in logits):
+    if not all(math.isfinite(logit) for logit in logits):
         raise ValueError(f"logits: got {logits}, expected finite numbers")
     if len(logits) == 1:
         return 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, logits[0]))))
     if not -len(logits) <= label < len(logits):
         raise ValueError(f"label: got {label} of {len(logits)} classes")
     highest = max(logits)
-    weights = [math.exp(one - highest) for one in logits]
+    weights = [math.exp(logit - highest) for logit in logits]
     return weights[label] / sum(weights)

@@ -1,4 +1,4 @@
-"""Which option of a multiple-choice question a response chooses: one, or none.
+"""Multiple choice: the option that a response chooses, or none.
 
 Guarantee: options that are only discussed, listed or denied are not chosen; where two are chosen, none is.
 """
@@ -26,7 +26,7 @@ MAX_LOOK = 1_000  # characters behind a letter in which it may be discussed, or 
 
 
 def is_right_choice(response: str, wanted: str, listed: object) -> bool:
-    """Whether the response chooses the option `wanted`, a letter or a text, and no other.
+    """Return True if the response chooses the option `wanted`, a letter or a text, and no other.
 
     listed: JSON list of texts (A, B, …), or object from letter to text. Raises ValueError where they cannot be read.
     """
@@ -96,8 +96,8 @@ def _options(listed: object) -> dict[str, str]:
         read = json.loads(str(listed))
     except ValueError as error:
         raise ValueError(f"meta: the options are no JSON: {error}") from error
-    if isinstance(read, list) and all(isinstance(one, str) for one in read) and 2 <= len(read) <= 26:
+    if isinstance(read, list) and all(isinstance(text, str) for text in read) and 2 <= len(read) <= 26:
         return {chr(ord("A") + index): text.strip() for index, text in enumerate(read)}
-    if isinstance(read, dict) and len(read) >= 2 and all(isinstance(one, str) for one in read.values()):
+    if isinstance(read, dict) and len(read) >= 2 and all(isinstance(text, str) for text in read.values()):
         return {letter.strip().upper(): text.strip() for letter, text in read.items()}
     raise ValueError("meta: got other options than a JSON list of texts, or an object from letter to text")

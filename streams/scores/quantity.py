@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import msgspec
 
-from streams.scores.words import number_of
+from streams.scores.words import read_number
 
 Dimensions = tuple[tuple[str, int], ...]  # sorted, no exponent 0
 Unit = tuple[float, Dimensions]
@@ -62,8 +62,8 @@ def read_unit(text: str) -> Unit | None:
     factor, dimensions = 1.0, dict[str, int]()
     for index, part in enumerate(text.split("/")):
         factors = re.split(r"[\s*·]+", part.strip().strip("()"))
-        for one in factors:
-            match = _FACTOR.fullmatch(one)
+        for written in factors:
+            match = _FACTOR.fullmatch(written)
             named = None if match is None else _named(match[1])
             if match is None or named is None:
                 return None
@@ -119,8 +119,6 @@ class Quantity(msgspec.Struct, frozen=True):
 
     value: in the base units. dimensions: exponent of each base unit, () for a number alone. exact: it was a whole number
     without a unit.
-
-    Example: Quantity(value=1500.0, dimensions=(("m", 1),))
     """
 
     value: float
@@ -149,7 +147,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def same_quantity(expected: Quantity, got: Quantity, tolerance: float) -> bool:
-    """Whether both measure the same and are equal: to the digit for whole numbers, else within the relative tolerance."""
+    """Compare two quantities: to the digit for whole numbers, else within the relative tolerance."""
     if expected.dimensions != got.dimensions:
         return False
     if expected.exact:
@@ -160,7 +158,7 @@ def same_quantity(expected: Quantity, got: Quantity, tolerance: float) -> bool:
 def _spoken(text: str) -> Quantity | None:
     words = text.casefold().replace("-", " ").split()
     for length in range(len(words), 0, -1):
-        number = number_of(" ".join(words[:length]))
+        number = read_number(" ".join(words[:length]))
         if number is not None:
             return _with_unit(float(number), " ".join(words[length:]), True)
     return None

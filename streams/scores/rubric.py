@@ -71,12 +71,12 @@ class Rubric:
                 "met": {"type": "array", "items": {"type": "boolean"}, "minItems": number, "maxItems": number},
             },
         }  # fmt: skip
-        user = material(experience, self.answer, criteria=[one.text for one in criteria])
+        user = material(experience, self.answer, criteria=[criterion.text for criterion in criteria])
         asked = await self.endpoint.ask(system, user, schema, lambda text: _met(text, number) is not None)
         met = None if asked.reply is None else _met(asked.reply, number)
         value = None
         if met is not None:
-            weights = [one.weight for one in criteria]
+            weights = [criterion.weight for criterion in criteria]
             value = sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights)
         return Verdict(
             value=value, reason=asked.reason, model=self.endpoint.config.model,
@@ -95,19 +95,21 @@ class Rubric:
 
 def _criteria(written: list[str | dict[str, Any]]) -> tuple[Criterion, ...]:
     criteria = tuple(
-        Criterion(one) if isinstance(one, str) else msgspec.convert(one, Criterion, strict=True) for one in written
+        Criterion(item) if isinstance(item, str) else msgspec.convert(item, Criterion, strict=True) for item in written
     )
     if len(criteria) > MAX_CRITERIA:
         raise ValueError(f"got {len(criteria)}, expected at most {MAX_CRITERIA}")
-    for one in criteria:
-        if not one.text.strip() or not 0 < one.weight < float("inf"):
-            raise ValueError(f"got {one.text!r} with weight {one.weight:g}, expected a text and a weight above 0")
+    for criterion in criteria:
+        if not criterion.text.strip() or not 0 < criterion.weight < float("inf"):
+            raise ValueError(
+                f"got {criterion.text!r} with weight {criterion.weight:g}, expected a text and a weight above 0"
+            )
     return criteria
 
 
 def _met(text: str, number: int) -> list[bool] | None:
     reply = only_object(text, {"met"})
     met = None if reply is None else reply["met"]
-    if not isinstance(met, list) or len(met) != number or not all(isinstance(one, bool) for one in met):
+    if not isinstance(met, list) or len(met) != number or not all(isinstance(is_met, bool) for is_met in met):
         return None
     return met

@@ -14,7 +14,7 @@ from schemas import Experience
 from streams.scores.boxes import Format, num_matched, read_boxes
 from streams.scores.final_answer import final_text
 from streams.scores.multiple_choice import is_right_choice
-from streams.scores.words import normalized, number_of
+from streams.scores.words import normalized, read_number
 
 MAX_CHARS = 50_000
 MAX_TEXT_CHARS = 1_000
@@ -86,11 +86,11 @@ def _count(response: str, wanted: str) -> bool:
     numbers = {float(digits.replace(",", "").replace("−", "-")) for digits in _DIGITS.findall(final)}
     run: list[str] = []
     for word in [*re.findall(r"[a-z]+", final.casefold()), ""]:  # the longest runs of words that are a number
-        if word and number_of(" ".join([*run, word])) is not None:
+        if word and read_number(" ".join([*run, word])) is not None:
             run.append(word)
         elif run:
-            numbers.add(float(number_of(" ".join(run)) or 0))
-            run = [word] if word and number_of(word) is not None else []
+            numbers.add(float(read_number(" ".join(run)) or 0))
+            run = [word] if word and read_number(word) is not None else []
         elif word == "no" and expected == 0:
             numbers.add(0.0)
     return numbers == {float(expected)}
@@ -111,14 +111,14 @@ def _read(response: str, wanted: str, case: bool) -> float:
     return max(0.0, 1.0 - edits(got, expected) / len(expected))
 
 
-def edits(one: str, other: str) -> int:
+def edits(text: str, other: str) -> int:
     """Levenshtein's distance: insertions, deletions and replacements of a character.
 
     >>> edits("kitten", "sitting")
     3
     """
     row = list(range(len(other) + 1))
-    for index, letter in enumerate(one, start=1):
+    for index, letter in enumerate(text, start=1):
         diagonal, row[0] = row[0], index
         for column, wanted in enumerate(other, start=1):
             cost = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != wanted))

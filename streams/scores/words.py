@@ -25,12 +25,12 @@ _VALUES = {word: value for value, word in enumerate(_ONES + _TEENS)} | {
 
 
 def is_variant(answer: str, accepted: Iterable[str]) -> bool:
-    """Whether the answer is one of those accepted.
+    """Return True if the answer is an accepted one.
 
     >>> is_variant("The Mitochondrion.", ["mitochondrion"]), is_variant("twenty-one", ["21"])
     (True, True)
     """
-    return normal(answer) in {normal(one) for one in accepted}
+    return normal(answer) in {normal(text) for text in accepted}
 
 
 def normal(text: str) -> str:
@@ -41,7 +41,7 @@ def normal(text: str) -> str:
     text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text)
     text = re.sub(r"\s+", " ", text).strip(" .!?;:,*_\"'`$“”‘’")
     text = _ARTICLE.sub("", _INTRODUCTION.sub("", text)).strip("\"'“”")
-    number = number_of(text)
+    number = read_number(text)
     return text if number is None else str(number)
 
 
@@ -60,7 +60,7 @@ def normalized(form: Literal["NFC", "NFKC"], text: str) -> str:
     return unicodedata.normalize(form, text)
 
 
-def number_of(words: str) -> int | None:
+def read_number(words: str) -> int | None:
     """The whole number that words say, None for other words.
 
     >>> number_of("two hundred and five"), number_of("one thousand two hundred"), number_of("two three")

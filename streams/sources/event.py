@@ -44,8 +44,6 @@ class EventSource(msgspec.Struct, kw_only=True):
     that grows. webhook: path at the gateway. langfuse: where scores are asked for. otlp: a message of the topic holds many
     events. folder: of the TOML. timeout_s: of one call of the function. trouble: what hangs, and which errors were logged.
     redactor: masks personal data in texts.
-
-    Example: EventSource(name="csat", function=csat, topic="zendesk.closed")
     """
 
     name: str
@@ -67,9 +65,6 @@ class Event(msgspec.Struct, frozen=True):
     value: bytes of a JSON object. topic: full name, or "file:<name>". partition: index, 0 of a file. offset: in bytes for a
     file. sealed_for: the answer whose texts in it may be sealed, "" for another kind of event. ours: the gateway wrote it,
     redacted and sealed.
-
-    Example: Event(b'{"answer_id": "hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "csat": 4}', topic="zendesk.closed",
-                   partition=3, offset=77)
     """
 
     value: bytes
@@ -81,7 +76,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class EventReading(msgspec.Struct, frozen=True):
-    """What became of one event.
+    """The result of reading one event.
 
     outcome: as it is counted. feedback: of an accepted event. error: for invalid and failed ones, naming the field. brief: the
     error without the words of an exception, which may be the event's.
@@ -115,7 +110,7 @@ async def _publish_portion(source: EventSource, events: Sequence[Event], log: Lo
 
 
 async def read_events(source: EventSource, events: Sequence[Event], keys: Keys | None = None) -> list[EventReading]:
-    """What each event says, by the user's function; never raises for what that function does. Raises StoreError."""
+    """Read each event by the user's function; never raises for what that function does. Raises StoreError."""
     readings: list[EventReading | None] = []
     tables: list[dict[str, Any]] = []
     for event in events:
@@ -136,7 +131,7 @@ async def read_events(source: EventSource, events: Sequence[Event], keys: Keys |
 
 
 async def _table(event: Event, keys: Keys | None) -> dict[str, Any]:
-    """What an event holds. Raises BadFrame, Sealed where it is forgotten, StoreError."""
+    """Decode an event. Raises BadFrame, Sealed where it is forgotten, StoreError."""
     value = event.value
     if event.ours and keys is not None:
         value = await asyncio.to_thread(open_event, value, keys)
@@ -162,7 +157,7 @@ def _opened(table: dict[str, Any], keys: Keys, answer: str) -> dict[str, Any]:
 
 
 def feedback_fault(feedback: Feedback) -> str:
-    """What is wrong with feedback that a function made, "" for nothing."""
+    """Return the fault of feedback that a function made, "" for none."""
     try:
         msgspec.convert(msgspec.structs.asdict(feedback), Feedback)
         ids.group_of(feedback.ref)

@@ -26,11 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class FilePosition(msgspec.Struct, frozen=True):
-    """How far a file is published.
+    """The position up to which a file is published.
 
     inode: of the file, 0 before the first read. offset: everything before this byte is published.
-
-    Example: FilePosition(inode=1311, offset=4096)
     """
 
     inode: int = 0
@@ -112,7 +110,6 @@ def load_position(path: Path) -> FilePosition:
 
 
 def save_position(path: Path, position: FilePosition) -> None:
-    """Replace the saved position at once."""
     replace_file(path, msgspec.json.encode(position))
 
 

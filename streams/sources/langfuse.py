@@ -47,11 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class LangfuseState(msgspec.Struct, frozen=True):
-    """What was read.
+    """The scores that were read.
 
     read_to_ms: all scores before this time. seen: those younger than the overlap, with their time in ms.
-
-    Example: LangfuseState(read_to_ms=1772000000000, seen={"9f1c@2026-02-25T06:13:20.000Z": 1772000000000})
     """
 
     read_to_ms: int = 0
@@ -78,7 +76,7 @@ def langfuse_score(
     """
     if not isinstance(score.get("id"), str):
         raise ValueError("id: expected a text")
-    answer = answer_of(score)
+    answer = find_answer(score)
     if answer is None:
         return None
     kind, value = score.get("dataType"), score["value"]
@@ -91,21 +89,21 @@ def langfuse_score(
         said = {"value": (categories or {})[value]}
     else:
         said = {"value": (float(value) - lowest) / (highest - lowest)}
-    return Feedback(ref=answer, id=name_of(score), rater=score.get("authorUserId") or "", **said) if said else None
+    return Feedback(ref=answer, id=score_key(score), rater=score.get("authorUserId") or "", **said) if said else None
 
 
-def answer_of(score: Mapping[str, Any]) -> str | None:
-    """The id of the answer that a score speaks of, None where it names none."""
+def find_answer(score: Mapping[str, Any]) -> str | None:
+    """Return the id of the answer that a score names, None for none."""
     metadata = score.get("metadata")
     found = [metadata.get(name) for name in ANSWER_NAMES] if isinstance(metadata, dict) else []
     subject = score.get("subject")
     if isinstance(subject, dict):
         found.append(subject.get("id"))
-    return next((one for one in found if isinstance(one, str) and one.startswith(ANSWER_PREFIX)), None)
+    return next((name for name in found if isinstance(name, str) and name.startswith(ANSWER_PREFIX)), None)
 
 
-def name_of(score: Mapping[str, Any]) -> str:
-    """The id of a score as it is now: another one once it was changed."""
+def score_key(score: Mapping[str, Any]) -> str:
+    """Return the id of a score in its present state; a changed score has another."""
     return f"{score.get('id')}@{score.get('updatedAt') or score.get('timestamp') or ''}"
 
 
@@ -113,7 +111,7 @@ async def run_langfuse(source: EventSource, log: Log, metrics: Metrics, state: P
     """Ask until cancelled; `state` names the files of state and lock. Raises ConfigError where there are no keys."""
     assert source.langfuse is not None
     config = source.langfuse
-    auth = keys_of(source)
+    auth = read_keys(source)
     state.parent.mkdir(parents=True, exist_ok=True)
     with state.with_suffix(".lock").open("a") as lock:
         await take_lock(lock)
@@ -145,10 +143,10 @@ async def take_round(
         to_ms = from_ms + max(SHORTEST_MS, (to_ms - from_ms) // 2)
     new: list[tuple[int, str, dict[str, Any]]] = []
     for score in scores:
-        named, at_ms = name_of(score), _ms(score, to_ms)
+        named, at_ms = score_key(score), _ms(score, to_ms)
         if named not in known.seen:
             new.append((at_ms, named, score))
-    new.sort(key=lambda one: (one[0], one[1]))
+    new.sort(key=lambda entry: entry[:2])
     events = [Event(msgspec.json.encode(score), f"{LANGFUSE}{source.name}", 0, at_ms) for at_ms, _, score in new]
     if events:
         await publish_events(source, events, log, metrics)
@@ -238,8 +236,8 @@ def _iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def keys_of(source: EventSource) -> httpx.BasicAuth:
-    """The keys that a source of Langfuse asks with. Raises ConfigError for one that is not there."""
+def read_keys(source: EventSource) -> httpx.BasicAuth:
+    """Read the keys of a source. Raises ConfigError for one that is missing."""
     assert source.langfuse is not None
     config, at = source.langfuse, f'feedback "{source.name}": langfuse.'
     return httpx.BasicAuth(

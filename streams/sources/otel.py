@@ -34,7 +34,7 @@ def evaluation_result(
     """
     if "resourceLogs" in record:
         raise ValueError("resourceLogs: expected log records of OTLP as JSON")
-    attributes = attributes_of(record)
+    attributes = read_attributes(record)
     event = record.get("eventName") or attributes.get("event.name")
     if event != EVENT or attributes.get("gen_ai.evaluation.name") != name:
         return None
@@ -63,21 +63,21 @@ def split_otlp(value: bytes) -> list[bytes]:
     return [bytes(record) for record in records] if len(records) <= MAX_RECORDS else [value]
 
 
-def attributes_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a log record that are a text or a number."""
+def read_attributes(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a log record that are a text or a number."""
     found: dict[str, Any] = {}
-    for one in record.get("attributes") or ():
-        kind, value = next(iter(one["value"].items()), ("", 0))
+    for attribute in record.get("attributes") or ():
+        kind, value = next(iter(attribute["value"].items()), ("", 0))
         if kind == "intValue":  # a text, since 64 bits do not fit a number of JSON
             value = int(value)
         if kind in ("stringValue", "intValue", "doubleValue", "boolValue"):
-            found[one["key"]] = value
+            found[attribute["key"]] = value
     return found
 
 
 def identity(record: Mapping[str, Any], attributes: Mapping[str, Any]) -> str:
     """The id of an event: the same however often it is delivered."""
-    if given := next((attributes[one] for one in IDENTITY if isinstance(attributes.get(one), str)), ""):
+    if given := next((attributes[name] for name in IDENTITY if isinstance(attributes.get(name), str)), ""):
         return str(given)
     when = record.get("timeUnixNano") or record.get("observedTimeUnixNano")
     said = [when, record.get("traceId"), record.get("spanId")]

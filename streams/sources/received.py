@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @feedback(version=1)
 def rating(body: dict[str, Any]) -> Feedback | None:
-    """What a client sent through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
+    """Read what a client sent through /v1/feedback: a value, thumbs (1 and 0), a label, a correction, or a retraction."""
     value = body.get("value")
     return Feedback(
         ref=body["answer_id"],

@@ -146,11 +146,11 @@ def _score_step(config: ScoreConfig, where: str) -> Step:
 
 
 def _steps(chain: Sequence[BuiltIn]) -> list[Step]:
-    steps = [processor_step(one.table, f"{one.table.stage}.{one.table.name}") for one in chain]
-    for step, one in zip(steps, chain, strict=True):
-        step.memory = one.memory or step.memory
+    steps = [processor_step(built.table, f"{built.table.stage}.{built.table.name}") for built in chain]
+    for step, built in zip(steps, chain, strict=True):
+        step.memory = built.memory or step.memory
     return steps
 
 
 def _off(chain: Sequence[BuiltIn]) -> set[str]:
-    return {one.table.name for one in chain if not one.on}
+    return {built.table.name for built in chain if not built.on}

@@ -21,7 +21,7 @@ from infra.log.log import Log, LogMessage
 from infra.observe.failpoint import reach
 from infra.observe.metrics import Metrics
 from schemas.errors import RecordTooLarge
-from streams.stages.recall import recall
+from streams.stages.recall import Remembers, recall
 from streams.stages.stage import Delivery, Handled, Waiting, count, end_for, publish_all, read
 from streams.stages.window import Ticket, Window
 
@@ -30,20 +30,14 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 120.0
 
 
-class Stage(Protocol):
-    """A stage that decides about one record at a time. reach: inputs that what it remembers goes back, 0 for none."""
-
-    @property
-    def reach(self) -> int: ...
+class Stage(Remembers, Protocol):
+    """A stage that decides about one record at a time."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
-        """What becomes of the record; does no I/O on the log. turn: waited for before anything is remembered."""
-
-    async def recall(self, message: LogMessage) -> None:
-        """Remember a record that was handled before."""
+        """Decide about the record; does no I/O on the log. turn: waited for before anything is remembered."""
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
-        """What is left to say of a record that could not be handled."""
+        """Return the outputs for a record that could not be handled."""
 
     def forget(self) -> None:
         """The partitions were taken away."""
@@ -121,7 +115,6 @@ class WindowDriver:
         """Work in flight continues until it is abandoned."""
 
     def num_in_flight(self) -> int:
-        """Records taken and not acknowledged."""
         return self._window.num_in_flight()
 
     def waiting(self) -> Waiting:
@@ -195,7 +188,7 @@ class WindowDriver:
 
 
 async def decided(stage: Stage, message: LogMessage, turn: ChainTurn, timeout_s: float) -> Handled:
-    """What a stage makes of a record within `timeout_s`, not counting its wait for other records; never raises."""
+    """Handle a record within `timeout_s`, without its wait for other records; never raises."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

@@ -33,7 +33,7 @@ POLL_S = 0.1
 
 
 class Driver(Protocol):
-    """What an agent hands its records to."""
+    """Receiver of the records of an agent."""
 
     async def accept(self, delivery: Delivery) -> None:
         """Take a record; waits while there are too many."""
@@ -51,7 +51,7 @@ class Driver(Protocol):
         """Records taken and not acknowledged."""
 
     def waiting(self) -> Waiting:
-        """What waits for other records."""
+        """Return counts of what waits for other records."""
 
     def marks(self) -> dict[int, int]:
         """Per partition, a number that changes while it is worked on."""
@@ -131,11 +131,12 @@ class HostedStage:
         self._log = log
         self._generation = -1
         self._assigned_in = -1  # the rebalance that ended in the assignment we hold
+        (folder / "faust").mkdir(parents=True, exist_ok=True)
         self.app = faust.App(
             self.group,
-            broker=[f"kafka://{one.strip()}" for one in address.bootstrap.split(",")],
+            broker=[f"kafka://{server.strip()}" for server in address.bootstrap.split(",")],
             broker_credentials=credentials(address.access),
-            datadir=_made(folder / "faust"),
+            datadir=folder / "faust",
             store="memory://",
             Event=OrderedEvent,
             autodiscover=False,
@@ -246,12 +247,7 @@ class HostedStage:
     async def _on_assigned(self, app: Any, assigned: set[Any], **_: object) -> None:
         self._generation, self._assigned_in = self.app.consumer_generation_id, self.app.rebalancing_count
         for name, driver in self.drivers.items():
-            driver.assigned({one.partition for one in assigned if one.topic == name}, self._generation)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+            driver.assigned({at.partition for at in assigned if at.topic == name}, self._generation)
 
 
 def _events(stream: Any) -> AsyncIterable[Any]:

@@ -1,4 +1,4 @@
-"""What a stage remembers of a partition, rebuilt from the log by reading back what it handled before.
+"""Recall: the memory of a stage for a partition, rebuilt by reading back what was handled before.
 
 Guarantee: behind it the stage remembers as if it had handled the last `reach` inputs itself, and nothing was published.
 Where retention took some of them, it remembers what is kept.
@@ -28,7 +28,8 @@ class Remembers(Protocol):
     @property
     def reach(self) -> int: ...
 
-    async def recall(self, message: LogMessage) -> None: ...
+    async def recall(self, message: LogMessage) -> None:
+        """Remember a record that was handled before."""
 
 
 async def recall(log: Log, stage: Remembers, topic: str, partition: int, before: int) -> None:
@@ -68,17 +69,14 @@ async def _start(log: Log, reach: int, topic: str, partition: int, begin: int, b
 
 async def _kept(log: Log, topic: str, partition: int, start: int, stop: int) -> AsyncGenerator[LogMessage, None]:
     known = by_name(topic.removeprefix(f"{log.app}."))
-    try:
-        async with aclosing(
-            log.scan(known, {partition: start}, {partition: stop}, fetch_bytes=FETCH_BYTES)
-        ) as messages:
-            async for message in messages:
-                yield message
-    except OffsetOutOfRange:
-        begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
-        logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
-        async with aclosing(
-            log.scan(known, {partition: begin}, {partition: stop}, fetch_bytes=FETCH_BYTES)
-        ) as messages:
-            async for message in messages:
-                yield message
+    while True:
+        scanned = log.scan(known, {partition: start}, {partition: stop}, fetch_bytes=FETCH_BYTES)
+        try:
+            async with aclosing(scanned) as messages:
+                async for message in messages:
+                    yield message
+            return
+        except OffsetOutOfRange:
+            begin = (await log.bus.beginning_offsets(topic))[Partition(topic, partition)]
+            logger.warning("recall_trimmed topic=%s partition=%d from=%d to=%d", topic, partition, start, begin)
+            start = begin

@@ -1,4 +1,4 @@
-"""What the stages share: records handed out by Faust, records to be published, and how a worker ends when it must.
+"""Shared by the stages: records handed out by Faust, records to be published, and how a worker ends when it must.
 
 Guarantees: an output is published once the broker has confirmed it, or the process ends before the input is
 acknowledged; bytes that cannot be read become a dead letter.
@@ -54,8 +54,6 @@ class Output(msgspec.Struct, frozen=True):
     """A record to be published; the key follows from the record.
 
     topic: of the app. record: to be encoded.
-
-    Example: Output(VERIFIED, DropMarker(id="add-3745.2.0-7-0", group="add-3745.2", episode=7, group_size=16, reason="short"))
     """
 
     topic: Topic
@@ -63,12 +61,10 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Handled(msgspec.Struct):
-    """What a stateless stage made of one record.
+    """The result of one record in a stage without state.
 
     first, then: published in this order. dropped: reason to count. num_in, num_out: experiences or tasks. absent: (score,
     reason) to verdicts that did not come. cost_usd: by score. failed: of the drops, those by a step's own fault, by its stamp.
-
-    Example: Handled(first=(Output(...),), dropped={"too short": 2})
     """
 
     first: tuple[Output, ...] = ()
@@ -82,12 +78,10 @@ class Handled(msgspec.Struct):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """What waits for other records on the partitions of a worker.
+    """Counts of what waits for other records on the partitions of a worker.
 
     groups: not closed yet. oldest_ms: when the one came that has waited longest, by the log's clock; 0 without groups. turns:
     that wait for their session. feedback: answers that wait for it.
-
-    Example: Waiting(groups=412, oldest_ms=1763715600000, turns=17, feedback=FeedbackWait(answers=386, first_ms=1763719200000))
     """
 
     groups: int = 0
@@ -128,7 +122,6 @@ async def read(log: Log, record: Record, give_up_s: float) -> LogMessage:
 
 
 def letter(message: LogMessage, stage: str, reason: str, error: str) -> Output:
-    """A dead letter for a record that could not be processed."""
     return Output(DEAD_LETTERS, letter_of(message.record, stage=stage, reason=reason, error=error))
 
 
@@ -189,7 +182,6 @@ def _named(error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The errors in a group, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return [cause for inner in error.exceptions for cause in causes(inner)]
     return [error]
@@ -208,7 +200,7 @@ def count(metrics: Metrics, stage: str, handled: Handled) -> None:
         metrics.counter("scores_cost_usd", score=score).inc(cost_usd)
 
 
-def faults_of(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
+def count_faults(gone: Iterable[tuple[str, str]]) -> dict[str, int]:
     """Drops (reason, stamp of the step) that are the step's own fault: stamp to count."""
     return dict(Counter(stamp for reason, stamp in gone if reason in STEP_FAULTS))
 

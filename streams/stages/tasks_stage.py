@@ -17,7 +17,7 @@ from infra.chain.task_chain import run_task_chain, task_fault
 from infra.log.log import Log, LogMessage
 from schemas import Task
 from schemas.topics import TASKSET
-from streams.stages.stage import Handled, Output, faults_of, letter
+from streams.stages.stage import Handled, Output, count_faults, letter
 
 STAGE = "tasks"
 BAD_TASK = "bad task"
@@ -48,7 +48,6 @@ class TaskStage:
         """Never asked for: see `reach`."""
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
-        """One record of `taskset.raw`."""
         task = message.value
         if message.error is not None or not isinstance(task, Task):
             reason = "bad frame" if message.error is not None else "unexpected record"
@@ -72,11 +71,10 @@ class TaskStage:
             dropped=dropped,
             num_in=1,
             num_out=len(outcome.kept),
-            failed=faults_of((gone.reason, gone.processor) for gone in outcome.dropped),
+            failed=count_faults((gone.reason, gone.processor) for gone in outcome.dropped),
         )
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
-        """What is left of a record that could not be handled or published."""
         return Handled(then=(letter(message, STAGE, reason, error),), dropped={reason: 1}, num_in=1)
 
     async def _remembered(self) -> dict[str, Memory]:

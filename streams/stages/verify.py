@@ -17,7 +17,7 @@ from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
 from schemas.wire.block import blocks_of
 from streams.processors.filter import DUPLICATE, dedupe_key
-from streams.stages.stage import Handled, Output, faults_of, letter
+from streams.stages.stage import Handled, Output, count_faults, letter
 
 STAGE = "verify"
 DEDUPE = "dedupe"
@@ -50,7 +50,6 @@ class Verifier:
             await self._run(self._remembering, message, message.value.experiences, None)
 
     async def handle(self, message: LogMessage, turn: ChainTurn | None = None) -> Handled:
-        """One record of `experiences` or `experts`."""
         if message.error is not None:
             return Handled(then=(letter(message, STAGE, "bad frame", str(message.error)),), dropped={"bad frame": 1})
         block = message.value
@@ -61,10 +60,10 @@ class Verifier:
         return handled_from(block.experiences, outcome)
 
     def failed(self, message: LogMessage, reason: str, error: str) -> Handled:
-        """What is left of a record that could not be handled or published: a dead letter, and drop markers for its members."""
+        """Return a dead letter, and drop markers for the members."""
         members = message.value.experiences if isinstance(message.value, Block) else ()
         gone = [Dropped(member, reason, error) for member in members]
-        markers = tuple(Output(VERIFIED, marker_of(drop)) for drop in gone if not drop.experience.suite)
+        markers = tuple(Output(VERIFIED, make_marker(drop)) for drop in gone if not drop.experience.suite)
         return Handled(
             then=(*markers, letter(message, STAGE, reason, error)),
             dropped={reason: max(1, len(members))},
@@ -92,7 +91,6 @@ class Verifier:
 
 
 def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Handled:
-    """Outputs and counts of one block that went through the chain."""
     evals = [experience for experience in outcome.kept if experience.suite]
     evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
     kept = [experience for experience in outcome.kept if not experience.suite]
@@ -105,18 +103,17 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
     return Handled(
         first=tuple(first),
         # A duplicate has no drop marker: its original holds its place in the group.
-        then=tuple(Output(VERIFIED, marker_of(drop)) for drop in gone if drop.reason != DUPLICATE),
+        then=tuple(Output(VERIFIED, make_marker(drop)) for drop in gone if drop.reason != DUPLICATE),
         dropped=dropped,
         num_in=len(experiences),
         num_out=len(kept) + len(evals),
         absent=outcome.absent,
         cost_usd=outcome.cost_usd,
-        failed=faults_of((drop.reason, drop.processor) for drop in outcome.dropped),
+        failed=count_faults((drop.reason, drop.processor) for drop in outcome.dropped),
     )
 
 
-def marker_of(drop: Dropped) -> DropMarker:
-    """The drop marker of an experience: its header alone."""
+def make_marker(drop: Dropped) -> DropMarker:
     experience = drop.experience
     return DropMarker(
         id=experience.id,

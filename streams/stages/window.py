@@ -6,44 +6,25 @@ repeats records and never skips one. A partition that was taken away is forgotte
     take 7, take 8, take 9 · done 9 -> [] · done 7 -> [7] · done 8 -> [8, 9]
 """
 
-from collections import deque
-from typing import Generic, TypeVar
-
-import msgspec
+from typing import Generic, NamedTuple, TypeVar
 
 Handle = TypeVar("Handle")
 
 
-class Ticket(msgspec.Struct, frozen=True):
-    """Names one record in flight.
-
-    partition: index. offset: of the record. generation: of the assignment that delivered it.
-
-    Example: Ticket(partition=2, offset=981, generation=4)
-    """
+class Ticket(NamedTuple):
+    """One record in flight. generation: of the assignment that delivered it."""
 
     partition: int
     offset: int
     generation: int
 
 
-class _Flight(Generic[Handle]):
-    __slots__ = ("done", "handle", "offset")
-
-    def __init__(self, offset: int, handle: Handle) -> None:
-        self.offset = offset
-        self.handle = handle
-        self.done = False
-
-
 class _Lane(Generic[Handle]):
-    __slots__ = ("flights", "generation", "highest", "waiting")
-
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.highest = -1
-        self.waiting: deque[_Flight[Handle]] = deque()
-        self.flights: dict[int, _Flight[Handle]] = {}
+        self.flying: dict[int, Handle] = {}  # by offset, in their order
+        self.done: set[int] = set()
 
 
 class Window(Generic[Handle]):
@@ -57,9 +38,8 @@ class Window(Generic[Handle]):
         self._lanes: dict[int, _Lane[Handle]] = {}
 
     def is_full(self, partition: int, generation: int) -> bool:
-        """Whether `partition` has its limit of records in flight in this generation."""
         lane = self._lanes.get(partition)
-        return lane is not None and lane.generation == generation and len(lane.waiting) >= self.limit
+        return lane is not None and lane.generation == generation and len(lane.flying) >= self.limit
 
     def take(self, partition: int, offset: int, generation: int, handle: Handle) -> Ticket | None:
         """Put a record in flight; None for one that this generation has seen or that an older one delivered.
@@ -71,34 +51,29 @@ class Window(Generic[Handle]):
             lane = self._lanes[partition] = _Lane(generation)
         if generation < lane.generation or offset <= lane.highest:
             return None
-        flight = _Flight(offset, handle)
         lane.highest = offset
-        lane.waiting.append(flight)
-        lane.flights[offset] = flight
-        return Ticket(partition=partition, offset=offset, generation=generation)
+        lane.flying[offset] = handle
+        return Ticket(partition, offset, generation)
 
     def complete(self, ticket: Ticket) -> list[Handle]:
         """Handles that may be acknowledged now, in offset order; none for a ticket of a forgotten generation."""
         lane = self._lanes.get(ticket.partition)
-        flight = lane.flights.get(ticket.offset) if lane is not None and lane.generation == ticket.generation else None
-        if lane is None or flight is None:
+        if lane is None or lane.generation != ticket.generation or ticket.offset not in lane.flying:
             return []
-        flight.done = True
+        lane.done.add(ticket.offset)
         ready: list[Handle] = []
-        while lane.waiting and lane.waiting[0].done:
-            first = lane.waiting.popleft()
-            del lane.flights[first.offset]
-            ready.append(first.handle)
+        while lane.flying and (first := next(iter(lane.flying))) in lane.done:
+            lane.done.remove(first)
+            ready.append(lane.flying.pop(first))
         return ready
 
     def forget(self) -> list[Handle]:
         """Give up everything in flight; returns the handles, none of which may be acknowledged."""
-        given_up = [flight.handle for lane in self._lanes.values() for flight in lane.waiting]
+        given_up = [handle for lane in self._lanes.values() for handle in lane.flying.values()]
         for lane in self._lanes.values():
-            lane.waiting.clear()
-            lane.flights.clear()
+            lane.flying.clear()
+            lane.done.clear()
         return given_up
 
     def num_in_flight(self) -> int:
-        """Records in flight."""
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(len(lane.flying) for lane in self._lanes.values())

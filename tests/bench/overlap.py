@@ -44,7 +44,7 @@ from streams.config import ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
 from streams.stages.driver import WindowDriver
 from streams.stages.verify import Verifier
-from streams.worker import rules_of
+from streams.worker import collect_rules
 from tests.bench.report import Row
 from tests.simulator.virtual_loop import OneThreadTime, VirtualTime
 from trainer.batch.batch import PackedBatch
@@ -405,7 +405,7 @@ class OverlapLoop:
             return 0
 
         log, metrics = self.log, Metrics("process")
-        settings = CollectSettings(self._floor.folder, rules_of(self._floor, STREAMS), build_collect(STREAMS))
+        settings = CollectSettings(self._floor.folder, collect_rules(self._floor, STREAMS), build_collect(STREAMS))
         async with asyncio.TaskGroup() as tasks:
             verify = WindowDriver("verify", Verifier(build_verify(STREAMS)), log, metrics, tasks)
             collect = CollectDriver(log, metrics, settings, none_committed, tasks, wall_ms=self._wall_ms)

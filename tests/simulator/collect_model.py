@@ -10,7 +10,7 @@ import msgspec
 
 from schemas import Block, DropMarker, Experience, Feedback
 from schemas.ids import group_of, session_of
-from streams.collect.feedback import answer_of
+from streams.collect.feedback import named_answer
 
 Key = tuple[str, int, int]
 
@@ -68,7 +68,7 @@ class CollectModel:
             now_ms = max(now_ms, time_ms)
             self._fire(now_ms)
             if isinstance(value, Block):
-                done = [self._arrive(one, one.id, now_ms) for one in value.experiences]
+                done = [self._arrive(member, member.id, now_ms) for member in value.experiences]
                 self._complete(value.group, [number for number in done if number is not None], now_ms)
             elif isinstance(value, DropMarker):
                 number = self._arrive(value, "", now_ms)
@@ -78,7 +78,7 @@ class CollectModel:
 
     def _fire(self, now_ms: int) -> None:
         while True:
-            due = [(one.due_ms, name) for name, one in self.groups.items() if 0 < one.due_ms <= now_ms]
+            due = [(item.due_ms, name) for name, item in self.groups.items() if 0 < item.due_ms <= now_ms]
             if not due:
                 return
             name = min(due)[1]
@@ -92,23 +92,23 @@ class CollectModel:
             else:
                 del self.groups[name]
 
-    def _arrive(self, one: Any, id: str, now_ms: int) -> int | None:
+    def _arrive(self, item: Any, id: str, now_ms: int) -> int | None:
         """The attempt that has news, if any."""
-        group = self.groups.setdefault(one.group, Fate())
-        if one.attempt in group.over:
+        group = self.groups.setdefault(item.group, Fate())
+        if item.attempt in group.over:
             return None
         if group.winner >= 0:
-            if one.attempt != group.winner:
-                self._supersede(one.group, one.attempt)
+            if item.attempt != group.winner:
+                self._supersede(item.group, item.attempt)
             return None
-        attempt = group.tries.setdefault(one.attempt, Try(one.group_size, one.lane, now_ms))
-        if one.episode in attempt.there:
+        attempt = group.tries.setdefault(item.attempt, Try(item.group_size, item.lane, now_ms))
+        if item.episode in attempt.there:
             return None
-        attempt.there[one.episode] = id
-        if isinstance(one, Experience) and one.turn >= 0 and one.group_size == 1:
-            group.session = session_of(one.group)
+        attempt.there[item.episode] = id
+        if isinstance(item, Experience) and item.turn >= 0 and item.group_size == 1:
+            group.session = session_of(item.group)
         group.due_ms = min(known.first_ms for known in group.tries.values()) + self.deadline_ms
-        return int(one.attempt)
+        return int(item.attempt)
 
     def _complete(self, name: str, numbers: list[int], now_ms: int) -> None:
         group = self.groups[name]
@@ -142,20 +142,20 @@ class CollectModel:
             return
         group.is_ready = True
         turns = {
-            other: one
-            for other, one in self.groups.items()
-            if one.session == group.session and one.winner >= 0 and not one.is_closed
+            other: item
+            for other, item in self.groups.items()
+            if item.session == group.session and item.winner >= 0 and not item.is_closed
         }
-        silent_ms = max(one.tries[one.winner].first_ms for one in turns.values()) + self.session_ms
-        is_over = silent_ms <= now_ms and all(one.is_ready for one in turns.values())
-        for other, one in turns.items():
+        silent_ms = max(record.tries[record.winner].first_ms for record in turns.values()) + self.session_ms
+        is_over = silent_ms <= now_ms and all(record.is_ready for record in turns.values())
+        for other, turn in turns.items():
             if is_over:
                 self._close(other)
-            elif one.is_ready:
-                one.due_ms = silent_ms if silent_ms > now_ms else 0
+            elif turn.is_ready:
+                turn.due_ms = silent_ms if silent_ms > now_ms else 0
 
     def _all_heard(self, group: Fate, members: list[str]) -> bool:
-        return all({one.source for one in group.heard.get(id, ())} >= set(self.sources) for id in members)
+        return all({member.source for member in group.heard.get(id, ())} >= set(self.sources) for id in members)
 
     def _close(self, name: str) -> None:
         group = self.groups[name]
@@ -176,9 +176,9 @@ class CollectModel:
             name = group_of(feedback.ref)
         except ValueError:
             return
-        answer = answer_of(feedback.ref)
+        answer = named_answer(feedback.ref)
         group = self.groups.setdefault(name, Fate())
-        if (feedback.source, feedback.id) in [(one.source, one.id) for one in group.heard.get(answer, [])]:
+        if (feedback.source, feedback.id) in [(member.source, member.id) for member in group.heard.get(answer, [])]:
             return
         if group.is_closed:
             attempt = group.tries[group.winner]
@@ -203,7 +203,7 @@ class CollectModel:
 
 def last_words(heard: list[Feedback]) -> dict[tuple[str, str], float]:
     """The last value of each rater of a source."""
-    return {(one.source, one.rater): one.value for one in heard if one.value is not None}
+    return {(word.source, word.rater): word.value for word in heard if word.value is not None}
 
 
 def means(heard: list[Feedback]) -> dict[str, float]:

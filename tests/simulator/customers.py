@@ -44,7 +44,7 @@ class Wire:
 
     def listeners(self) -> list[Process]:
         """Processes that take connections, stalled ones too."""
-        return [one for one, server in self.loop.servers.items() if server.is_open and not one.is_dead]
+        return [item for item, server in self.loop.servers.items() if server.is_open and not item.is_dead]
 
     async def ask(self, process: Process, path: str, body: bytes, headers: dict[str, str]) -> ClientReply:
         """POST to a process. Raises ConnectionError where it dies, or does not listen any more."""
@@ -160,13 +160,13 @@ class CustomerTraffic:
         """Customers come, talk and go."""
         begin_s = asyncio.get_running_loop().time()
         answers = [(self.random.random() * LIVE_S, number) for number in range(self.scenario.num_live)]
-        said = sorted(one for at_s, number in answers for one in self._opinions(at_s, number))
+        said = sorted(event for at_s, number in answers for event in self._opinions(at_s, number))
         junk = [(self.random.random() * LIVE_S, data) for data in self.random.sample(JUNK, 2)]
         junk.append((self.random.random() * LIVE_S, deposit(self.store, BOMB, day=0)))
         plan: list[tuple[float, int, object]] = [(at_s, 0, answer(number)) for at_s, number in answers]
-        plan += [(one.at_s, 1, one) for one in said]
+        plan += [(word.at_s, 1, word) for word in said]
         plan += [(at_s, 2, data) for at_s, data in junk]
-        for at_s, _, what in sorted(plan, key=lambda one: one[:2]):
+        for at_s, _, what in sorted(plan, key=lambda entry: entry[:2]):
             await asyncio.sleep(max(0.0, begin_s + at_s - asyncio.get_running_loop().time()))
             await self._send(what)
         self.done = True

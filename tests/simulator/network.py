@@ -75,7 +75,7 @@ class SimulatedCluster(MemoryBus):
 
     def everything(self, topic: str) -> list[Record]:
         """All records of a topic, in partition order, also those that were deleted since."""
-        return sorted(self._archive.get(topic, ()), key=lambda one: (one.partition, one.offset))
+        return sorted(self._archive.get(topic, ()), key=lambda entry: (entry.partition, entry.offset))
 
     def request(
         self, process: Process, topic: str, value: bytes, key: bytes, headers: Headers, partition: int | None
@@ -152,7 +152,7 @@ class SimulatedCluster(MemoryBus):
     def expel(self, process: Process) -> None:
         """The group's sessions of a process that is not heard of are over."""
         for name, group in self._groups.items():
-            for reader in [one for one in group.members if getattr(one, "process", None) is process]:
+            for reader in [member for member in group.members if getattr(member, "process", None) is process]:
                 self.leave(name, reader)
 
 

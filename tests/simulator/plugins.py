@@ -170,7 +170,7 @@ class TableLearner(ScriptedLearner):
 
     def probe(self, sequences: tuple[tuple[int, ...], ...]) -> Probe:
         """Logprobs under the table."""
-        return Probe(sequences=sequences, logprobs=tuple(logprobs_of(self._table, one) for one in sequences))
+        return Probe(sequences=sequences, logprobs=tuple(logprobs_of(self._table, item) for item in sequences))
 
     def save(self) -> dict[str, Tensor]:
         """The scripted state and the table."""

@@ -31,7 +31,7 @@ from streams.stages.chain_builder import build_tasks
 from streams.stages.driver import WindowDriver
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
-from streams.worker import rules_of
+from streams.worker import collect_rules
 from tests.role import role_of
 from tests.simulator.network import ClientReader
 from tests.simulator.plugins import EOS, LightMetrics, SmallTokenizer, TableLearner, WatchedEngine
@@ -192,7 +192,7 @@ async def run_streams(scenario: Scenario, log: Log, metrics: Metrics, folder: Pa
     async with asyncio.TaskGroup() as tasks:
         settings = CollectSettings(
             folder,
-            rules_of(scenario.floor, scenario.streams),
+            collect_rules(scenario.floor, scenario.streams),
             collect_steps,
             snapshots=SnapshotPolicy(SNAPSHOT_S, SNAPSHOT_RECORDS),
         )

@@ -40,7 +40,7 @@ class SeedOutcome(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         lines = [f"seed {self.seed}: {len(self.violations)} violations", "", *self.last, ""]
-        lines += [f"{one.at_s:10.4f} {one.promise}: {one.what}" for one in self.violations[:5]]
+        lines += [f"{violation.at_s:10.4f} {violation.promise}: {violation.what}" for violation in self.violations[:5]]
         return "\n".join([*lines, "", f"again: python -m tests.simulator.run --seed {self.seed} --trace"])
 
 

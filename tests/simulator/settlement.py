@@ -79,14 +79,16 @@ def raced_evals(log: Logged) -> set[tuple[str, int]]:
 def facts(plan: Plan, raced: Container[tuple[str, int]] = ()) -> dict[str, object]:
     requests = plan.evals.requests
     return {
-        "outstanding": {name: (one.attempt, one.buffered) for name, one in sorted(plan.admission.outstanding.items())},
+        "outstanding": {
+            name: (item.attempt, item.buffered) for name, item in sorted(plan.admission.outstanding.items())
+        },
         "next number": plan.admission.next_sequence,
         "pacing": (plan.admission.version, plan.admission.steps_at_version),
         "rounds": {task: plan.book.next_round(task) for task in sorted(plan.book.tasks)},
         "evals": {
-            key: (one.missed, one.result, one.answers)
-            for key, one in sorted(requests.items())
-            if key not in raced and (one.attempts or not one.open)
+            key: (item.missed, item.result, item.answers)
+            for key, item in sorted(requests.items())
+            if key not in raced and (item.attempts or not item.open)
         },
         "channel": plan.gate.stable,
         "newest": plan.feed.newest,
@@ -109,15 +111,15 @@ def _read(plan: Plan, log: Logged, places: Any) -> Plan:
     if places:
         plan.issued_since(issued)
     else:
-        for one in issued:
-            plan.issued(one)
+        for item in issued:
+            plan.issued(item)
     left = [
         (record, value)
         for topic in FOLLOWED
         for record, value in log[topic.name]
         if topic is topics.TASKSET or record.offset >= _at(places, topic, record)
     ]
-    for record, value in sorted(left, key=lambda one: one[0].timestamp_ms):
+    for record, value in sorted(left, key=lambda entry: entry[0].timestamp_ms):
         if not isinstance(value, bytes):
             take_in(plan, METRICS, LogMessage(record, value=value))
     plan.caught_up()
@@ -136,7 +138,10 @@ def _begun(world: World) -> str:
 
 def settle(world: World) -> None:
     """Complain about everything that does not hold."""
-    log = {topic.name: [(one, world.watch.read(one.value)) for one in world.records(topic)] for topic in topics.ALL}
+    log = {
+        topic.name: [(record, world.watch.read(record.value)) for record in world.records(topic)]
+        for topic in topics.ALL
+    }
     check_account(world, log)
     check_journal(world, log)
     check_replay(world, log)
@@ -155,7 +160,7 @@ def values(log: Logged, topic: Topic, kind: type) -> list[Any]:
 
 def members(log: Logged, topic: Topic) -> dict[str, Any]:
     """Experiences by id, as last stored."""
-    return {one.id: one for block in values(log, topic, Block) for one in block.experiences}
+    return {member.id: member for block in values(log, topic, Block) for member in block.experiences}
 
 
 def effective(log: Logged, run: str) -> list[Any]:
@@ -180,7 +185,7 @@ def check_account(world: World, log: Logged) -> None:
     stored = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(world.watch.acknowledged - stored):
         world.watch.complain("I1 acknowledged", f"not in the log: {lost}")
-    stubs = {one.id for one in values(log, topics.VERIFIED, DropMarker)}
+    stubs = {record.id for record in values(log, topics.VERIFIED, DropMarker)}
     if lost := sorted(world.watch.acknowledged_stubs - stubs):
         world.watch.complain("I1 acknowledged", f"stubs not in the log: {lost}")
     if not account.is_clean:
@@ -247,9 +252,9 @@ def check_replay(world: World, log: Logged) -> None:
             except ValueError as error:
                 world.watch.complain("I4 replay", str(error))
                 return
-            for one in items:
-                age = entry.version - one.experience.min_version
-                if one.item.lane == "usual" and age > scenario.max_staleness:
+            for item in items:
+                age = entry.version - item.experience.min_version
+                if item.item.lane == "usual" and age > scenario.max_staleness:
                     world.watch.complain("staleness bound", f"step {entry.step} has a token {age} versions old")
             packed = pack(items, max_tokens=config.max_tokens_per_microbatch, version=entry.version)
             rate = learning_rate_at(config, entry.phase, entry.step - first_train)
@@ -273,7 +278,7 @@ def check_replay(world: World, log: Logged) -> None:
 def check_verify(world: World, log: Logged) -> None:
     """I6: every experience goes on as itself, as a stub, or as an answer to an evaluation."""
     passed = members(log, topics.VERIFIED).keys() | members(log, topics.EVALS).keys()
-    passed |= {one.id for one in values(log, topics.VERIFIED, DropMarker)}
+    passed |= {record.id for record in values(log, topics.VERIFIED, DropMarker)}
     published = members(log, topics.EXPERIENCES).keys() | members(log, topics.EXPERTS).keys()
     if lost := sorted(published - passed):
         world.watch.complain("I6 verify", f"neither verified nor a stub: {lost}")
@@ -289,10 +294,10 @@ def check_collect(world: World, log: Logged) -> None:
         session_ms=int(SESSION_S * 1000),
     )
     for index in sorted({record.partition for record, _ in log[topics.VERIFIED.name]}):
-        records = [one for one in log[topics.VERIFIED.name] if one[0].partition == index]
+        records = [topic for topic in log[topics.VERIFIED.name] if topic[0].partition == index]
         model.read((record.timestamp_ms, value) for record, value in records)
-    told = [one for one in values(log, topics.PROGRESS, Closure) if not one.group.startswith("eval-")]
-    closures = {(one.group, one.attempt, one.revision): one for one in told}
+    told = [record for record in values(log, topics.PROGRESS, Closure) if not record.group.startswith("eval-")]
+    closures = {(item.group, item.attempt, item.revision): item for item in told}
     if closures.keys() != model.expected.keys():
         world.watch.complain(
             "collect closures",
@@ -301,10 +306,10 @@ def check_collect(world: World, log: Logged) -> None:
         return
     buffered: dict[tuple[str, int], dict[str, Any]] = {}
     for block in values(log, topics.BUFFER, Block):
-        for one in block.experiences:
-            if is_withdrawal(one):  # of the copy in another lane, in any order with what is sent in this one
+        for member in block.experiences:
+            if is_withdrawal(member):  # of the copy in another lane, in any order with what is sent in this one
                 continue
-            buffered.setdefault((one.group, one.revision), {})[one.id] = one
+            buffered.setdefault((member.group, member.revision), {})[member.id] = member
     for key, expected in model.expected.items():
         sent = buffered.pop((key[0], key[2]), {}) if not expected.superseded else {}
         if fault := closure_fault(closures[key], expected, sent):
@@ -320,9 +325,9 @@ def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) ->
         return f"expected {expected.missing} missing at the deadline"
     if len(sent) != closure.experiences or not sent.keys() <= expected.members.keys():
         return f"sent {sorted(sent)}, expected {closure.experiences} of {sorted(expected.members)}"
-    for id, one in sent.items():
+    for id, sent_block in sent.items():
         for source in ("csat", "user"):
-            given, wanted = one.score(source), expected.members[id].get(source)
+            given, wanted = sent_block.score(source), expected.members[id].get(source)
             if (given is None) != (wanted is None) or (given is not None and abs(given - (wanted or 0)) > 1e-12):
                 return f"{id} has {source} {given}, expected {wanted}"
     return ""
@@ -330,7 +335,9 @@ def closure_fault(closure: Closure, expected: Expected, sent: dict[str, Any]) ->
 
 def check_letters(world: World, log: Logged) -> None:
     """I6: what cannot be read is in the dead letters."""
-    letters = {(one.topic, one.partition, one.offset) for one in values(log, topics.DEAD_LETTERS, DeadLetter)}
+    letters = {
+        (record.topic, record.partition, record.offset) for record in values(log, topics.DEAD_LETTERS, DeadLetter)
+    }
     for topic in (topics.EXPERIENCES, topics.FEEDBACK):
         for record, value in log[topic.name]:
             if isinstance(value, bytes) and (topic.name, record.partition, record.offset) not in letters:
@@ -341,20 +348,20 @@ def check_logprobs(world: World, log: Logged) -> None:
     tables: dict[int, np.ndarray] = {0: first_table()}
     for version, tensors in world.watch.tensors.items():
         tables[version] = to_numpy(tensors[TENSOR])
-    for one in members(log, topics.EXPERIENCES).values():
-        if one.origin == "gateway":
+    for member in members(log, topics.EXPERIENCES).values():
+        if member.origin == "gateway":
             continue
-        tokens, at = one.tokens.tolist(), 0
-        for span in one.spans:
+        tokens, at = member.tokens.tolist(), 0
+        for span in member.spans:
             if span.version not in tables:
                 world.watch.complain(
-                    "recorded logprobs", f"{one.id} names version {span.version}, which nobody published"
+                    "recorded logprobs", f"{member.id} names version {span.version}, which nobody published"
                 )
                 return
             for place in range(span.start, span.stop):
                 (own,) = logprobs_of(tables[span.version], tokens[place - 1 : place + 1])
-                if abs(own - float(one.logprobs[at])) > 1e-5:
+                if abs(own - float(member.logprobs[at])) > 1e-5:
                     world.watch.complain(
-                        "recorded logprobs", f"{one.id} token {place}: {one.logprobs[at]} is not {own}"
+                        "recorded logprobs", f"{member.id} token {place}: {member.logprobs[at]} is not {own}"
                     )
                 at += 1

@@ -86,24 +86,28 @@ def wrong_loads(
     """
     end, wrong = 0, []
     since: list[Stand] = []  # how it stood, as far as it had read, at some moment since the last load
-    for one in course:
-        if one.kind == "asks":
-            end = one.value
-        elif one.kind == "hears":
-            since += [told[one.value]] if one.value >= end else []
+    for happening in course:
+        if happening.kind == "asks":
+            end = happening.value
+        elif happening.kind == "hears":
+            since += [told[happening.value]] if happening.value >= end else []
         else:
             may = {stand.wanted(is_canary) for stand in since} if since else set(kept)
             if refuses:
                 may |= {version for stand in since if stand.channel.version < 0 for version in stand.published}
-            if one.value not in may:
-                wrong.append(f"version {one.value} at {one.at_s:.4f}, expected one of {sorted(may)}")
+            if happening.value not in may:
+                wrong.append(f"version {happening.value} at {happening.at_s:.4f}, expected one of {sorted(may)}")
             since = since[-1:]
     return wrong
 
 
 def served_between(course: Sequence[Happened], from_s: float, to_s: float) -> set[int]:
     """Versions that an engine may have sampled with in a time; 0 is what it began with."""
-    loads = [(one.at_s, one.value) for one in course if one.kind == "loads" and one.at_s <= to_s]
+    loads = [
+        (happening.at_s, happening.value)
+        for happening in course
+        if happening.kind == "loads" and happening.at_s <= to_s
+    ]
     before = [version for at_s, version in loads if at_s < from_s]
     return {before[-1] if before else 0} | {version for at_s, version in loads if at_s >= from_s}
 
@@ -120,8 +124,8 @@ def wrong_choices(
         course, before = courses.get(process, []), kept.setdefault(folder, [])
         is_canary = process.name.startswith("canary")
         found = wrong_loads(course, told, is_canary=is_canary, kept=before[-KEPT:], refuses=process in refusing)
-        wrong += [f"{process.name} serves {one}" for one in found]
-        before += [one.value for one in course if one.kind == "loads"]
+        wrong += [f"{process.name} serves {found_item}" for found_item in found]
+        before += [happening.value for happening in course if happening.kind == "loads"]
     return wrong
 
 
@@ -141,15 +145,15 @@ def check_results(world: World, log: Logged) -> None:
     """A result counts the first answer to each task, by exactly its version and by nothing else."""
     answers: dict[str, dict[int, float]] = {}
     mixed: set[str] = set()
-    closed = {one.group for _, one in log[topics.PROGRESS.name] if isinstance(one, Closure)}
+    closed = {topic.group for _, topic in log[topics.PROGRESS.name] if isinstance(topic, Closure)}
     for _, value in log[topics.EVALS.name]:
         if isinstance(value, Block):
-            for one in value.experiences:
-                version = int(one.group.rpartition(".")[0].rpartition("-")[2])
-                is_first = one.episode not in answers.get(one.group, {})  # a later attempt counts for nothing
-                if is_first and any(span.version != version for span in one.spans):
+            for member in value.experiences:
+                version = int(member.group.rpartition(".")[0].rpartition("-")[2])
+                is_first = member.episode not in answers.get(member.group, {})  # a later attempt counts for nothing
+                if is_first and any(span.version != version for span in member.spans):
                     mixed.add(f"{SUITE}-{version}")
-                answers.setdefault(one.group, {}).setdefault(one.episode, one.score("parity") or 0.0)
+                answers.setdefault(member.group, {}).setdefault(member.episode, member.score("parity") or 0.0)
         elif isinstance(value, EvalResult):
             name = f"{value.suite}-{value.version}"
             found = {group: given for group, given in answers.items() if group.startswith(f"eval-{name}.")}
@@ -163,7 +167,7 @@ def check_results(world: World, log: Logged) -> None:
 
 def check_verdicts(world: World, log: Logged) -> None:
     """The gate promotes what its results allow and holds the rest; nothing is decided without a result."""
-    results = {one.version: one for _, one in log[topics.EVALS.name] if isinstance(one, EvalResult)}
+    results = {topic.version: topic for _, topic in log[topics.EVALS.name] if isinstance(topic, EvalResult)}
     told, newest = stands(event for _, event in log[topics.POLICIES.name]), -1
     for record, event in log[topics.POLICIES.name]:
         if isinstance(event, Directive) and event.order == "lease":
@@ -173,11 +177,11 @@ def check_verdicts(world: World, log: Logged) -> None:
         result, own, before = results.get(event.version), event.stats.get(SUITE), event.stats.get(f"stable/{SUITE}")
         # Its token is where its lease lies: it had read that far, and may have stood still since.
         stood = [results.get(stand.channel.version) for stand in told[event.token : record.offset + 1]]
-        shares = {None if one is None else one.accuracy for one in stood}
+        shares = {None if item is None else item.accuracy for item in stood}
         if own is None or result is None or own != result.accuracy or before not in shares:
             world.watch.complain("the gate decides by results", f"{event}; results {results}, before it {shares}")
         elif fault := verdict_fault(
-            event, result, [one for one in stood if one is not None and one.accuracy == before]
+            event, result, [item for item in stood if item is not None and item.accuracy == before]
         ):
             world.watch.complain("the gate decides by the rules", f"{event}: {fault}")
 
@@ -189,7 +193,7 @@ def verdict_fault(event: PolicyEvent, own: EvalResult, before: Sequence[EvalResu
     made while some had not come yet, may be held for such a drop or not.
     """
     is_less = bool(before) and own.accuracy == 0.0 and before[0].accuracy == 1.0
-    if event.event == "promoted" and is_less and all(one.tasks == own.tasks for one in before):
+    if event.event == "promoted" and is_less and all(item.tasks == own.tasks for item in before):
         return "it answers the same tasks worse"
     return "it answers no worse" if event.event != "promoted" and not is_less else ""
 
@@ -215,7 +219,7 @@ def check_choices(world: World, log: Logged) -> None:
     policies = [event for _, event in log[topics.POLICIES.name]]
     for wrong in wrong_choices(watch.courses, policies, folders, altered):
         watch.complain("customers get what was decided, as far as it was heard", wrong)
-    recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
+    recorded = {member.id: member for _, block in log[topics.EXPERIENCES.name] for member in members_of(block)}
     for name, process in world.customers.answered.items():
         served = served_between(watch.courses[process], *world.customers.times[name])
         given = {span.version for span in recorded[name].spans} if name in recorded else set()
@@ -226,9 +230,9 @@ def check_choices(world: World, log: Logged) -> None:
 
 def check_customers(world: World, log: Logged) -> None:
     customers = world.customers
-    recorded = {one.id: one for _, block in log[topics.EXPERIENCES.name] for one in members_of(block)}
-    for name, one in recorded.items():
-        if session_of(one.group) in customers.private:
+    recorded = {member.id: member for _, block in log[topics.EXPERIENCES.name] for member in members_of(block)}
+    for name, item in recorded.items():
+        if session_of(item.group) in customers.private:
             world.watch.complain("consent", f"{name} is in the log, and its customer did not agree")
     for name, text in customers.texts.items():
         if name in recorded and recorded[name].messages[-1].content != text:

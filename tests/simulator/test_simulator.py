@@ -65,7 +65,7 @@ def test_a_fault_of_the_simulation_itself_is_a_violation(tmp_path: Path) -> None
     world = World(draw_scenario(1), Mixture(), tmp_path)
     world.loop.call_later(1.0, broken, context=world.cluster.context)
     world.run()
-    assert ["LookupError('in the broker')" in one.what for one in world.watch.violations] == [True]
+    assert ["LookupError('in the broker')" in violation.what for violation in world.watch.violations] == [True]
 
 
 @pytest.mark.full
@@ -152,7 +152,7 @@ def test_customers_get_what_was_decided_as_far_as_it_was_heard_whoever_was_overt
         assert not outcome.violations, outcome.words()
         seen.update(outcome.seen)
         seed += 1
-    assert all(seen[f"answers of {one}"] and seen[f"{one} there at the end"] for one in ("serve", "canary"))
+    assert all(seen[f"answers of {item}"] and seen[f"{item} there at the end"] for item in ("serve", "canary"))
     assert seen["promoted"] and seen["held"] and seen["rolled_back"] and seen["pinned"]
 
 
@@ -199,9 +199,9 @@ def test_every_planted_bug_is_found_and_the_source_without_it_is_clean() -> None
     command = [sys.executable, "-m", "tests.simulator.hunt"]
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert said.returncode == 0, said.stdout + said.stderr
-    found = {one["bug"]: one for one in map(json.loads, said.stdout.splitlines())}
+    found = {word["bug"]: word for word in map(json.loads, said.stdout.splitlines())}
     assert sorted(found) == NAMES
-    wrong = [one for one in found.values() if one["seed"] < 0 or one["clean"] is not True]
+    wrong = [record for record in found.values() if record["seed"] < 0 or record["clean"] is not True]
     assert not wrong, said.stderr
 
 
@@ -265,7 +265,7 @@ def test_processes_are_shuffled_and_each_keeps_its_order() -> None:
             await asyncio.sleep(1)
 
         loop.run_until_complete(main(loop, ran, contexts))
-        assert [one for one in ran if one[0] == 0] == [(0, 0), (0, 1)]
+        assert [item for item in ran if item[0] == 0] == [(0, 0), (0, 1)]
         orders.add(tuple(ran))
     assert len(orders) > 2
 

@@ -156,7 +156,7 @@ class RunWatch:
             return
         value = self.read(record.value)
         if isinstance(value, Block) and topic != "verified":
-            self.acknowledged.update(one.id for one in value.experiences)
+            self.acknowledged.update(member.id for member in value.experiences)
         elif isinstance(value, DropMarker) and value.stage == "explore":
             self.acknowledged_stubs.add(value.id)
 
@@ -210,10 +210,10 @@ class RunWatch:
             self.complain(promise, f"{name}: {process.name} began after it was in the log, and sent it again")
 
     def _experiences(self, block: Block) -> None:
-        for one in block.experiences:
-            sampled = (one.tokens.tobytes(), one.logprobs.tobytes())
-            if self._sampled.setdefault(one.id, sampled) != sampled:
-                self.complain("I2 an id has one content", f"{one.id} was sampled twice")
+        for member in block.experiences:
+            sampled = (member.tokens.tobytes(), member.logprobs.tobytes())
+            if self._sampled.setdefault(member.id, sampled) != sampled:
+                self.complain("I2 an id has one content", f"{member.id} was sampled twice")
 
     def _batch(self, process: Process, batch: Batch) -> None:
         pacing = self.scenario.floor.pacing
@@ -309,7 +309,7 @@ def content_of(tensors: Mapping[str, Tensor]) -> str:
 def described(value: object) -> str:
     """A record in a line, without what depends on the machine."""
     if isinstance(value, Block):
-        return "block " + " ".join(f"{one.id}r{one.revision}" for one in value.experiences)
+        return "block " + " ".join(f"{member.id}r{member.revision}" for member in value.experiences)
     if isinstance(value, Progress):
         return f"progress {value.role} {value.state}"
     if isinstance(value, PolicyEvent):
@@ -320,7 +320,7 @@ def described(value: object) -> str:
             f"task {value.id} {value.issued and (value.issued.group, value.issued.attempt, value.issued.min_version)}"
         )
     if isinstance(value, Batch):
-        items = " ".join(f"{one.id}r{one.revision}u{one.use}" for one in value.items)
+        items = " ".join(f"{item.id}r{item.revision}u{item.use}" for item in value.items)
         return f"batch step={value.step} version={value.version} token={value.token} {value.phase} {items}"
     if isinstance(value, Fence):
         return f"fence token={value.token}"

@@ -191,7 +191,7 @@ class World:
     def _unwritten(self) -> list[str]:
         owed = [name for name, process in self.customers.answered.items() if self._is_owed(process)]
         read, records = self.watch.read, self.records
-        stored = {one.id for record in records(topics.EXPERIENCES) for one in members_of(read(record.value))}
+        stored = {member.id for record in records(topics.EXPERIENCES) for member in members_of(read(record.value))}
         heard = {getattr(read(record.value), "id", "") for record in records(topics.FEEDBACK)}
         return [name for name in owed if name not in stored] + sorted(self.customers.accepted - heard)
 
@@ -210,7 +210,7 @@ class World:
         events += [self._crash] * mixture.crashes + [self._terminate] * (mixture.crashes // 2)
         for event in events:
             at_s = random.random() * (FAULTS_S - 1.0)
-            focused = [one for one in self.slots if mixture.focus and one.name.startswith(mixture.focus)]
+            focused = [slot for slot in self.slots if mixture.focus and slot.name.startswith(mixture.focus)]
             slot = random.choice(focused if focused and random.random() < 0.8 else self.slots)
             self._later(at_s, functools.partial(event, slot))
 
@@ -317,10 +317,10 @@ class World:
         error = None if task.cancelled() else task.exception()
         found = causes(error) if error is not None else []
         self.watch.note(f"{process.name} ended: {[type(one).__name__ for one in found]}")
-        for one in found:
-            self.watch.seen[type(one).__name__] += 1
-            if not isinstance(one, (*ENDINGS, Killed)) and not process.is_dead:
-                self.watch.complain("roles end only for what they cannot mend", f"{process.name}: {one!r}")
+        for found_item in found:
+            self.watch.seen[type(found_item).__name__] += 1
+            if not isinstance(found_item, (*ENDINGS, Killed)) and not process.is_dead:
+                self.watch.complain("roles end only for what they cannot mend", f"{process.name}: {found_item!r}")
         if error is None and not process.is_dead:
             self.ended_well.add(process)
         self.kill(process)

@@ -19,7 +19,7 @@ from streams.stages.chain_builder import build_collect, build_tasks, build_verif
 from streams.stages.driver import WindowDriver
 from streams.stages.tasks_stage import TaskStage
 from streams.stages.verify import Verifier
-from streams.worker import rules_of
+from streams.worker import collect_rules
 
 STAGES: tuple[tuple[Topic, str], ...] = (
     (TASKSET_RAW, "tasks"), (EXPERIENCES, "verify"), (EXPERTS, "verify"), (VERIFIED, "collect"),
@@ -50,7 +50,9 @@ async def work(log: Log, config: StreamsConfig, folder: Path, *, limit: int = 64
     async with asyncio.TaskGroup() as tasks:
         for topic, stage in STAGES:
             if stage == "collect":
-                settings = CollectSettings(folder, rules_of(Floor(app=log.app), config), build_collect(config, model))
+                settings = CollectSettings(
+                    folder, collect_rules(Floor(app=log.app), config), build_collect(config, model)
+                )
                 group, name = log.group(stage), log.name(topic)
 
                 async def committed(partition: int, group: str = group, name: str = name) -> int:

@@ -168,8 +168,8 @@ async def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> 
             await driver.accept(delivery)
         await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
         sent = await values(log, VERIFIED)
-        assert [one.experiences[0].episode for one in sent if isinstance(one, Block)] == [0, 1]
-        assert not any(isinstance(one, DropMarker) for one in sent)
+        assert [sent_block.experiences[0].episode for sent_block in sent if isinstance(sent_block, Block)] == [0, 1]
+        assert not any(isinstance(sent_block, DropMarker) for sent_block in sent)
         (dead,) = await values(log, DEAD_LETTERS)
         assert isinstance(dead, DeadLetter)
         assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")
@@ -269,7 +269,7 @@ def test_kept_members_go_on_in_one_block_and_dropped_ones_leave_a_stub() -> None
     (kept,) = result.first
     assert kept.topic is VERIFIED
     assert isinstance(kept.record, Block)
-    assert [one.episode for one in kept.record.experiences] == [0, 2]
+    assert [member.episode for member in kept.record.experiences] == [0, 2]
     stubs = [output.record for output in result.then]
     assert stubs == [
         DropMarker(
@@ -302,7 +302,7 @@ def test_eval_answers_go_to_evals_and_are_never_dropped() -> None:
     (output,) = result.first
     assert output.topic is EVALS
     assert isinstance(output.record, Block)
-    assert [one.failure for one in output.record.experiences] == ["", "odd"]
+    assert [member.failure for member in output.record.experiences] == ["", "odd"]
     assert output.record.experiences[1].scores == ()
     assert result.then == ()
 
@@ -312,7 +312,10 @@ def test_bad_frames_and_strange_records_are_dead_lettered() -> None:
     strange = asyncio.run(Verifier([]).handle(message_of(Tick(partition=0, due_ms=1))))
     letters = [output.record for result in (bad, strange) for output in result.then]
     assert [output.topic for result in (bad, strange) for output in result.then] == [DEAD_LETTERS, DEAD_LETTERS]
-    assert [one.reason for one in letters if isinstance(one, DeadLetter)] == ["bad frame", "unexpected record"]
+    assert [dead_letter.reason for dead_letter in letters if isinstance(dead_letter, DeadLetter)] == [
+        "bad frame",
+        "unexpected record",
+    ]
     assert "checksum" in letters[0].error  # type: ignore[union-attr]
 
 

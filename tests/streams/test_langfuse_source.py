@@ -61,7 +61,7 @@ class SourceRounds:
             self.known = await take_round(self.source, client, self.known, self.log, self.metrics, self.state)
 
     async def said(self) -> list[tuple[str, float | None]]:
-        return [(one.id.partition("@")[0], one.value) for one in (await stored(self.log))[0]]
+        return [(record.id.partition("@")[0], record.value) for record in (await stored(self.log))[0]]
 
 
 def read(score: dict[str, Any], **options: Any) -> Feedback | None:
@@ -72,8 +72,8 @@ def read(score: dict[str, Any], **options: Any) -> Feedback | None:
 
 def test_a_score_becomes_feedback_of_its_kind_on_the_answer_that_it_names() -> None:
     def said(value: object, kind: str, **options: Any) -> tuple[object, ...] | None:
-        one = read({"value": value, "dataType": kind, **NAMED}, **options)
-        return None if one is None else (one.ref, one.type, one.value, one.text)
+        item = read({"value": value, "dataType": kind, **NAMED}, **options)
+        return None if item is None else (item.ref, item.type, item.value, item.text)
 
     assert said(0.25, "NUMERIC") == (REF, "value", 0.25, None)
     assert said(4, "NUMERIC", lowest=1.0, highest=5.0) == (REF, "value", 0.75, None)
@@ -92,8 +92,8 @@ def test_an_answer_is_named_in_the_metadata_or_by_what_the_score_is_of() -> None
         {"subject": {"kind": "session", "id": REF}},
         {"metadata": {"answer_id": 7}, "subject": {"kind": "observation", "id": REF, "traceId": "0af7"}},
     ):
-        one = read({**value, **named, "authorUserId": "ann"})
-        assert one is not None and (one.ref, one.rater, one.id) == (REF, "ann", "s@t")
+        item = read({**value, **named, "authorUserId": "ann"})
+        assert item is not None and (item.ref, item.rater, item.id) == (REF, "ann", "s@t")
     for unnamed in (
         {},
         {"metadata": None, "subject": None},
@@ -204,8 +204,8 @@ async def test_a_score_that_makes_no_sense_is_a_dead_letter_and_the_next_goes_on
     fake.score("good", 1.0, **NAMED)
     await reader.round()
     said, dead = await stored(reader.log)
-    assert [one.id.partition("@")[0] for one in said] == ["good"]
-    assert [(one.topic, one.reason) for one in dead] == [
+    assert [word.id.partition("@")[0] for word in said] == ["good"]
+    assert [(letter.topic, letter.reason) for letter in dead] == [
         ("langfuse:csat", "event invalid"), ("langfuse:csat", "event failed"), ("langfuse:csat", "event failed"),
     ]  # fmt: skip
     assert "from 0 to 1" in dead[0].error and b"bad" in dead[0].value
@@ -340,10 +340,10 @@ async def test_a_topic_that_a_collector_writes_is_read_event_by_event(tmp_path: 
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     dead = (await stored(log))[1]
-    reasons = sorted((one.offset, one.reason) for one in dead)
+    reasons = sorted((letter.offset, letter.reason) for letter in dead)
     assert reasons == [(0, "event invalid"), (1, "event failed"), (2, "event invalid")]
     assert metrics.counters()["feedback_events{outcome=ignored,source=helpful}"] == 1
-    (letter,) = [one for one in dead if one.offset == 0]
+    (letter,) = [letter for letter in dead if letter.offset == 0]
     assert split_otlp(letter.value) == [letter.value] and b'"3"' in letter.value, "one event, to be delivered again"
 
 

@@ -68,7 +68,7 @@ async def test_a_duplicate_after_a_restart_is_still_a_duplicate() -> None:
         await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[:2]])
         await drive(log, verifier(dedupe), [KeptDelivery(record) for record in records[2:]])
         sent = await values(log, VERIFIED)
-        assert [one.group for one in sent if isinstance(one, Block)] == ["a.0", "b.0"]
+        assert [sent_block.group for sent_block in sent if isinstance(sent_block, Block)] == ["a.0", "b.0"]
 
 
 async def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handled() -> None:
@@ -87,8 +87,10 @@ async def test_a_rebalance_rebuilds_the_memory_before_the_first_record_is_handle
             for delivery in again:
                 await driver.accept(delivery)
             await until(lambda: all(delivery.is_acknowledged for delivery in again))
-        sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
-        assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(6)}
+        sent = [record.experiences[0] for record in await values(log, VERIFIED) if isinstance(record, Block)]
+        assert {sent_block.group: sent_block.score("number") for sent_block in sent} == {
+            f"g{n}.0": float(n) for n in range(6)
+        }
 
 
 async def test_reading_back_ends_where_the_memory_reaches() -> None:
@@ -115,8 +117,10 @@ async def test_memories_see_records_in_log_order_whatever_overtakes_before() -> 
             await log.publish(EXPERIENCES, block(answer(f"g{number}.0", number % 2)))
         deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
         await drive(log, verifier(slow_if_odd, numbered), deliveries)
-        sent = [one.experiences[0] for one in await values(log, VERIFIED) if isinstance(one, Block)]
-        assert {one.group: one.score("number") for one in sent} == {f"g{n}.0": float(n) for n in range(12)}
+        sent = [record.experiences[0] for record in await values(log, VERIFIED) if isinstance(record, Block)]
+        assert {sent_block.group: sent_block.score("number") for sent_block in sent} == {
+            f"g{n}.0": float(n) for n in range(12)
+        }
 
 
 async def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
@@ -146,21 +150,21 @@ def traffic(seed: int) -> list[Block]:
         cut = chosen.randrange(1, 4)
         blocks += [block(*members[:cut]), block(*members[cut:])]
     again = [blocks[chosen.randrange(len(blocks))] for _ in range(30)]
-    for one in again:
-        blocks.insert(chosen.randrange(blocks.index(one) + 1, len(blocks) + 1), one)
+    for item in again:
+        blocks.insert(chosen.randrange(blocks.index(item) + 1, len(blocks) + 1), item)
     return blocks
 
 
 async def contents(log: Log) -> dict[str, tuple[object, ...]]:
     """`verified` by id, as a reader sees it that knows each id once; two contents under one id fail."""
     found: dict[str, tuple[object, ...]] = {}
-    for one in await values(log, VERIFIED):
-        if isinstance(one, Block):
-            for member in one.experiences:
+    for record in await values(log, VERIFIED):
+        if isinstance(record, Block):
+            for member in record.experiences:
                 seen: tuple[object, ...] = (member.scores, member.stamps, member.tokens.tolist())
                 assert found.setdefault(member.id, seen) == seen
-        elif isinstance(one, DropMarker):
-            assert found.setdefault(one.id, (one.reason, one.processor)) == (one.reason, one.processor)
+        elif isinstance(record, DropMarker):
+            assert found.setdefault(record.id, (record.reason, record.processor)) == (record.reason, record.processor)
     return found
 
 

@@ -122,8 +122,8 @@ async def log_with(*, answered: bool) -> tuple[Log, Keys, MemoryStore]:
     log = Log(MemoryBus(), "bot", store=store)
     await log.create_topics(partitions=1, keep_ms=3_600_000)
     if answered:
-        one = answer(ASKED, 0, size=1, lane="live")
-        await log.publish(VERIFIED, block(msgspec.structs.replace(one, scores=(), tenant="acme")))
+        member = answer(ASKED, 0, size=1, lane="live")
+        await log.publish(VERIFIED, block(msgspec.structs.replace(member, scores=(), tenant="acme")))
     assert log.keys is not None
     await log.publish(FEEDBACK, correction(log.keys))
     return log, log.keys, store
@@ -138,7 +138,7 @@ async def collected(log: Log, folder: Path) -> tuple[list[Block], dict[str, floa
     folded, _ = await collector.fold(records)
     await collector.save()
     collector.close()
-    return [sent for one in folded for decision in one.decisions for sent in decision.blocks], metrics.counters()
+    return [sent for result in folded for decision in result.decisions for sent in decision.blocks], metrics.counters()
 
 
 def test_an_edit_is_learned_from_and_lies_nowhere_in_the_clear(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_an_edit_is_learned_from_and_lies_nowhere_in_the_clear(tmp_path: Path) -
         (said,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
         assert said.text is not None and legible(said, keys).text == WRITTEN
         sent, _ = await collected(log, tmp_path)
-        expert = [one for made in sent for one in made.experiences if one.lane == "expert"]
-        assert [one.messages[-1].content for one in expert] == [WRITTEN]
+        expert = [member for made in sent for member in made.experiences if member.lane == "expert"]
+        assert [item.messages[-1].content for item in expert] == [WRITTEN]
         assert b"WILHELMINA" not in await everything(log)
 
     asyncio.run(check())
@@ -162,7 +162,7 @@ async def test_an_edit_whose_key_is_destroyed_is_counted_and_teaches_nothing(tmp
     await heard(log)
     keys.destroy(SESSION)
     sent, counters = await collected(log, tmp_path)
-    assert not [one for made in sent for one in made.experiences if one.lane in ("expert", "human")]
+    assert not [member for made in sent for member in made.experiences if member.lane in ("expert", "human")]
     assert counters["dropped{reason=forgotten}"] >= 1
 
 
@@ -258,9 +258,9 @@ async def forgotten(log: Log, folder: Path) -> None:
 
 
 async def written(log: Log) -> tuple[Feedback, DeadLetter]:
-    (one,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
+    (message,) = [m.value async for m in log.read_all(VERIFIED) if isinstance(m.value, Feedback)]
     (letter,) = [m.value async for m in log.read_all(DEAD_LETTERS) if isinstance(m.value, DeadLetter)]
-    return one, letter
+    return message, letter
 
 
 @pytest.mark.parametrize("way", ["webhook", "topic", "file"])
@@ -270,8 +270,8 @@ async def test_what_an_event_says_is_in_no_topic_in_the_clear_and_cannot_be_read
     async with answered(tmp_path / "gateway") as (served, answer):
         log = served.log
         metrics = await said(way, served, answer, log)
-        one, letter = await written(log)
-        assert legible(one, log.keys).text == "it should say WILHELMINA, ask [email]"
+        item, letter = await written(log)
+        assert legible(item, log.keys).text == "it should say WILHELMINA, ask [email]"
         assert letter.error == "note failed: ValueError", "an exception may repeat what was written"
         assert metrics.counters()["feedback_events{outcome=failed,source=note}"] == 1
         found = await everything(log)
@@ -280,7 +280,7 @@ async def test_what_an_event_says_is_in_no_topic_in_the_clear_and_cannot_be_read
         assert not [word for word in (b"WILHELMINA", b"ada@", b"bob@", b"ann@") if word in found]
         await forgotten(log, tmp_path)
         later = Log(log.bus, "test", store=served.store)
-        assert legible(one, later.keys).text == FORGOTTEN
+        assert legible(item, later.keys).text == FORGOTTEN
         if way == "webhook":
             again = Metrics("process")
             await heard_events(EventSource(name="note", function=note), later, again, group="later")

@@ -141,7 +141,7 @@ async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters
     values = [ticket(id="1", csat=1), b"{", b"{}", ticket(id="2", csat=5)]
     await publish_events(source(), events(*values), log, metrics)
     said, (dead,) = await stored(log)
-    assert [one.id for one in said] == ["1", "2"]
+    assert [word.id for word in said] == ["1", "2"]
     assert (dead.topic, dead.offset, dead.stage, dead.reason) == (
         "zendesk.closed",
         1,
@@ -159,7 +159,7 @@ async def test_feedback_goes_to_verified_in_order_and_bad_events_to_dead_letters
 async def until(log: Log, ids: Sequence[str]) -> None:
     async with asyncio.timeout(20):
         while True:
-            if [one.id for one in (await stored(log))[0]] == list(ids):
+            if [record.id for record in (await stored(log))[0]] == list(ids):
                 return
             await asyncio.sleep(0.02)
 
@@ -202,7 +202,7 @@ def test_a_topic_that_is_not_there_is_waited_for_while_other_sources_go_on_and_i
 
     caplog.set_level(logging.INFO)
     asyncio.run(scene())
-    told = [one.getMessage() for one in caplog.records if one.name == "streams.sources.topic"]
+    told = [record.getMessage() for record in caplog.records if record.name == "streams.sources.topic"]
     assert [line.split()[0] for line in told] == ["feedback_topic_missing", "feedback_topic_there"]
     assert "headrace topic create zendesk.closed" in told[0]
 
@@ -301,7 +301,7 @@ async def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None
         reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
         listening = EventSource(name="csat", function=csat, topic="tickets")
         assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
-        assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
+        assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
 
 
 async def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() -> None:
@@ -311,7 +311,7 @@ async def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() ->
         reader = await log.assigned(FEEDBACK, {at.partition: at.offset}, group="g")
         by_path = {FEEDBACK_PATH: EventSource(name="user", function=csat, webhook=FEEDBACK_PATH)}
         assert await received_once(by_path, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
-        assert [type(one) for one in await values(log, VERIFIED)] == [Feedback]
+        assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
 
 
 ANSWERED = "hr-bcdfhjklmnqrtvwzbcdfhjkl.7-3-0"
@@ -375,13 +375,13 @@ def test_what_only_looks_like_a_seal_harms_nobody_but_who_sent_it(forged: str) -
     found, dead = asyncio.run(
         read([said(value=1, kind="value", rater=forged), whole, said(value=0, kind="value")], USER, source)
     )
-    assert [one.value for one in found] == [0.0] and len(dead) <= 2
+    assert [found_item.value for found_item in found] == [0.0] and len(dead) <= 2
 
 
 def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> None:
     found, dead = asyncio.run(read([Received(path="/gone", body=b"{}", id="x"), said(value=1, kind="value")], USER))
     assert len(found) == 1
-    assert [(one.reason, "/gone" in one.error) for one in dead] == [("no source for this webhook", True)]
+    assert [(letter.reason, "/gone" in letter.error) for letter in dead] == [("no source for this webhook", True)]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_source_that_listens_nowhere_or_twice_is_refused(where: dict[str, str]
 
 
 def test_two_sources_of_one_webhook_are_refused() -> None:
-    one = {"use": f"{HERE}:csat", "from": {"webhook": "/z", "secret_env": "X"}}
-    config = decode({"feedback": [{"name": "a", **one}, {"name": "b", **one}]}, StreamsConfig, "x.toml")
+    item = {"use": f"{HERE}:csat", "from": {"webhook": "/z", "secret_env": "X"}}
+    config = decode({"feedback": [{"name": "a", **item}, {"name": "b", **item}]}, StreamsConfig, "x.toml")
     with pytest.raises(ConfigError, match="listens to"):
         build_sources(config.feedback, Path())

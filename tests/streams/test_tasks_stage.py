@@ -38,8 +38,8 @@ def config(**tables: Any) -> StreamsConfig:
     return decode(tables, StreamsConfig, "bot.toml")
 
 
-def message(one: Task, offset: int) -> LogMessage:
-    return LogMessage(Record("app.taskset.raw", offset % 2, offset, 1, b"", encode(one)), value=one)
+def message(given_task: Task, offset: int) -> LogMessage:
+    return LogMessage(Record("app.taskset.raw", offset % 2, offset, 1, b"", encode(given_task)), value=given_task)
 
 
 def through(*tasks: Task, stage: TaskStage | None = None, **tables: Any) -> list[tuple[str, object]]:
@@ -48,8 +48,8 @@ def through(*tasks: Task, stage: TaskStage | None = None, **tables: Any) -> list
 
     async def run() -> list[tuple[str, object]]:
         found = []
-        for offset, one in enumerate(tasks):
-            result = await stage.handle(message(one, offset))
+        for offset, given_task in enumerate(tasks):
+            result = await stage.handle(message(given_task, offset))
             assert result.num_in == 1 and result.num_out == len(result.first)
             found += [(output.topic.name, output.record) for output in (*result.first, *result.then)]
         return found
@@ -59,7 +59,7 @@ def through(*tasks: Task, stage: TaskStage | None = None, **tables: Any) -> list
 
 def ids(outputs: list[tuple[str, object]]) -> list[str]:
     """Ids that went on, and "reason: …" of those that did not."""
-    return [one.id if isinstance(one, Task) else f"{one.reason}: {one.error}" for _, one in outputs]  # type: ignore[attr-defined]
+    return [output.id if isinstance(output, Task) else f"{output.reason}: {output.error}" for _, output in outputs]  # type: ignore[attr-defined]
 
 
 @processor(version=1)
@@ -130,7 +130,7 @@ def test_questions_are_remembered_across_a_restart() -> None:
         stage.forget()
         await log.publish(TASKSET, task("c", "1+1="))
         second = await stage.handle(message(task("d", "1+1="), 1))
-        return [one.record.error for one in (*first.then, *second.then)]  # type: ignore[union-attr]
+        return [output.record.error for output in (*first.then, *second.then)]  # type: ignore[union-attr]
 
     assert asyncio.run(run()) == ["task b: the same question as a", "task d: the same question as c"]
 
@@ -196,7 +196,7 @@ def test_difficulty_comes_from_the_success_rate_a_task_brings() -> None:
         task("d", "4", meta={"pass": "often"}), task("e", "5", difficulty=0.5, meta={"pass": 0.1}),
         task("f", "6", split="held-out", meta={"pass": 1.0}), tasks=limits,
     )  # fmt: skip
-    kept = {one.id: one.difficulty for _, one in found if isinstance(one, Task)}
+    kept = {found_item.id: found_item.difficulty for _, found_item in found if isinstance(found_item, Task)}
     assert kept == {"a": 0.75, "d": None, "e": 0.5, "f": 0.0}
     assert ids(found)[1:3] == [
         "too easy: difficulty 0, expected 0.1 or more",
@@ -209,15 +209,15 @@ def test_variations_name_their_parent_keep_its_answer_and_are_never_varied() -> 
     system = Message(role="system", content="Be brief.")
     parent = Task(id="a", messages=(system, Message(role="user", content="1+1?")), answer="2")
     found = through(parent, task("h", split="held-out"), task("a-v0", "Think: 1+1?", parent="a"), tasks=vary)
-    kept = [one for _, one in found if isinstance(one, Task)]
-    assert [(one.id, one.parent, one.messages[-1].content) for one in kept] == [
+    kept = [found_item for _, found_item in found if isinstance(found_item, Task)]
+    assert [(member.id, member.parent, member.messages[-1].content) for member in kept] == [
         ("a", "", "1+1?"),
         ("a-v0", "a", "Think: 1+1?"),
         ("a-v1", "a", "1+1? Answer:"),
         ("h", "", "37+45="),
         ("a-v0", "a", "Think: 1+1?"),
     ]
-    assert all(one.messages[0] == system and one.answer == "2" for one in kept[:3])
+    assert all(member.messages[0] == system and member.answer == "2" for member in kept[:3])
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -245,7 +245,7 @@ def test_a_model_writes_variations_and_its_absence_loses_no_task(away: bool) -> 
 
     original, *made = asyncio.run(run())
     assert original == task("a", "1+1?", "2")
-    assert [(one.id, one.messages[0].content, one.parent) for one in made] == (
+    assert [(item.id, item.messages[0].content, item.parent) for item in made] == (
         [] if away else [("a-v0", "One plus one?", "a")]
     )
 

@@ -24,7 +24,7 @@ from schemas import Block, Closure, Experience, Message, Progress
 from schemas.errors import BrokerUnavailable, StoreError
 from schemas.experience import pair_fault
 from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, VERIFIED
-from streams.collect.fold import chain_of, fold
+from streams.collect.fold import fold, make_chain
 from streams.collect.inbox import CollectDriver
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
@@ -33,7 +33,7 @@ from streams.stages.driver import WindowDriver
 from streams.stages.hosted import BrokerLogin, HostedStage
 from streams.stages.stage import EXIT_BROKER, EXIT_BUG, end_for, process_exit
 from streams.stages.verify import Verifier
-from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, report, rules_of, watch
+from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, collect_rules, report, watch
 from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
 from tests.streams.collect.collecting import RULES, FakePartition, answer, block
@@ -140,7 +140,7 @@ def test_feedback_tables_become_the_rules_of_collect() -> None:
         ],
         "collect": {"deadline_s": 60},
     }
-    rules = rules_of(Floor(app="bot", keep=Keep(replay="2d")), decode(table, StreamsConfig, "bot.toml"))
+    rules = collect_rules(Floor(app="bot", keep=Keep(replay="2d")), decode(table, StreamsConfig, "bot.toml"))
     assert (rules.deadline_ms, rules.keep_ms) == (60_000, 172_800_000)
     assert (rules.sources["csat"].window_ms, rules.sources["csat"].default) == (7_200_000, 0.5)
     assert (rules.sources["edit"].default, rules.sources["edit"].late) == (None, "retrain")
@@ -211,7 +211,7 @@ def test_a_group_of_an_idle_partition_is_closed_in_time_whatever_the_machines_cl
         took_ms = loop.run_until_complete(closed_after_ms())
     rules = settings(tmp_path).rules
     assert rules.deadline_ms <= took_ms <= rules.deadline_ms + 10_000
-    said = [one.getMessage() for one in caplog.records if "clock_off" in one.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "clock_off" in record.getMessage()]
     assert said == ([f"clock_off seconds={off_ms // 1000}: stages go by the broker's clock"] if off_ms else [])
 
 
@@ -264,12 +264,12 @@ def verified(experiences: tuple[Experience, ...]) -> tuple[Experience, ...]:
 def test_a_pair_reaches_the_buffer_whole_and_unjudged() -> None:
     kept = verified(pair().experiences)
     arrival = FakePartition().append(Block(kept))
-    result = asyncio.run(fold(State(), arrival, RULES, chain_of(build_collect(CONFIG))))
+    result = asyncio.run(fold(State(), arrival, RULES, make_chain(build_collect(CONFIG))))
     (decision,) = result.decisions
     assert (decision.closure.outcome, decision.closure.experiences, decision.closure.lane) == ("buffered", 2, "human")
     (block,) = decision.blocks
     assert pair_fault(block.experiences) == ""
-    assert [(one.reward, one.advantage, one.scores) for one in block.experiences] == [(None, None, ())] * 2
+    assert [(member.reward, member.advantage, member.scores) for member in block.experiences] == [(None, None, ())] * 2
 
 
 class ProcessEnded(BaseException):

@@ -24,7 +24,7 @@ from infra.settings.plugin import add_plugin_folders, check_names, find, option_
 from schemas.errors import ConfigError
 from streams.config import FeedbackConfig
 from streams.sources.event import EventSource
-from streams.sources.langfuse import keys_of
+from streams.sources.langfuse import read_keys
 
 NOT_SAID = (
     "not tried: whether topics are there, rights of broker and bucket; headrace check --connect tries them",
@@ -280,7 +280,7 @@ def check_secrets(settings: Settings, sources: Sequence[EventSource]) -> None:
         read_webhooks(settings)
     for source in sources:
         if source.langfuse is not None:
-            keys_of(source)
+            read_keys(source)
 
 
 def check_engine(settings: Settings, use: Use, where: str) -> list[str]:

@@ -20,11 +20,11 @@ from infra.settings.config import duration_s
 from schemas import DropMarker, Experience, Feedback, Span
 from schemas.errors import ConfigError
 from schemas.ids import group_of
-from streams.collect.feedback import answer_of, is_labelled, take_feedback
+from streams.collect.feedback import is_labelled, named_answer, take_feedback
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
 from streams.collect.rules import Rules, due_ms
-from streams.collect.turns import NO_TURN, depth_of
-from streams.worker import rules_of
+from streams.collect.turns import NO_TURN, turn_depth
+from streams.worker import collect_rules
 from trainer.batch.assemble import PACED
 
 SHOWN_IDS = 10
@@ -221,7 +221,7 @@ def waits_for(answer: AnswerTrace, settings: Settings, now_ms: int) -> str:
         return "it waits to be verified and scored by process"
     if any(closure.attempt == answer.judged.attempt for _, closure in answer.closures):
         return ""
-    return waits_for_close(answer.judged, answer.arrived, rules_of(settings, settings.streams()), now_ms)
+    return waits_for_close(answer.judged, answer.arrived, collect_rules(settings, settings.streams()), now_ms)
 
 
 def waits_for_step(answer: AnswerTrace, settings: Settings) -> str:
@@ -250,7 +250,7 @@ def waits_for_close(judged: Experience, arrived: Arrivals, rules: Rules, now_ms:
     ]
     if judged.lane in rules.waiting and silent and until_ms > now_ms:
         return f"it waits for {' and '.join(silent)} {until}"
-    if depth_of(judged) != NO_TURN and rules.session_ms:
+    if turn_depth(judged) != NO_TURN and rules.session_ms:
         return f"it waits for the rest of its session, until none of it came for {rules.session_ms / 1000:g} s"
     return "it is closed by process with the next record it reads"
 
@@ -260,7 +260,7 @@ def group_as_it_is(judged: Experience, arrived: Arrivals) -> Group:
     group, number = Group(group_of(judged.id)), judged.attempt
     for place, (time_ms, record) in enumerate(arrived):
         if isinstance(record, Feedback):
-            on_answer = group.feedback.setdefault(answer_of(record.ref), AnswerFeedback())
+            on_answer = group.feedback.setdefault(named_answer(record.ref), AnswerFeedback())
             take_feedback(on_answer, LoggedFeedback(record, place, time_ms))
         elif record.attempt == number:
             first = Attempt(number, record.group_size, judged.lane, judged.sequence, time_ms)

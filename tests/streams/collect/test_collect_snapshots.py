@@ -24,7 +24,7 @@ from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
-from streams.collect.snapshots import MAX_ROWS, closed_parts, series_of
+from streams.collect.snapshots import MAX_ROWS, closed_parts, series_name
 from tests.names import session_name
 from tests.stored import newest
 from tests.streams.collect.collecting import answer, block, said, stub, tick
@@ -33,7 +33,7 @@ from tests.streams.deliveries import values
 DAY_MS = 86_400_000
 SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5, per_rater=6, within_ms=600)
 RULES = Rules(deadline_ms=300, keep_ms=10 * DAY_MS, sources={"csat": SOURCE}, session_ms=150, session_turns=5)
-SERIES = series_of("app", 0)
+SERIES = series_name("app", 0)
 STEP_MS = 20
 
 
@@ -41,16 +41,16 @@ def group_of(session: int, number: int) -> str:
     return request_group(session_name("acme", f"chat-{session}"), 7, number)
 
 
-def record_of(kind: str, one: int, other: int) -> Block | Control:
+def record_of(kind: str, item: int, other: int) -> Block | Control:
     if kind == "turn":
-        made = answer(group_of(one, other), 0, size=1, lane="live")
+        made = answer(group_of(item, other), 0, size=1, lane="live")
         return block(msgspec.structs.replace(made, turn=1 + 2 * other))
     if kind == "said":
         type = "retraction" if other == 4 else "value"
-        return said(f"hr-{group_of(one, other % 3)}.0-0-0", other / 5, id=str(other), rater=f"r{other % 2}", type=type)
+        return said(f"hr-{group_of(item, other % 3)}.0-0-0", other / 5, id=str(other), rater=f"r{other % 2}", type=type)
     if kind == "rollout":
-        return block(answer(f"t{one}.0", other % 2, attempt=other // 3))
-    return stub(f"t{one}.0", other % 2) if kind == "stub" else tick()
+        return block(answer(f"t{item}.0", other % 2, attempt=other // 3))
+    return stub(f"t{item}.0", other % 2) if kind == "stub" else tick()
 
 
 class Clock:
@@ -88,13 +88,13 @@ async def opened(log: Log, folder: Path, metrics: Metrics | None = None, committ
 
 async def outcome(log: Log) -> tuple[list[str], list[str], list[str]]:
     """Every closure, block and letter, in an order of their own."""
-    closures = sorted(repr(one) for one in await values(log, PROGRESS) if isinstance(one, Closure))
+    closures = sorted(repr(record) for record in await values(log, PROGRESS) if isinstance(record, Closure))
     blocks = sorted(
-        repr([(one.id, one.revision, one.lane, one.scores, one.turn) for one in sent.experiences])
+        repr([(member.id, member.revision, member.lane, member.scores, member.turn) for member in sent.experiences])
         for sent in await values(log, BUFFER)
         if isinstance(sent, Block)
     )
-    return closures, blocks, sorted(repr(one) for one in await values(log, DEAD_LETTERS))
+    return closures, blocks, sorted(repr(record) for record in await values(log, DEAD_LETTERS))
 
 
 def some(count: int) -> list[tuple[str, int, int]]:
@@ -170,7 +170,9 @@ async def carried_on(
         done = max(collector.next_offset, committed)
         if dies:  # folded and published, and neither saved nor acknowledged
             batch, _ = await collector.fold(inbox[done : done + length])
-            await collector._emit([one for each in batch for one in each.decisions if collector._is_new(one)], [])
+            await collector._emit(
+                [decision for each in batch for decision in each.decisions if collector._is_new(decision)], []
+            )
         else:
             await collector.take(inbox[done : done + length])
             committed = max(committed, collector.next_offset)
@@ -221,13 +223,13 @@ async def test_parts_of_closed_groups_stay_few_and_expire(tmp_path: Path) -> Non
     for number in range(300):
         clock.now_ms += STEP_MS
         await log.publish(VERIFIED, block(*(answer(f"t{number}.0", episode) for episode in range(2))))
-        await collector.take([one.record async for one in log.scan(VERIFIED, {0: number})])
+        await collector.take([message.record async for message in log.scan(VERIFIED, {0: number})])
         await collector.snapshot()
         snapshot = newest(store, SERIES, lambda reason, line: None)
         assert snapshot is not None and snapshot.position == number + 1
         counts.append(len(closed_parts(snapshot)))
     assert max(counts) <= 10 < MAX_ROWS
-    assert snapshot is not None and sum(one.rows for one in closed_parts(snapshot)) <= 400
+    assert snapshot is not None and sum(part.rows for part in closed_parts(snapshot)) <= 400
     assert len(list(store.keys("snapshots/"))) <= 2 * (2 * max(counts) + 3)
     collector.close()
 
@@ -304,7 +306,9 @@ def test_a_snapshot_that_cannot_be_used_is_said_and_counted_and_the_log_is_folde
         second.close()
 
     asyncio.run(run())
-    assert len([one for one in caplog.messages if one.startswith("collect_snapshot_refused partition=0")]) == 1
+    assert (
+        len([message for message in caplog.messages if message.startswith("collect_snapshot_refused partition=0")]) == 1
+    )
 
 
 @pytest.mark.parametrize("count", [1, 9])
@@ -319,7 +323,7 @@ async def test_a_snapshot_of_another_log_is_not_taken_and_goes(count: int, tmp_p
     await second.take(await everything(other))
     for _ in range(3):  # its own are the newest now, though they begin lower
         await second.snapshot()
-    assert [one.position for one in candidates(store, SERIES, lambda reason, line: None)] == [3 * count]
+    assert [item.position for item in candidates(store, SERIES, lambda reason, line: None)] == [3 * count]
     second.close()
 
 
@@ -387,7 +391,7 @@ async def test_a_closed_group_that_lies_in_the_store_alone_is_not_joined_anew_an
     await reader.take((await everything(plain))[:-1])
     await reader.take((await everything(plain))[-1:])
     reader.close()
-    closures = [one for one in (await outcome(log))[0]]
+    closures = [item for item in (await outcome(log))[0]]
     assert closures == (await outcome(plain))[0]
 
 
@@ -400,6 +404,6 @@ async def test_a_block_that_is_gone_ends_the_worker_before_it_decides_without_it
     await log.publish(VERIFIED, tick())
     before = await outcome(log)
     with pytest.raises(NotInLog, match="verified/0 offset"):
-        await second.take([one.record async for one in log.scan(VERIFIED)])
+        await second.take([message.record async for message in log.scan(VERIFIED)])
     second.close()
     assert await outcome(log) == before

@@ -231,8 +231,8 @@ async def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_pat
         collector = await opened(log, tmp_path, committed=2, rules=rules)
         await fold_everything(log, collector)
         collector.close()
-        sent = [one.experiences[0] for one in await values(log, BUFFER) if isinstance(one, Block)]
-        assert [(one.revision, one.score("csat")) for one in sent] == [(0, 0.8), (1, 0.2)]
+        sent = [record.experiences[0] for record in await values(log, BUFFER) if isinstance(record, Block)]
+        assert [(sent_block.revision, sent_block.score("csat")) for sent_block in sent] == [(0, 0.8), (1, 0.2)]
 
 
 async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ async def test_a_forgotten_answer_is_dropped_where_it_waits_and_is_unreadable_in
         subject = subject_name("acme", "ann")
         said_by_ann = (Message(role="user", content="WILHELMINA"), Message(role="assistant", content="yes"))
         for episode in range(2):
-            one = answer("t.0", episode).with_bulk(messages=said_by_ann)
-            sent = sealed(block(msgspec.structs.replace(one, subject=subject)), keys, subject)
+            member = answer("t.0", episode).with_bulk(messages=said_by_ann)
+            sent = sealed(block(msgspec.structs.replace(member, subject=subject)), keys, subject)
             await log.publish(VERIFIED, sent)
         first, last = (message.record for message in await stored(log, VERIFIED))
         collector = await opened(log, tmp_path)

@@ -12,7 +12,7 @@ from schemas import Block, Control, Edit, Experience, Feedback, Span, encode
 from schemas.experience import is_withdrawal, pair_fault, pair_side
 from streams.collect.decision import Decision
 from streams.collect.feedback import FeedbackRules
-from streams.collect.fold import chain_of, fold, wanted
+from streams.collect.fold import fold, make_chain, wanted
 from streams.collect.rules import Rules
 from streams.collect.state import State
 from streams.processors.correct import Correct, answer_start
@@ -50,8 +50,8 @@ STEPS = (make_step("correct", Correct(speller=Letters())), make_step("reward", r
 
 
 def live() -> Block:
-    one = answer("a1b2.0", 0, size=1, lane="live")
-    return block(msgspec.structs.replace(one, scores=(), tenant="acme", subject="ada", key_id="k1"))
+    member = answer("a1b2.0", 0, size=1, lane="live")
+    return block(msgspec.structs.replace(member, scores=(), tenant="acme", subject="ada", key_id="k1"))
 
 
 def edit(text: str, *, id: str, rater: str = "ann", type: str = "correction") -> Feedback:
@@ -63,7 +63,7 @@ BACK = Feedback(ref=REF, id="back", source="csat", rater="ann", type="retraction
 
 def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[Decision]:
     inbox, state, found = FakePartition().extend(records), State(), []
-    chain = chain_of(STEPS)
+    chain = make_chain(STEPS)
     for arrival in inbox.arrivals:
         fetched = {offset: inbox.block_at(offset) for offset in wanted(state, arrival, rules)}
         found += asyncio.run(fold(state, arrival, rules, chain, fetched)).decisions
@@ -71,15 +71,15 @@ def decided(records: Sequence[Block | Control], rules: Rules = RULES) -> list[De
 
 
 def sent(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
-    blocks = [one for decision in decisions for one in decision.blocks]
-    return [one.experiences for one in blocks if one.experiences[0].lane == lane]
+    blocks = [sent_block for decision in decisions for sent_block in decision.blocks]
+    return [sent_block.experiences for sent_block in blocks if sent_block.experiences[0].lane == lane]
 
 
 def held_by_a_trainer(decisions: Sequence[Decision], lane: str) -> list[tuple[Experience, ...]]:
     buffer = Buffer({"live": 1, "expert": 4, "human": 1})
-    for offset, one in enumerate(one for decision in decisions for one in decision.blocks):
-        buffer.add(offset, encode(one), one)
-    return [one.experiences for one in buffer.look_at(buffer.candidates(lane))]  # type: ignore[arg-type]
+    for offset, made in enumerate(sent_block for decision in decisions for sent_block in decision.blocks):
+        buffer.add(offset, encode(made), made)
+    return [item.experiences for item in buffer.look_at(buffer.candidates(lane))]  # type: ignore[arg-type]
 
 
 def test_an_edited_answer_becomes_a_demonstration_and_a_pair_on_the_answers_own_prompt() -> None:
@@ -88,13 +88,13 @@ def test_an_edited_answer_becomes_a_demonstration_and_a_pair_on_the_answers_own_
     ((shown,),), (pair,) = sent(decisions, "expert"), sent(decisions, "human")
     expected = [*original.tokens[: original.num_prompt].tolist(), ord("o"), ord("k"), 2]
     assert shown.tokens.tolist() == expected and shown.spans == (Span(2, 5, -1, ratio=False),)
-    assert pair_fault(pair) == "" and [pair_side(one) for one in pair] == ["chosen", "rejected"]
-    assert [one.tokens.tolist() for one in pair] == [expected, original.tokens.tolist()]
+    assert pair_fault(pair) == "" and [pair_side(member) for member in pair] == ["chosen", "rejected"]
+    assert [member.tokens.tolist() for member in pair] == [expected, original.tokens.tolist()]
     assert shown.response == pair[0].response == "ok" and pair[1].response == original.response
-    for one in (shown, *pair):
-        assert (one.tenant, one.subject, one.key_id) == ("acme", "ada", "k1")
-        assert one.parent == original.id and one.origin == "correct"
-        assert (one.reward, one.advantage, one.scores) == (None, None, ())
+    for member in (shown, *pair):
+        assert (member.tenant, member.subject, member.key_id) == ("acme", "ada", "k1")
+        assert member.parent == original.id and member.origin == "correct"
+        assert (member.reward, member.advantage, member.scores) == (None, None, ())
 
 
 def test_an_edit_gives_its_answer_no_value() -> None:
@@ -113,13 +113,13 @@ def test_a_newer_edit_replaces_what_was_made_of_the_older_one() -> None:
     decisions = decided([live(), edit("ok", id="1"), edit("fine", id="2", rater="bob")])
     ((shown,),), (pair,) = held_by_a_trainer(decisions, "expert"), held_by_a_trainer(decisions, "human")
     assert shown.response == pair[0].response == "fine"
-    assert {one[0].id for one in sent(decisions, "expert")} == {shown.id}
+    assert {decision[0].id for decision in sent(decisions, "expert")} == {shown.id}
 
 
 def test_feedback_that_edits_nothing_makes_no_new_revision_of_the_edit() -> None:
     decisions = decided([live(), edit("ok", id="1"), said(REF, 1.0, id="2")])
-    assert [one[0].revision for one in sent(decisions, "expert")] == [0, 0]
-    assert [one[0].revision for one in sent(decisions, "live")] == [1]
+    assert [decision[0].revision for decision in sent(decisions, "expert")] == [0, 0]
+    assert [decision[0].revision for decision in sent(decisions, "live")] == [1]
 
 
 def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
@@ -127,7 +127,7 @@ def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
     assert held_by_a_trainer(decisions, "expert") == held_by_a_trainer(decisions, "human") == []
     assert all(is_withdrawal(sent(decisions, lane)[-1][0]) for lane in ("expert", "human"))
     again = decided([live(), edit("ok", id="1"), BACK, edit("fine", id="3")])
-    assert [one[0].response for one in held_by_a_trainer(again, "expert")] == ["fine"]
+    assert [item[0].response for item in held_by_a_trainer(again, "expert")] == ["fine"]
 
 
 def test_a_retracted_value_is_taken_back_from_what_was_not_drawn_yet() -> None:
@@ -142,14 +142,14 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     inbox, state, found = FakePartition().extend(records), State(), []
     inbox.append(tick(), after_ms=WINDOW_MS)
     for arrival in inbox.arrivals:
-        found += asyncio.run(fold(state, arrival, given, chain_of(STEPS))).decisions
+        found += asyncio.run(fold(state, arrival, given, make_chain(STEPS))).decisions
     assert [decision.blocks for decision in found] == [()]
 
 
 def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
     inbox, state = FakePartition().extend([edit("ok", id="1")]), State()
     inbox.append(tick(), after_ms=WINDOW_MS)
-    results = [asyncio.run(fold(state, arrival, RULES, chain_of(STEPS))) for arrival in inbox.arrivals]
+    results = [asyncio.run(fold(state, arrival, RULES, make_chain(STEPS))) for arrival in inbox.arrivals]
     assert not any(result.decisions for result in results)
     assert [result.dropped for result in results] == [{}, {"feedback without an answer": 1}]
 
@@ -157,15 +157,15 @@ def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:
     inbox, state = FakePartition().extend([live(), edit("ok", id="1")]), State()
     given = msgspec.structs.replace(RULES, corrects=False)
-    results = [asyncio.run(fold(state, arrival, given, chain_of(STEPS))) for arrival in inbox.arrivals]
+    results = [asyncio.run(fold(state, arrival, given, make_chain(STEPS))) for arrival in inbox.arrivals]
     assert results[1].dropped["correction without [collect.correct]"] == 1
     assert not sent(results[1].decisions, "expert")
 
 
 def test_an_edit_replaces_the_last_turn_and_all_of_it() -> None:
-    one = answer("a1b2.0", 0, size=1)
+    member = answer("a1b2.0", 0, size=1)
     spans = (Span(1, 2, 3), Span(3, 5, 3), Span(5, 8, 4))
-    long = one.with_bulk(tokens=range(8), logprobs=[-0.1] * 6, spans=spans)
+    long = member.with_bulk(tokens=range(8), logprobs=[-0.1] * 6, spans=spans)
     assert answer_start(long) == 3, "a hot reload within the last answer does not begin another"
 
 
@@ -182,9 +182,11 @@ LANES = ("live", "human")
 def trained(inbox: FakePartition, given: Rules, max_uses: int = 1) -> Counter[str]:
     """Group to how often it was trained, by a trainer that trains whatever there is after each block."""
     buffer, uses = Buffer(dict.fromkeys(LANES, max_uses)), Counter[str]()
-    sent: Sequence[Block] = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
-    for offset, one in enumerate(sent):
-        buffer.add(offset, encode(one), one)
+    sent: Sequence[Block] = [
+        sent_block for decision in decisions(folded(inbox, given)) for sent_block in decision.blocks
+    ]
+    for offset, sent_block in enumerate(sent):
+        buffer.add(offset, encode(sent_block), sent_block)
         for lane in LANES:
             while waiting := buffer.candidates(lane):
                 buffer.take(waiting)
@@ -204,9 +206,11 @@ def test_two_hundred_late_words_of_one_rater_train_an_answer_no_more_than_the_se
 def waiting(inbox: FakePartition, given: Rules) -> list[tuple[str, int]]:
     """(lane, how often retrained) of what a trainer that was asleep all the time may draw."""
     buffer = Buffer(dict.fromkeys(LANES, 1))
-    for offset, one in enumerate(one for decision in decisions(folded(inbox, given)) for one in decision.blocks):
-        buffer.add(offset, encode(one), one)
-    return [(lane, one.experiences[0].retrained) for lane in LANES for one in buffer.look_at(buffer.candidates(lane))]
+    for offset, made in enumerate(
+        sent_block for decision in decisions(folded(inbox, given)) for sent_block in decision.blocks
+    ):
+        buffer.add(offset, encode(made), made)
+    return [(lane, item.experiences[0].retrained) for lane in LANES for item in buffer.look_at(buffer.candidates(lane))]
 
 
 def test_retrain_takes_the_place_of_a_copy_that_was_not_drawn_yet_and_a_retraction_leaves_none() -> None:
@@ -225,13 +229,13 @@ def test_a_session_of_five_turns_rated_as_it_goes_trains_each_turn_once_whenever
     inbox = FakePartition()
     for number in range(TURNS):
         inbox.extend([turn(number), said(ref(number), 1.0)])
-    blocks = [block for one in decisions(folded(inbox, rules("amend", 0.9))) for block in one.blocks]
+    blocks = [block for decision in decisions(folded(inbox, rules("amend", 0.9))) for block in decision.blocks]
     assert len(blocks) > TURNS, "turns were amended"
     for every in (1, 2, 4, len(blocks)):
         buffer, trained = Buffer({"live": 1}), []
-        for offset, one in enumerate(blocks):
-            buffer.add(offset, encode(one), one)
+        for offset, sent_block in enumerate(blocks):
+            buffer.add(offset, encode(sent_block), sent_block)
             if (offset + 1) % every == 0 or offset + 1 == len(blocks):
                 trained += [drawn.group for drawn in buffer.candidates("live")]
                 buffer.take(buffer.candidates("live"))
-        assert sorted(trained) == sorted({one.group for one in blocks}) and len(trained) == TURNS, every
+        assert sorted(trained) == sorted({sent_block.group for sent_block in blocks}) and len(trained) == TURNS, every

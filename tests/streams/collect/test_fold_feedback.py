@@ -20,16 +20,16 @@ from streams.collect.feedback import (
     USUAL_PRIOR,
     USUAL_WINDOW,
     FeedbackRules,
-    answer_of,
     credited,
-    edit_of,
     is_repeat,
     learn_usual,
+    mean_values,
+    named_answer,
+    newest_edit,
     ratings,
     returns,
     take_feedback,
-    usual_of,
-    values_of,
+    usual_value,
 )  # fmt: skip  # fmt: skip
 from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.collect.rules import Rules
@@ -149,7 +149,7 @@ def test_late_feedback_sends_a_new_revision(late: str, lane: str) -> None:
     inbox = FakePartition().extend([live(), said(REF, 0.8), said(REF, 0.1, id="later")])
     results = folded(inbox, rules(late))
     last = [decision.blocks[-1].experiences[0] for decision in decisions(results)]
-    assert [(one.revision, one.reward) for one in last] == [(0, 0.8), (1, 0.1)]
+    assert [(item.revision, item.reward) for item in last] == [(0, 0.8), (1, 0.1)]
     sent = decisions(results)[1].blocks[-1].experiences[0]
     assert (sent.lane, sent.revision, sent.id) == (lane, 1, "a1b2.0.0-0-0")
 
@@ -174,7 +174,7 @@ def test_a_closure_says_what_was_on_trial_and_a_withdrawn_rating_closes_the_answ
     withdrawn = said(REF, 0.0, id="2", type="retraction")
     inbox = FakePartition().extend([block(asked), said(REF, 0.2, id="1"), withdrawn])
     closures = [decision.closure for decision in decisions(folded(inbox, rules("amend")))]
-    assert [(one.revision, one.mean_reward, one.version, one.trial) for one in closures] == [
+    assert [(closure.revision, closure.mean_reward, closure.version, closure.trial) for closure in closures] == [
         (0, 0.2, 1, 7),
         (1, None, 1, 7),
     ]
@@ -281,8 +281,8 @@ def words(*values: float, raters: Sequence[str] = ("ann",)) -> list[Feedback]:
 
 def sent(inbox: FakePartition, given: Rules) -> list[Experience]:
     """Without what only takes back."""
-    blocks = [one for decision in decisions(folded(inbox, given)) for one in decision.blocks]
-    return [one for sent in blocks for one in sent.experiences if one.kind != "withdrawal"]
+    blocks = [sent_block for decision in decisions(folded(inbox, given)) for sent_block in decision.blocks]
+    return [member for sent in blocks for member in sent.experiences if member.kind != "withdrawal"]
 
 
 @pytest.mark.parametrize("late", ["amend", "retrain"])
@@ -296,19 +296,22 @@ def test_the_same_value_again_makes_no_new_revision(late: str) -> None:
 def test_another_rater_of_the_same_mind_is_a_rating_and_trains_nothing_anew(late: str) -> None:
     inbox = answered_with(words(0.5, 0.5, raters=("ann", "bob")))
     ended = closures(inbox, rules(late))
-    assert [(one.revision, len(one.ratings or ())) for one in ended] == [(0, 1), (1, 2)]
-    assert [(one.revision, one.lane) for one in sent(inbox, rules(late))] == [(0, "live")]
+    assert [(closure.revision, len(closure.ratings or ())) for closure in ended] == [(0, 1), (1, 2)]
+    assert [(sent_block.revision, sent_block.lane) for sent_block in sent(inbox, rules(late))] == [(0, "live")]
 
 
 def test_amend_never_marks_an_answer_as_to_be_trained_again() -> None:
     inbox = answered_with(words(0.5, 0.25, 0.75))
-    found = [(one.revision, one.lane, one.retrained) for one in sent(inbox, rules("amend"))]
+    found = [(sent_block.revision, sent_block.lane, sent_block.retrained) for sent_block in sent(inbox, rules("amend"))]
     assert found == [(0, "live", 0), (1, "live", 0), (2, "live", 0)]
 
 
 def test_retrain_trains_again_once_per_verdict_and_no_more_than_so_often() -> None:
     inbox = answered_with(words(0.5, 0.25, 0.25, 0.75, 0.5, 0.25))
-    found = [(one.revision, one.lane, one.retrained) for one in sent(inbox, rules("retrain", retrainings=2))]
+    found = [
+        (sent_block.revision, sent_block.lane, sent_block.retrained)
+        for sent_block in sent(inbox, rules("retrain", retrainings=2))
+    ]
     # Past the bound, later verdicts change the copy that was not drawn yet.
     assert found == [(0, "live", 0), (1, "human", 1), (2, "human", 2), (3, "human", 2), (4, "human", 2)]
     assert drops(folded(inbox, rules("retrain", retrainings=2))) == {"retrained often enough": 2}
@@ -316,14 +319,17 @@ def test_retrain_trains_again_once_per_verdict_and_no_more_than_so_often() -> No
 
 def test_a_credit_of_later_turns_trains_no_turn_again() -> None:
     inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0)])
-    found = [(one.group[-1], one.revision, one.lane, one.retrained) for one in sent(inbox, rules("retrain", 0.5))]
+    found = [
+        (sent_block.group[-1], sent_block.revision, sent_block.lane, sent_block.retrained)
+        for sent_block in sent(inbox, rules("retrain", 0.5))
+    ]
     assert found == [("0", 0, "live", 0), ("1", 0, "live", 0), ("0", 1, "live", 0)]
 
 
 def test_a_later_turn_of_the_same_credit_makes_no_revision() -> None:
     inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0, rater="ann")])
     inbox.extend([said(ref(1), 1.0, id="again", rater="ann"), said(ref(1), 1.0, id="other", rater="bob")])
-    revisions = [(one.group[-1], one.revision) for one in closures(inbox, rules("amend", 0.5))]
+    revisions = [(closure.group[-1], closure.revision) for closure in closures(inbox, rules("amend", 0.5))]
     assert revisions == [("0", 0), ("1", 0), ("0", 1), ("1", 1)]
 
 
@@ -336,7 +342,7 @@ def test_late_words_close_an_answer_anew_no_more_than_so_often_and_the_rest_is_c
 def test_what_is_taken_back_is_taken_back_however_often_an_answer_was_revised() -> None:
     back = said(REF, 0.0, id="back", rater="ann", type="retraction")
     ended = closures(answered_with([*words(0.0, 1.0, 0.0, 1.0), back]), rules("amend", revisions=2))
-    assert [(one.revision, len(one.ratings or ())) for one in ended] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+    assert [(closure.revision, len(closure.ratings or ())) for closure in ended] == [(0, 1), (1, 1), (2, 1), (3, 0)]
 
 
 def test_of_many_raters_the_first_stand_and_the_others_are_counted() -> None:
@@ -401,7 +407,7 @@ def test_the_last_words_are_known_and_older_ones_are_forgotten() -> None:
     assert known == [False, True, True]
     assert is_repeat(on_answer, Feedback(ref=ANSWER, id="1", source="other")) is False
     assert is_repeat(None, Feedback(ref=ANSWER, id="1")) is False
-    assert len(on_answer.counted) == 1 and values_of(on_answer) == {"csat": 0.256}
+    assert len(on_answer.counted) == 1 and mean_values(on_answer) == {"csat": 0.256}
 
 
 def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses() -> None:
@@ -421,13 +427,13 @@ def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses
 
 def test_an_edit_counts_once_for_each_change_of_what_stands() -> None:
     on_answer = AnswerFeedback()
-    assert edit_of(on_answer) is None
+    assert newest_edit(on_answer) is None
     for number, (text, rater, edits) in enumerate(
         [("one", "ann", 1), ("one", "bob", 1), ("two", "bob", 2), ("two", "ann", 2), ("", "ann", 2)]
     ):
         edit(on_answer, number, text, rater=rater)
         assert on_answer.edits == edits
-    assert edit_of(on_answer) == "two"
+    assert newest_edit(on_answer) == "two"
 
 
 def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
@@ -440,9 +446,9 @@ def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
         asked.append((text, of))
         return None if text == "new" else text.upper()
 
-    assert edit_of(on_answer, opened) == "OLD" and asked == [("new", ANSWER), ("old", ANSWER)]
-    assert edit_of(on_answer, lambda text, of: None) is None
-    assert answer_of(f"hr-{ANSWER}") == answer_of(ANSWER) == ANSWER
+    assert newest_edit(on_answer, opened) == "OLD" and asked == [("new", ANSWER), ("old", ANSWER)]
+    assert newest_edit(on_answer, lambda text, of: None) is None
+    assert named_answer(f"hr-{ANSWER}") == named_answer(ANSWER) == ANSWER
 
 
 def test_of_several_values_of_a_source_the_mean_counts_and_words_without_a_value_count_for_nothing() -> None:
@@ -450,7 +456,7 @@ def test_of_several_values_of_a_source_the_mean_counts_and_words_without_a_value
     for number, value in enumerate((0.25, 1.0, 0.5)):
         take(on_answer, number, value, rater=f"r{number}")
     take(on_answer, 9, None, type="label", text="x", source="note")
-    assert values_of(on_answer) == {"csat": pytest.approx(1.75 / 3)} and values_of(None) == {}
+    assert mean_values(on_answer) == {"csat": pytest.approx(1.75 / 3)} and mean_values(None) == {}
 
 
 def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> None:
@@ -466,7 +472,7 @@ def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> N
     many = [AnswerFeedback() for _ in range(MAX_RATINGS + 6)]
     for number, on_answer in enumerate(many):
         take(on_answer, number, 0.5)
-    assert [one.time_ms - 1_000 for one in ratings(reversed(many))] == list(range(6, 70)) and MAX_RATINGS == 64
+    assert [rating.time_ms - 1_000 for rating in ratings(reversed(many))] == list(range(6, 70)) and MAX_RATINGS == 64
 
 
 SOURCES = {
@@ -490,15 +496,17 @@ def test_an_answer_is_credited_with_what_later_ones_differ_from_the_usual_by() -
 
 def test_the_usual_verdict_begins_neutral_and_is_then_the_mean_of_the_last_ones() -> None:
     memories: dict[str, Memory] = {}
-    assert usual_of(memories, "acme", "csat") == NEUTRAL == 0.5
+    assert usual_value(memories, "acme", "csat") == NEUTRAL == 0.5
     assert USUAL_PRIOR == 8 and USUAL_WINDOW == 256
     for number in range(1, 20):
         learn_usual(memories, "acme", {}, {"csat": 1.0})
         neutral = max(0, 8 - number)
-        assert usual_of(memories, "acme", "csat") == pytest.approx((number + neutral * 0.5) / (number + neutral))
-    assert usual_of(memories, "acme", "judge") == usual_of(memories, "other", "csat") == 0.5
+        assert usual_value(memories, "acme", "csat") == pytest.approx((number + neutral * 0.5) / (number + neutral))
+    assert usual_value(memories, "acme", "judge") == usual_value(memories, "other", "csat") == 0.5
     learn_usual(memories, "acme", {"csat": 1.0}, {"csat": 0.0})
-    assert usual_of(memories, "acme", "csat") == pytest.approx(18 / 19), "a verdict that is changed counts as it stands"
+    assert usual_value(memories, "acme", "csat") == pytest.approx(18 / 19), (
+        "a verdict that is changed counts as it stands"
+    )
 
 
 def test_rating_one_answer_and_taking_it_back_moves_nothing() -> None:
@@ -506,19 +514,19 @@ def test_rating_one_answer_and_taking_it_back_moves_nothing() -> None:
     for _ in range(100):
         learn_usual(memories, "acme", {}, {"csat": 1.0})
         learn_usual(memories, "acme", {"csat": 1.0}, {})
-    assert usual_of(memories, "acme", "csat") == 0.5
+    assert usual_value(memories, "acme", "csat") == 0.5
     for number in range(2 * USUAL_WINDOW):
         learn_usual(memories, "acme", {}, {"csat": number % 2})
-    before = usual_of(memories, "acme", "csat")
+    before = usual_value(memories, "acme", "csat")
     for _ in range(100):
         learn_usual(memories, "acme", {}, {"csat": 1.0})
         learn_usual(memories, "acme", {"csat": 1.0}, {})
-    assert usual_of(memories, "acme", "csat") == pytest.approx(before)
+    assert usual_value(memories, "acme", "csat") == pytest.approx(before)
 
 
 def test_the_usual_verdict_follows_the_last_ones_with_a_fixed_share() -> None:
     memories: dict[str, Memory] = {}
     for value in [1.0] * USUAL_WINDOW + [0.0] * 3:
         learn_usual(memories, "acme", {}, {"csat": value, "judge": 0.5})
-    assert usual_of(memories, "acme", "csat") == pytest.approx((1 - 1 / USUAL_WINDOW) ** 3)
-    assert usual_of(memories, "acme", "judge") == 0.5
+    assert usual_value(memories, "acme", "csat") == pytest.approx((1 - 1 / USUAL_WINDOW) ** 3)
+    assert usual_value(memories, "acme", "judge") == 0.5

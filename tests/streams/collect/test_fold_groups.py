@@ -22,10 +22,10 @@ from streams.collect.decision import (
 from streams.collect.feedback import FeedbackRules, take_feedback
 from streams.collect.fold import MAX_ANSWERS, fold
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback
-from streams.collect.limits import DayLimits
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules
 from streams.collect.state import MAX_CACHED_BYTES, MEMBER_BYTES, Frames, State
+from streams.config import LimitsConfig
 from tests.names import session_name
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
@@ -185,15 +185,21 @@ def test_closed_groups_are_forgotten_after_keep() -> None:
 def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
     many = [answer("a.0", number, size=200) for number in range(MAX_MEMBERS + 1)]
     blocks = blocks_of([many[0], answer("b.0", 0), *many[1:]])
-    assert [(one.group, len(one.experiences)) for one in blocks] == [("a.0", 64), ("a.0", 1), ("b.0", 1)]
-    assert [one.episode for one in blocks[0].experiences] == list(range(64)) and blocks_of([]) == ()
+    assert [(sent_block.group, len(sent_block.experiences)) for sent_block in blocks] == [
+        ("a.0", 64),
+        ("a.0", 1),
+        ("b.0", 1),
+    ]
+    assert [member.episode for member in blocks[0].experiences] == list(range(64)) and blocks_of([]) == ()
 
 
 async def halve(experiences: Sequence[Experience], context: Context) -> ChainResult:
     """A chain that drops even episodes, and rewards the others by their number."""
-    odd = tuple(msgspec.structs.replace(one, reward=float(one.episode)) for one in experiences if one.episode % 2)
-    even = [msgspec.structs.replace(one, reward=0.0) for one in experiences if not one.episode % 2]
-    return ChainResult(kept=odd, dropped=tuple(Dropped(one, "even", "", "halve@1") for one in even))
+    odd = tuple(
+        msgspec.structs.replace(member, reward=float(member.episode)) for member in experiences if member.episode % 2
+    )
+    even = [msgspec.structs.replace(member, reward=0.0) for member in experiences if not member.episode % 2]
+    return ChainResult(kept=odd, dropped=tuple(Dropped(item, "even", "", "halve@1") for item in even))
 
 
 def end(group: Group, attempt: Attempt, given: Sequence[Experience], chain: Chain = halve) -> Decision:
@@ -202,16 +208,16 @@ def end(group: Group, attempt: Attempt, given: Sequence[Experience], chain: Chai
 
 
 def attempt_of(size: int, done: int, lane: str = "usual") -> Attempt:
-    one = Attempt(2, size, lane, 412, 1_000)  # type: ignore[arg-type]
+    item = Attempt(2, size, lane, 412, 1_000)  # type: ignore[arg-type]
     for episode in range(done):
-        one.add(answer("a.0", episode, size=size), BlockPlace(episode, 0))
-    return one
+        item.add(answer("a.0", episode, size=size), BlockPlace(episode, 0))
+    return item
 
 
 def at_version(episode: int, version: int, **more: object) -> Experience:
-    one = answer("a.0", episode, size=9)
-    spans = tuple(msgspec.structs.replace(span, version=version) for span in one.spans)
-    return msgspec.structs.replace(one, spans=spans, **more)
+    member = answer("a.0", episode, size=9)
+    spans = tuple(msgspec.structs.replace(span, version=version) for span in member.spans)
+    return msgspec.structs.replace(member, spans=spans, **more)
 
 
 def test_a_closure_tells_what_came_of_a_group() -> None:
@@ -226,14 +232,14 @@ def test_a_closure_tells_what_came_of_a_group() -> None:
         ratings=(), answered_ms=-1,
     )  # fmt: skip
     assert [rating.value for rating in closure.ratings or ()] == [0.5]
-    assert [one.episode for sent in decision.blocks for one in sent.experiences] == [1, 3]
+    assert [member.episode for sent in decision.blocks for member in sent.experiences] == [1, 3]
     assert [gone.experience.episode for gone in decision.dropped] == [0]
 
 
 def test_a_group_of_which_nothing_goes_on_is_dropped_for_what_most_of_it_was_dropped_for() -> None:
-    one = attempt_of(4, 3)
-    one.add(stub("a.0", 3, size=4), "too short")
-    closure = end(Group("a.0"), one, [at_version(0, 1), at_version(2, 1)]).closure
+    item = attempt_of(4, 3)
+    item.add(stub("a.0", 3, size=4), "too short")
+    closure = end(Group("a.0"), item, [at_version(0, 1), at_version(2, 1)]).closure
     assert (closure.outcome, closure.reason, closure.experiences) == ("dropped", "even", 0)
     assert closure.drops == {"even": 2, "too short": 1}
     empty = end(Group("a.0"), attempt_of(0, 0), []).closure
@@ -244,28 +250,33 @@ def test_a_group_of_which_nothing_goes_on_is_dropped_for_what_most_of_it_was_dro
 def test_what_an_older_revision_sent_on_is_taken_back_where_this_one_sends_nothing() -> None:
     def sent(group: Group, episode: int) -> list[Experience]:
         return [
-            one for part in end(group, attempt_of(1, 1), [at_version(episode, 1)]).blocks for one in part.experiences
+            member
+            for part in end(group, attempt_of(1, 1), [at_version(episode, 1)]).blocks
+            for member in part.experiences
         ]
 
     assert sent(Group("a.0"), 0) == []
     (back,) = sent(Group("a.0", lane="human", revision=4), 0)
     two = end(Group("a.0", lane="human"), attempt_of(2, 2), [at_version(0, 1), at_version(2, 1)])
-    assert [one.id for part in two.blocks for one in part.experiences] == [at_version(0, 1).id] == [back.id]
+    assert [member.id for part in two.blocks for member in part.experiences] == [at_version(0, 1).id] == [back.id]
     assert is_withdrawal(back) and (back.lane, back.revision, back.group) == ("human", 4, "a.0")
-    assert [is_withdrawal(one) for one in sent(Group("a.0", lane="usual", revision=4), 1)] == [False]
-    assert [is_withdrawal(one) for one in sent(Group("a.0", revision=4), 1)] == [False]
+    assert [is_withdrawal(sent_block) for sent_block in sent(Group("a.0", lane="usual", revision=4), 1)] == [False]
+    assert [is_withdrawal(sent_block) for sent_block in sent(Group("a.0", revision=4), 1)] == [False]
     moved = sent(Group("a.0", lane="human", revision=4), 1)
-    assert [(one.lane, is_withdrawal(one)) for one in moved] == [("human", True), ("usual", False)], "it goes first"
+    assert [(item.lane, is_withdrawal(item)) for item in moved] == [("human", True), ("usual", False)], "it goes first"
 
 
 def test_what_was_made_of_a_group_goes_on_under_its_own_name_also_where_the_group_does_not() -> None:
     async def remade(experiences: Sequence[Experience], context: Context) -> ChainResult:
-        return ChainResult(kept=(answer("syn.0", 0), *(one for one in experiences if one.episode)), dropped=())
+        return ChainResult(kept=(answer("syn.0", 0), *(member for member in experiences if member.episode)), dropped=())
 
     with_own = end(Group("a.0", lane="usual"), attempt_of(2, 2), [at_version(0, 1), at_version(1, 1)], chain=remade)
-    assert [one.group for one in with_own.blocks] == ["syn.0", "a.0"] and with_own.closure.experiences == 1
+    assert [sent_block.group for sent_block in with_own.blocks] == [
+        "syn.0",
+        "a.0",
+    ] and with_own.closure.experiences == 1
     alone = end(Group("a.0", lane="live"), attempt_of(1, 1), [at_version(0, 1)], chain=remade)
-    assert [one.group for one in alone.blocks] == ["a.0", "syn.0"] and alone.closure.outcome == "dropped"
+    assert [sent_block.group for sent_block in alone.blocks] == ["a.0", "syn.0"] and alone.closure.outcome == "dropped"
     assert is_withdrawal(alone.blocks[0].experiences[0])
 
 
@@ -281,12 +292,12 @@ def test_of_a_group_that_waits_the_garbage_collector_knows_one_list() -> None:
     held = [
         group,
         *group.attempts.values(),
-        *(one for each in group.attempts.values() for one in each.episodes.values()),
+        *(record for each in group.attempts.values() for record in each.episodes.values()),
     ]
     dicts = [group.attempts, group.feedback, group.credits, *(each.episodes for each in group.attempts.values())]
-    dicts += [one.parts for each in group.attempts.values() for one in each.episodes.values()]
+    dicts += [record.parts for each in group.attempts.values() for record in each.episodes.values()]
     assert len(held) == 3 and len(dicts) == 5
-    assert [one for one in (*held, *dicts, group.superseded) if gc.is_tracked(one)] == [[]]
+    assert [member for member in (*held, *dicts, group.superseded) if gc.is_tracked(member)] == [[]]
 
 
 def test_the_oldest_that_waits_is_the_first_that_came_and_has_not_ended_also_after_a_start(tmp_path: Path) -> None:
@@ -311,34 +322,34 @@ def test_the_oldest_that_waits_is_the_first_that_came_and_has_not_ended_also_aft
 
 
 def test_decoded_blocks_are_kept_up_to_a_bound_the_oldest_going_first() -> None:
-    one = block(answer("a.0", 0), answer("a.0", 1))
+    member = block(answer("a.0", 0), answer("a.0", 1))
     half = bytes(MAX_CACHED_BYTES // 2 - 2 * MEMBER_BYTES)
     saved: list[int] = []
 
     def load(offset: int) -> bytes:
         saved.append(offset)
-        return encode(one)
+        return encode(member)
 
     frames = Frames(load)
     for offset in range(2):
-        frames.put(offset, one, half)
+        frames.put(offset, member, half)
     frames.mark_saved()
-    assert frames.get(0) is frames.get(1) is one and not saved, "just what fits"
-    frames.put(2, one, b"x")
+    assert frames.get(0) is frames.get(1) is member and not saved, "just what fits"
+    frames.put(2, member, b"x")
     frames.mark_saved()
-    assert frames.get(1) is frames.get(2) is one and not saved
-    assert frames.get(0) == one and saved == [0]
-    frames.put(3, one, bytes(2 * MAX_CACHED_BYTES))
+    assert frames.get(1) is frames.get(2) is member and not saved
+    assert frames.get(0) == member and saved == [0]
+    frames.put(3, member, bytes(2 * MAX_CACHED_BYTES))
     frames.mark_saved()
-    assert frames.get(3) is one and saved == [0], "the newest is always kept"
-    assert frames.get(0) == one and saved == [0, 0], "and alone"
+    assert frames.get(3) is member and saved == [0], "the newest is always kept"
+    assert frames.get(0) == member and saved == [0, 0], "and alone"
     frames.remove(0)
     saved.pop()
     frames.remove(3)
     for offset in range(4, 6):
-        frames.put(offset, one, half)
+        frames.put(offset, member, half)
     frames.mark_saved()
-    assert frames.get(4) is frames.get(5) is one and saved == [0], "what was removed takes no room"
+    assert frames.get(4) is frames.get(5) is member and saved == [0], "what was removed takes no room"
 
 
 def rules(late: str = "amend", window_ms: int = 5_000, **more: object) -> Rules:
@@ -359,7 +370,7 @@ def test_words_wait_for_an_answer_as_long_as_a_deadline_where_that_is_longer() -
     inbox = FakePartition().extend([said("a.0.0-0-0", 1.0)])
     inbox.append(tick(), after_ms=DEADLINE_MS - 1)
     inbox.append(tick(), after_ms=1)
-    assert [bool(one.letters) for one in folded(inbox, rules(window_ms=10))] == [False, False, True]
+    assert [bool(result.letters) for result in folded(inbox, rules(window_ms=10))] == [False, False, True]
 
 
 def test_what_was_said_and_taken_back_of_an_answer_that_never_came_counts_once() -> None:
@@ -374,13 +385,13 @@ def test_of_a_group_so_many_answers_are_spoken_of_before_it_is_closed() -> None:
     )
     inbox.append(said("a.0.0-0-0", 0.0, id="again", rater="ann"))
     state = State()
-    results = folded(inbox, rules(limits=DayLimits(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
+    results = folded(inbox, rules(limits=LimitsConfig(rater_answers=MAX_ANSWERS + 1, rater_share=0.0)), state)
     assert drops(results) == {"feedback about too many answers of a group": 1} and MAX_ANSWERS == 1024
     assert len(state.groups["a.0"].feedback) == MAX_ANSWERS
 
 
 def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_it() -> None:
-    first = block(*(replace(one, turn=0) for one in turn(0).experiences))
+    first = block(*(replace(member, turn=0) for member in turn(0).experiences))
     source = FeedbackRules(window_ms=5_000, late="amend", discount=0.5)
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources={"csat": source})
     state = State()
@@ -390,7 +401,10 @@ def test_the_first_turn_of_a_session_hears_of_later_ones_that_were_there_before_
 
 def test_of_two_attempts_that_complete_with_one_record_the_first_wins() -> None:
     both = block(*(answer("a.0", 0, size=1, attempt=number) for number in (1, 0)))
-    made = [(one.closure.attempt, one.closure.outcome) for one in decisions(folded(FakePartition().extend([both])))]
+    made = [
+        (decision.closure.attempt, decision.closure.outcome)
+        for decision in decisions(folded(FakePartition().extend([both])))
+    ]
     assert made == [(1, "superseded"), (0, "buffered")]
 
 
@@ -413,12 +427,12 @@ def test_a_word_that_was_dropped_uses_up_nobodys_limit(late: str, episode: int, 
     closed = [block(answer("a.0", number)) for number in range(2)]
     words = [said(f"a.0.0-{episode}-0", 0.5, id=str(number), rater="ann") for number in range(3)]
     still_open = [block(answer("b.0", 0, size=1, lane="live")), said("b.0.0-0-0", 1.0, rater="ann")]
-    limited = rules(late, revisions=revisions, limits=DayLimits(rater_answers=1, rater_share=0.0))
+    limited = rules(late, revisions=revisions, limits=LimitsConfig(rater_answers=1, rater_share=0.0))
     inbox = FakePartition().extend(closed)
     inbox.append(tick(), after_ms=5_000)
     results = folded(inbox.extend([*words, *still_open]), limited)
     assert {reason: count for reason, count in drops(results).items() if count} == {reason: 3}
-    assert [len(one.closure.ratings or ()) for one in decisions(results)] == [0, 1]
+    assert [len(decision.closure.ratings or ()) for decision in decisions(results)] == [0, 1]
 
 
 def test_the_chain_is_told_when_and_where_the_record_lay() -> None:
@@ -467,11 +481,11 @@ def test_a_late_word_uses_up_its_raters_limit_whether_it_changes_anything_or_not
     for value in (0.5, 1.0):
         closed = [*(block(answer("a.0", number)) for number in range(2)), said("a.0.0-1-0", 1.0, rater="bob")]
         words = [said("a.0.0-1-0", value, id="1", rater="ann"), said("a.0.0-1-0", 0.0, id="2", rater="ann")]
-        limited = rules("amend", limits=DayLimits(rater_answers=1, rater_share=0.0))
+        limited = rules("amend", limits=LimitsConfig(rater_answers=1, rater_share=0.0))
         assert sum(drops(folded(FakePartition().extend([*closed, *words]), limited)).values()) == 1
     again = [said("a.0.0-1-0", 1.0, id=name, rater="ann") for name in "abc"]
     closed = [block(answer("a.0", number)) for number in range(2)]
-    limited = rules("amend", limits=DayLimits(rater_answers=2, rater_share=0.0))
+    limited = rules("amend", limits=LimitsConfig(rater_answers=2, rater_share=0.0))
     assert sum(drops(folded(FakePartition().extend([*closed, *again]), limited)).values()) == 1
 
 
@@ -492,18 +506,22 @@ def test_words_of_a_source_that_no_setting_names_are_heard_and_only_what_is_comp
     given = Rules(deadline_ms=DEADLINE_MS, keep_ms=10_000_000, sources=sources, open_text=opened)
     inbox = FakePartition().extend([*live, *words])
     inbox.append(tick(), after_ms=5_000)
-    found = [rating for one in decisions(folded(inbox, given)) for rating in one.closure.ratings or ()]
-    assert [(one.source, one.value) for one in found] == [("letters", 1.0), ("csat", 0.0), ("forum", 0.5)]
+    found = [rating for decision in decisions(folded(inbox, given)) for rating in decision.closure.ratings or ()]
+    assert [(found_item.source, found_item.value) for found_item in found] == [
+        ("letters", 1.0),
+        ("csat", 0.0),
+        ("forum", 0.5),
+    ]
 
 
 def test_an_answer_of_several_choices_waits_for_a_word_about_each() -> None:
     group = request_group(session_name("acme", "chat"), 7, 1)
     choices = block(*(answer(group, number, lane="live") for number in range(2)))
     words = [said(f"{group}.0-{number}-0", 1.0) for number in range(2)]
-    assert [len(one.decisions) for one in folded(FakePartition().extend([choices, *words]), rules())] == [0, 0, 1]
+    assert [len(result.decisions) for result in folded(FakePartition().extend([choices, *words]), rules())] == [0, 0, 1]
 
 
 def test_an_answer_whose_last_part_comes_when_its_window_ends_is_closed_by_that_part() -> None:
     inbox = FakePartition().extend([block(answer("a.0", 0, lane="live"))])
     inbox.append(block(answer("a.0", 1, lane="live")), after_ms=DEADLINE_MS // 2)
-    assert [len(one.decisions) for one in folded(inbox, rules(window_ms=DEADLINE_MS // 2))] == [0, 1]
+    assert [len(result.decisions) for result in folded(inbox, rules(window_ms=DEADLINE_MS // 2))] == [0, 1]

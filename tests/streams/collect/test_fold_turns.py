@@ -55,11 +55,11 @@ def group_of_turn(number: int, session: str = SESSION) -> str:
 def turn(number: int, session: str = SESSION, size: int = 1) -> Block:
     """The number-th answer of a session: before it stand its own question and two messages for each earlier turn."""
     made = [answer(group_of_turn(number, session), episode, size=size, lane="live") for episode in range(size)]
-    return block(*(at_turn(one, 1 + 2 * number) for one in made))
+    return block(*(at_turn(item, 1 + 2 * number) for item in made))
 
 
-def at_turn(one: Experience, messages: int) -> Experience:
-    return msgspec.structs.replace(one, scores=(), turn=messages)
+def at_turn(member: Experience, messages: int) -> Experience:
+    return msgspec.structs.replace(member, scores=(), turn=messages)
 
 
 def ref(number: int) -> str:
@@ -88,7 +88,7 @@ def last_scores(records: list[Block | Control], given: Rules, *ticks: int) -> di
     found: dict[int, float | None] = {}
     for decision in decisions(folded(inbox, given)):
         number = int(decision.closure.group.rpartition("-")[2])
-        kept = [one for one in decision.blocks if one.group == decision.closure.group]
+        kept = [sent_block for sent_block in decision.blocks if sent_block.group == decision.closure.group]
         found[number] = kept[0].experiences[0].score("csat") if kept else None
     return found
 
@@ -227,7 +227,7 @@ def test_what_a_later_turn_takes_back_is_taken_back_of_earlier_ones_however_ofte
     inbox.append(tick(), after_ms=WINDOW_MS)
     inbox.extend([said(ref(1), 1.0), said(ref(1), 1.0, id="back", type="retraction")])
     results = folded(inbox, msgspec.structs.replace(turn_rules(), revisions=1))
-    first = [one.closure.revision for one in decisions(results) if one.closure.group == turn(0).group]
+    first = [decision.closure.revision for decision in decisions(results) if decision.closure.group == turn(0).group]
     assert first == [0, 1, 2] and "revised often enough" not in drops(results)
 
 
@@ -247,7 +247,7 @@ def test_a_complaint_about_the_first_turn_counts_after_any_number_of_rated_later
     complaint = msgspec.structs.replace(said(ref(0), 0.0, rater="bob", type=type), text="better")
     inbox.append(complaint)
     results = folded(inbox, msgspec.structs.replace(turn_rules(discount=0.9), corrects=True))
-    last = [one for one in decisions(results) if one.closure.group == turn(0).group][-1].closure
+    last = [decision for decision in decisions(results) if decision.closure.group == turn(0).group][-1].closure
     assert "bob" in {rating.rater for rating in last.ratings or ()}
     assert drops(results) == {"revised often enough": 4 + 3 + 2 + 1}, "credit of the turns after the sixteenth"
 
@@ -257,7 +257,7 @@ def test_feedback_within_its_window_counts_though_the_answer_is_closed_and_late_
     inbox.append(said(ref(0), 0.0, id="2", rater="ann"), after_ms=WINDOW_MS - 20)
     inbox.append(said(ref(0), 0.5, id="3", rater="bob"), after_ms=20)
     results = folded(inbox, turn_rules("drop", discount=0.0))
-    ratings = [[rating.value for rating in one.closure.ratings or ()] for one in decisions(results)]
+    ratings = [[rating.value for rating in decision.closure.ratings or ()] for decision in decisions(results)]
     assert ratings == [[1.0], [0.0]] and drops(results) == {"late feedback": 1}
 
 
@@ -281,15 +281,15 @@ def exact(number: int) -> Block:
 
 
 def marked(number: int, **fields: object) -> Block:
-    return Block(tuple(msgspec.structs.replace(one, **fields) for one in turn(number).experiences))
+    return Block(tuple(msgspec.structs.replace(member, **fields) for member in turn(number).experiences))
 
 
 def turn_scores() -> tuple[Score, ...]:
     return (Score(name="exact", value=1.0),)
 
 
-def number_of(one: Experience) -> int:
-    return int(one.group.rpartition("-")[2])
+def number_of(member: Experience) -> int:
+    return int(member.group.rpartition("-")[2])
 
 
 def sent(results: list[Folded]) -> list[tuple[int, int, Join | None]]:
@@ -316,7 +316,7 @@ def test_turns_are_closed_together_once_their_session_is_silent_in_the_order_of_
     results = folded(inbox, session_rules(window_ms=0))
     name = group_of_turn(0)
     assert sent(results) == [(0, 0, Join(name, 2)), (1, 0, Join(name, 1)), (2, 0, Join(name, 0))]
-    assert [one.closure.outcome for one in decisions(results)] == ["buffered"] * 3
+    assert [decision.closure.outcome for decision in decisions(results)] == ["buffered"] * 3
 
 
 def test_every_turn_starts_the_silence_anew() -> None:
@@ -336,7 +336,7 @@ def test_a_session_waits_for_the_feedback_of_its_slowest_turn_and_each_is_credit
     inbox.append(said(ref(1), 0.5))
     results = folded(inbox, session_rules())
     assert joins(results) == [[0, 1, 2]]
-    rewards = [one.reward for d in decisions(results) for block in d.blocks for one in block.experiences]
+    rewards = [member.reward for d in decisions(results) for block in d.blocks for member in block.experiences]
     assert rewards == [0.2, 0.5, 0.9]
 
 
@@ -407,7 +407,7 @@ def test_what_is_said_of_a_later_turn_is_credited_to_those_that_wait_with_it() -
     inbox = FakePartition().extend([turn(0), turn(1), said(ref(1), 0.8)])
     inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
     results = folded(inbox, session_rules(discount=0.5))
-    scores = [one.score("csat") for d in decisions(results) for block in d.blocks for one in block.experiences]
+    scores = [member.score("csat") for d in decisions(results) for block in d.blocks for member in block.experiences]
     assert joins(results) == [[0, 1]] and scores == pytest.approx([credit(None, 0.8, usual=usually(0.8)), 0.8])
 
 
@@ -422,9 +422,11 @@ def test_where_too_many_turns_wait_the_sessions_that_began_first_are_closed_earl
     for number in range(40):
         for at in range(2):
             made = turn(at, session_name("acme", f"chat-{number}"))
-            inbox.append(Block(tuple(msgspec.structs.replace(one, scores=turn_scores()) for one in made.experiences)))
+            inbox.append(
+                Block(tuple(msgspec.structs.replace(member, scores=turn_scores()) for member in made.experiences))
+            )
     results = folded(inbox, session_rules(window_ms=0, turns=20), state)
-    assert state.num_held() <= 20 and sum(one.closed_early for one in results) >= 30
+    assert state.num_held() <= 20 and sum(result.closed_early for result in results) >= 30
     assert len(sent(results)) + state.num_held() == 80
     inbox.append(tick(), after_ms=SESSION_MS)
     assert len({(name.name if name else "") for _, _, name in sent(results)} - {""}) >= 29
@@ -437,7 +439,7 @@ def test_without_the_setting_each_turn_is_closed_by_itself_also_those_that_waite
     assert state.num_held() == 2
     off = msgspec.structs.replace(session_rules(window_ms=0), session_ms=0)
     inbox.append(tick(), after_ms=SESSION_MS)
-    assert sorted(sent(folded(inbox, off, state)), key=lambda one: one[0]) == [(0, 0, None), (1, 0, None)]
+    assert sorted(sent(folded(inbox, off, state)), key=lambda entry: entry[0]) == [(0, 0, None), (1, 0, None)]
     assert state.num_held() == 0 and joins(folded(FakePartition().extend([exact(0), exact(1)]), off)) == [[0], [1]]
 
 
@@ -453,16 +455,16 @@ def test_whatever_comes_each_turn_is_closed_once_and_counts_as_it_would_alone(
 ) -> None:
     inbox, alone = FakePartition(), FakePartition()
     for number, gap in zip(order, gaps, strict=True):
-        for one in (inbox, alone):
-            one.append(marked(number, ends_session=number == ends), after_ms=gap)
+        for item in (inbox, alone):
+            item.append(marked(number, ends_session=number == ends), after_ms=gap)
     for at, (number, value, gap) in enumerate(words):
-        for one in (inbox, alone):
-            one.append(said(ref(number), value, id=f"w{at}"), after_ms=gap)
-    for one in (inbox, alone):
-        one.append(tick(), after_ms=3 * (WINDOW_MS + SESSION_MS))
+        for item in (inbox, alone):
+            item.append(said(ref(number), value, id=f"w{at}"), after_ms=gap)
+    for item in (inbox, alone):
+        item.append(tick(), after_ms=3 * (WINDOW_MS + SESSION_MS))
     last = [
-        final_rewards(one, given)
-        for one, given in ((inbox, session_rules()), (alone, msgspec.structs.replace(session_rules(), session_ms=0)))
+        final_rewards(item, given)
+        for item, given in ((inbox, session_rules()), (alone, msgspec.structs.replace(session_rules(), session_ms=0)))
     ]
     assert last[0] == last[1]
 
@@ -476,7 +478,9 @@ def final_rewards(inbox: FakePartition, given: Rules) -> dict[int, float | None]
     assert sorted(first) == sorted(set(first)) and len(first) == 6 and state.num_held() == 0
     for decision in decisions(results):
         number = int(decision.closure.group.rpartition("-")[2])
-        found[number] = next((one.reward for block in decision.blocks for one in block.experiences), found.get(number))
+        found[number] = next(
+            (member.reward for block in decision.blocks for member in block.experiences), found.get(number)
+        )
     return found
 
 
@@ -512,10 +516,12 @@ def test_a_collector_that_is_killed_between_any_two_records_closes_the_same_join
                     (folder / "collect-0.sqlite").unlink()
                 collector = await opened(log, folder, at + 1, session_rules())
         collector.close()
-        buffered = [one for block in await values(log, BUFFER) if isinstance(block, Block) for one in block.experiences]
+        buffered = [
+            member for block in await values(log, BUFFER) if isinstance(block, Block) for member in block.experiences
+        ]
         num_closed = len(await values(log, PROGRESS))
         await log.bus.close()
-        return [(number_of(one), one.join) for one in buffered], num_closed
+        return [(number_of(item), item.join) for item in buffered], num_closed
 
     expected = asyncio.run(run(tmp_path / "whole", -1))
     assert [number for number, _ in expected[0]] == [0, 1, 2] and expected[1] == 3

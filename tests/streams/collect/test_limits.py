@@ -18,7 +18,6 @@ from streams.collect.limits import (
     RATER_LIMIT,
     SIZES,
     TENANT_LIMIT,
-    DayLimits,
     beyond,
     charge,
     held_back,
@@ -71,7 +70,7 @@ def label(number: int, text: str, rater: str = "") -> Feedback:
 
 def reasons(words: list[Feedback], step_ms: int = 1, **limits: int) -> list[str]:
     memories: dict = {}
-    return [held_back(memories, one, source(**limits), number * step_ms) for number, one in enumerate(words)]
+    return [held_back(memories, word, source(**limits), number * step_ms) for number, word in enumerate(words)]
 
 
 def test_what_one_rater_says_beyond_the_cap_counts_for_nothing_and_is_counted() -> None:
@@ -96,7 +95,7 @@ def test_raters_of_two_tenants_that_have_one_name_do_not_share_a_cap() -> None:
     words = [said(ref(number), 1.0, id=str(number), rater="ann") for number in range(4)]
     tenants = ("acme", "acme", "other", "other")
     held = [
-        held_back(memories, one, source(per_rater=1), 0, tenant) for one, tenant in zip(words, tenants, strict=True)
+        held_back(memories, word, source(per_rater=1), 0, tenant) for word, tenant in zip(words, tenants, strict=True)
     ]
     assert held == ["", RATER_CAP, "", RATER_CAP]
 
@@ -130,7 +129,9 @@ def test_what_is_held_back_leaves_no_group_open() -> None:
 NOON_MS = 20_000 * DAY_MS + DAY_MS // 2
 
 
-def moved(words: Iterable[tuple[str, str]], limits: DayLimits, time_ms: int = NOON_MS, **kept: Memory) -> Counter[str]:
+def moved(
+    words: Iterable[tuple[str, str]], limits: LimitsConfig, time_ms: int = NOON_MS, **kept: Memory
+) -> Counter[str]:
     memories, found = dict(kept), Counter[str]()
     for tenant, rater in words:
         reason = beyond(memories, limits, tenant, rater, time_ms)
@@ -141,27 +142,27 @@ def moved(words: Iterable[tuple[str, str]], limits: DayLimits, time_ms: int = NO
 
 
 def test_one_rater_moves_a_bounded_number_of_answers_in_a_day() -> None:
-    found = moved([("acme", "ann")] * 100, DayLimits(rater_answers=30, rater_share=0.1))
+    found = moved([("acme", "ann")] * 100, LimitsConfig(rater_answers=30, rater_share=0.1))
     assert found == {"acme/ann": 30, RATER_LIMIT: 70}
 
 
 def test_one_rater_moves_a_bounded_share_of_what_is_moved_in_a_day() -> None:
     busy = [("acme", f"r{number % 500}") for number in range(5_000)]
-    flood = [pair for one in busy for pair in (one, ("acme", "bot"))]
-    found = moved(flood, DayLimits(rater_answers=30, rater_share=0.1))
+    flood = [pair for item in busy for pair in (item, ("acme", "bot"))]
+    found = moved(flood, LimitsConfig(rater_answers=30, rater_share=0.1))
     assert found["acme/bot"] <= 0.1 * sum(count for name, count in found.items() if name.startswith("acme")) + 1
     assert found[RATER_LIMIT] == 5_000 - found["acme/bot"]
 
 
 def test_one_tenant_moves_a_bounded_share_once_there_is_another() -> None:
     words = [("big", ""), ("big", "key 7"), ("small", "")] * 3_000
-    found = moved(words, DayLimits(tenant_answers=100, tenant_share=0.5))
+    found = moved(words, LimitsConfig(tenant_answers=100, tenant_share=0.5))
     big = found["big/"] + found["big/key 7"]
     assert 2_900 < big <= found["small/"] + 2 and found[TENANT_LIMIT] == 6_000 - big
 
 
 def test_a_tenant_that_is_alone_has_no_bound_and_one_whose_neighbours_rest_for_a_day_has() -> None:
-    limits = DayLimits(tenant_answers=10)
+    limits = LimitsConfig(tenant_answers=10)
     assert moved([("acme", "")] * 1_000, limits) == {"acme/": 1_000}
     memories: dict[str, Memory] = {}
     charge(memories, "other", "", NOON_MS, 1)
@@ -173,7 +174,7 @@ def test_a_tenant_that_is_alone_has_no_bound_and_one_whose_neighbours_rest_for_a
 
 def test_a_day_is_one_of_log_time() -> None:
     memories: dict[str, Memory] = {}
-    limits = DayLimits(rater_answers=1)
+    limits = LimitsConfig(rater_answers=1)
     charge(memories, "acme", "ann", NOON_MS, 1)
     assert beyond(memories, limits, "acme", "ann", NOON_MS + DAY_MS // 2 - 1) == RATER_LIMIT
     assert beyond(memories, limits, "acme", "ann", NOON_MS + DAY_MS // 2) == ""
@@ -188,8 +189,8 @@ def test_what_is_remembered_of_raters_and_tenants_is_bounded() -> None:
 
 def test_honest_traffic_is_not_touched_by_the_limits_that_are_set() -> None:
     config = LimitsConfig()
-    limits = DayLimits(config.rater_answers, config.rater_share, config.tenant_answers, config.tenant_share)
-    assert limits == DayLimits()
+    limits = LimitsConfig(config.rater_answers, config.rater_share, config.tenant_answers, config.tenant_share)
+    assert limits == LimitsConfig()
     users = [("acme", f"user-{number % 300}") for number in range(9_000)]
     annotators = [("acme", f"annotator-{number % 4}") for number in range(1_600)]
     nobody_named = [("acme", "key 7")] * 30_000
@@ -212,15 +213,15 @@ def praise(number: int, rater: str, tenant: str = "acme") -> Feedback:
 def test_what_is_beyond_a_raters_day_trains_nothing_and_is_no_rating() -> None:
     inbox = FakePartition().extend(block(answer(group(number), 0, size=1, lane="live")) for number in range(6))
     inbox.extend(praise(number, "bot") for number in range(5)).append(praise(5, "ann"))
-    results = folded(inbox, rules(limits=DayLimits(rater_answers=2, rater_share=0.0)))
-    raters = [rating.rater for one in decisions(results) for rating in one.closure.ratings or ()]
+    results = folded(inbox, rules(limits=LimitsConfig(rater_answers=2, rater_share=0.0)))
+    raters = [rating.rater for decision in decisions(results) for rating in decision.closure.ratings or ()]
     assert (raters, drops(results)) == (["bot", "bot", "ann"], {RATER_LIMIT: 3})
 
 
 def test_what_turns_hear_of_a_word_is_moved_by_it_too() -> None:
     inbox = FakePartition().extend([*(turn(number) for number in range(4)), said(turn_ref(3), 1.0, rater="ann")])
     inbox.extend([said(turn_ref(0), 1.0, rater="bob"), said(turn_ref(1), 1.0, rater="ann")])
-    assert drops(folded(inbox, rules(discount=0.5, limits=DayLimits(rater_answers=4)))) == {RATER_LIMIT: 1}, (
+    assert drops(folded(inbox, rules(discount=0.5, limits=LimitsConfig(rater_answers=4)))) == {RATER_LIMIT: 1}, (
         "ann moved four turns"
     )
 
@@ -229,8 +230,8 @@ def test_what_is_taken_back_is_taken_back_beyond_any_limit() -> None:
     inbox = FakePartition().extend([block(answer(group(0), 0, size=1, lane="live")), praise(0, "ann")])
     inbox.append(said(f"{group(0)}.0-0-0", 0.0, id="back", rater="ann", type="retraction"))
     state = State()
-    results = folded(inbox, rules(limits=DayLimits(rater_answers=1)), state)
-    assert [len(one.closure.ratings or ()) for one in decisions(results)] == [1, 0] and not drops(results)
+    results = folded(inbox, rules(limits=LimitsConfig(rater_answers=1)), state)
+    assert [len(decision.closure.ratings or ()) for decision in decisions(results)] == [1, 0] and not drops(results)
 
 
 def closed(revision: int = 0, closed_ms: int = 5, due_ms: int = 0) -> State:
@@ -281,7 +282,7 @@ def test_what_takes_a_word_back_reopens_a_group_however_often_it_was_revised() -
 
 
 def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
-    limits, memories = DayLimits(rater_answers=1, rater_share=0.5), limit_memories({})
+    limits, memories = LimitsConfig(rater_answers=1, rater_share=0.5), limit_memories({})
     charge(memories, "acme", "bob", 0, 4)
     charge(memories, "acme", "ann", 0, 4)
     assert beyond(memories, limits, "acme", "ann", 0) == "", "4 of 9"
@@ -292,7 +293,7 @@ def test_a_share_is_of_all_that_is_moved_with_this_word() -> None:
 
 
 def test_of_a_tenant_that_is_not_alone_the_share_is_bounded_with_this_word() -> None:
-    limits, memories = DayLimits(tenant_answers=1, tenant_share=0.5), limit_memories({})
+    limits, memories = LimitsConfig(tenant_answers=1, tenant_share=0.5), limit_memories({})
     charge(memories, "acme", "", 0, 5)
     assert beyond(memories, limits, "acme", "", 0) == "", "alone"
     charge(memories, "other", "", 0, 4)

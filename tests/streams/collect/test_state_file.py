@@ -189,7 +189,7 @@ def key_of(decision: Decision) -> tuple[str, int, int]:
 
 
 def ids_of(sent: Block) -> list[tuple[str, int, str, float | None]]:
-    return [(one.id, one.revision, one.lane, one.reward) for one in sent.experiences]
+    return [(member.id, member.revision, member.lane, member.reward) for member in sent.experiences]
 
 
 def test_a_closed_group_leaves_no_block_in_the_file(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_a_memory_of_which_only_changes_are_saved_is_read_as_it_was(
 @given(done=DONE)
 def test_changes_alone_make_the_same_memory(done: list[tuple[str, int | None]]) -> None:
     memory, copy = Memory(LIMIT), dict[str, Value]()
-    for at, one in enumerate(done):
-        do(memory, [one])
+    for at, item in enumerate(done):
+        do(memory, [item])
         if at % 3 == 0:
             gone, entries = memory.changes()
             for key in gone:

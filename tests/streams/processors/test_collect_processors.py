@@ -17,7 +17,7 @@ from streams.processors.difficulty import difficulty
 from streams.processors.length import length
 from streams.processors.prioritize import prioritize
 from streams.processors.reward import blended
-from streams.processors.synthesize import demonstration_of
+from streams.processors.synthesize import make_demonstration
 from streams.scores.overlong import Overlong
 from tests.streams.processors.by_default import advantage, reward, synthesize
 from trainer.batch.batch import TrainItem, pack
@@ -114,7 +114,7 @@ def test_an_episode_counted_by_turns_is_dropped_where_a_part_is_missing() -> Non
     unfinished = answer(2, part=0, last=False, scores=turns(1.0))
     kept, *dropped = reward((whole, broken, unfinished), blend={"environment": 1.0})
     assert isinstance(kept, Experience) and kept.reward == 1.0
-    assert [one.reason for one in dropped if isinstance(one, Drop)] == ["incomplete episode"] * 2
+    assert [item.reason for item in dropped if isinstance(item, Drop)] == ["incomplete episode"] * 2
     # What is judged as a whole does not need them.
     (member,) = reward((answer(1, part=1, scores=(*turns(0.5), Score("exact", 1.0))),), blend={"exact": 1.0})
     assert isinstance(member, Experience) and member.reward == 1.0
@@ -233,8 +233,8 @@ def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for
     def last(kind: str, **options: Any) -> float | None:
         memory = Memory(64)
         for number in range(9):
-            one = rewarded([float(number % 2)], group=f"g{number}.0", scores=turns(0.25, 0.75))
-            (member,) = advantage(one, memory=memory, kind=kind, **options)  # type: ignore[arg-type]
+            member = rewarded([float(number % 2)], group=f"g{number}.0", scores=turns(0.25, 0.75))
+            (member,) = advantage(member, memory=memory, kind=kind, **options)  # type: ignore[arg-type]
         return member.advantage
 
     # Of eight before it, half of them 0, half is trusted: half of 0 - 0.5, and that over the spread of 0.5.
@@ -256,20 +256,20 @@ NAME = "environment"
 def episode(number: int, *turns: tuple[int, float], reward: float | None = None, **header: Any) -> Experience:
     """Eight tokens, of which 2, 3 and 5, 6, 7 were sampled; turns: (token, reward)."""
     given = sum(value for _, value in turns) if reward is None else reward
-    one = answer(
+    member = answer(
         number, group_size=2, reward=given, scores=tuple(Score(NAME, value, at=at) for at, value in turns), **header
     )
     spans = (Span(2, 4, 3), Span(5, 8, 3))
-    return one.with_bulk(tokens=range(1, 9), logprobs=[-0.1] * 5, spans=spans)
+    return member.with_bulk(tokens=range(1, 9), logprobs=[-0.1] * 5, spans=spans)
 
 
 def judged(*group: Experience, **options: Any) -> tuple[Experience, ...]:
     return advantage(group, memory=Memory(8), turns=NAME, **options)
 
 
-def per_token(one: Experience, **item: Any) -> list[float]:
-    settled = BatchItem(id=one.id, partition=0, offset=0, index=0, lane="usual", **item)
-    (batch,) = pack([TrainItem(experience=one, item=settled)], max_tokens=64).microbatches
+def per_token(member: Experience, **item: Any) -> list[float]:
+    settled = BatchItem(id=member.id, partition=0, offset=0, index=0, lane="usual", **item)
+    (batch,) = pack([TrainItem(experience=member, item=settled)], max_tokens=64).microbatches
     return [float(value) for value in batch.advantage_N]
 
 
@@ -278,9 +278,9 @@ def test_a_token_is_credited_with_the_normalized_rewards_of_the_turns_behind_it(
     first, second = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), epsilon=1e-9)
     std = math.sqrt(3) / 4
     good, bad = 0.75 / std, -0.25 / std
-    assert [one.stop for one in first.advantages] == [4, 8]
-    assert [one.advantage for one in first.advantages] == pytest.approx([good + bad, bad])
-    assert [one.advantage for one in second.advantages] == pytest.approx([2 * bad, bad])
+    assert [stretch.stop for stretch in first.advantages] == [4, 8]
+    assert [stretch.advantage for stretch in first.advantages] == pytest.approx([good + bad, bad])
+    assert [stretch.advantage for stretch in second.advantages] == pytest.approx([2 * bad, bad])
     assert first.advantage == pytest.approx((2 * (good + bad) + 3 * bad) / 5), "the mean over its sampled tokens"
 
 
@@ -298,33 +298,33 @@ def test_what_comes_in_a_later_part_is_credited_to_the_parts_before_it() -> None
 
 
 def test_a_group_of_equal_rewards_whose_turns_differ_is_kept() -> None:
-    one, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 1.0)))
-    assert difficulty((one, two)) == (one, two)
+    member, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 1.0)))
+    assert difficulty((member, two)) == (member, two)
     same = judged(episode(0, (3, 1.0), (7, 1.0)), episode(1, (3, 1.0), (7, 1.0)))
     assert all(isinstance(member, Drop) for member in difficulty(same))
 
 
 def test_an_episode_without_turns_keeps_the_advantage_of_its_whole() -> None:
-    one, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, reward=0.0))
-    assert one.advantages and not two.advantages and two.advantage == pytest.approx(-1, abs=1e-3)
+    member, two = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, reward=0.0))
+    assert member.advantages and not two.advantages and two.advantage == pytest.approx(-1, abs=1e-3)
 
 
 def test_the_trainer_sees_each_token_with_the_advantage_of_its_turn() -> None:
-    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
-    again = decode(encode(Block((one,))))
+    member, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
+    again = decode(encode(Block((member,))))
     assert isinstance(again, Block)
-    assert per_token(again.experiences[0], advantage=one.advantage) == pytest.approx([0.5] * 2 + [-0.25] * 3)
+    assert per_token(again.experiences[0], advantage=member.advantage) == pytest.approx([0.5] * 2 + [-0.25] * 3)
 
 
 def test_what_a_batch_step_adds_is_added_to_every_token() -> None:
-    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
-    assert one.advantage is not None
-    assert per_token(one, advantage=one.advantage + 1.0) == pytest.approx([1.5] * 2 + [0.75] * 3)
+    member, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)), kind="mean")
+    assert member.advantage is not None
+    assert per_token(member, advantage=member.advantage + 1.0) == pytest.approx([1.5] * 2 + [0.75] * 3)
 
 
 def test_what_is_made_of_an_experience_takes_no_advantages_along() -> None:
-    one, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)))
-    assert demonstration_of(one).advantages == ()
+    member, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)))
+    assert make_demonstration(member).advantages == ()
 
 
 def test_turns_and_leave_one_out_do_not_go_together() -> None:
@@ -333,9 +333,9 @@ def test_turns_and_leave_one_out_do_not_go_together() -> None:
 
 
 def long(num_sampled: int, episode: int = 0, right: float | None = None, **header: Any) -> Experience:
-    one = answer(episode, scores=() if right is None else (Score("exact", right),), **header)
+    member = answer(episode, scores=() if right is None else (Score("exact", right),), **header)
     tokens, logprobs = [1, 2, *range(num_sampled)], [-0.1] * num_sampled
-    return one.with_bulk(tokens=tokens, logprobs=logprobs, spans=(Span(2, 2 + num_sampled, 3),))
+    return member.with_bulk(tokens=tokens, logprobs=logprobs, spans=(Span(2, 2 + num_sampled, 3),))
 
 
 def values(group: tuple[Experience, ...]) -> list[float | None]:

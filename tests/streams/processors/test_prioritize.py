@@ -16,7 +16,7 @@ from infra.chain.chain import Context, new_memories, run_chain
 from infra.chain.processor import Memory
 from infra.settings.config import decode
 from schemas import Experience, Message, Score, Span, ids, make_experience
-from streams.collect.feedback import FeedbackRules, learn_usual, returns, usual_of
+from streams.collect.feedback import FeedbackRules, learn_usual, returns, usual_value
 from streams.collect.group import AnswerFeedback, LaterCredit, LoggedFeedback
 from streams.config import StreamsConfig
 from streams.processors.advantage import MAX_ADVANTAGE, MEMORY, WINDOW, compared
@@ -90,20 +90,20 @@ def test_priority_halves_with_every_half_life_of_versions() -> None:
     assert found == {20: 1.0, 16: 0.5, 12: 0.25, 0: 0.1, 24: 1.0}
 
 
-@pytest.mark.parametrize("one", [novelty, progress])
-def test_a_later_revision_of_a_group_is_not_seen_again(one: Any) -> None:
+@pytest.mark.parametrize("factor", [novelty, progress])
+def test_a_later_revision_of_a_group_is_not_seen_again(factor: Any) -> None:
     memory = Memory(8)
-    one(group(0.0, 1.0), memory=memory)
-    one(group(1.0, 1.0, name="t.1"), memory=memory)
+    factor(group(0.0, 1.0), memory=memory)
+    factor(group(1.0, 1.0, name="t.1"), memory=memory)
     before = memory.to_bytes()
-    one(group(1.0, 1.0, name="t.1", revision=1), memory=memory)
+    factor(group(1.0, 1.0, name="t.1", revision=1), memory=memory)
     assert memory.to_bytes() == before
 
 
-@pytest.mark.parametrize("one", [novelty, progress, recency])
-def test_demonstrations_keep_their_priority(one: Any) -> None:
+@pytest.mark.parametrize("factor", [novelty, progress, recency])
+def test_demonstrations_keep_their_priority(factor: Any) -> None:
     given = tuple(msgspec.structs.replace(member, lane="expert") for member in group(1.0, version=-1))
-    assert one(given, memory=Memory(8)) == given
+    assert factor(given, memory=Memory(8)) == given
 
 
 def test_they_stand_behind_prioritize_by_the_settings_alone() -> None:
@@ -162,8 +162,8 @@ def test_tenants_and_origins_do_not_share_a_baseline() -> None:
     memory = Memory(MEMORY)
 
     def lone(number: int, value: float, **header: str) -> float | None:
-        one = answer(group=f"g{number}.0", group_size=1, reward=value, **header)
-        return advantage((one,), memory=memory)[0].advantage
+        member = answer(group=f"g{number}.0", group_size=1, reward=value, **header)
+        return advantage((member,), memory=memory)[0].advantage
 
     assert [lone(number, 0.0, tenant="a", origin="x") for number in range(3)] == [0.0, 0.0, 0.0]
     assert (lone(3, 1.0, tenant="b", origin="x"), lone(4, 1.0, tenant="a", origin="y")) == (0.0, 0.0)
@@ -199,7 +199,7 @@ def session(liked: Callable[[int], bool], memories: dict[str, Memory]) -> list[t
     for turn, value in enumerate(verdicts):
         own = AnswerFeedback(counted=[LoggedFeedback(said("a.0.0-0-0", float(value)), 0, 0)])
         echoes = [LaterCredit(later - turn, {"csat": float(verdicts[later])}) for later in range(turn + 1, TURNS)]
-        rewards.append(returns(own, echoes, SOURCES, lambda source: usual_of(memories, "", source))["csat"])
+        rewards.append(returns(own, echoes, SOURCES, lambda source: usual_value(memories, "", source))["csat"])
     return list(zip(verdicts, rewards, strict=True))
 
 
@@ -220,7 +220,7 @@ def by_turn(found: Iterator[tuple[int, bool, float]], liked: bool | None = None)
     for turn, was_liked, value in found:
         if liked is None or was_liked == liked:
             values[turn].append(value)
-    return [(statistics.fmean(one), statistics.stdev(one) / math.sqrt(len(one))) for one in values]
+    return [(statistics.fmean(given), statistics.stdev(given) / math.sqrt(len(given))) for given in values]
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.9])

@@ -31,8 +31,8 @@ def reason(result: object) -> str:
 
 
 def test_an_answer_of_nothing_but_the_end_token_is_valid() -> None:
-    one = answer("", tokens=[0])
-    assert validate(one) is one
+    member = answer("", tokens=[0])
+    assert validate(member) is member
 
 
 def test_nothing_sampled_and_failed_episodes_are_not_trained_but_count_in_evals() -> None:

@@ -47,7 +47,7 @@ async def not_third(experience: Experience, *, episode: int = 3) -> Experience |
 
 @processor(version=2, inline=True)
 def favour(group: tuple[Experience, ...]) -> tuple[Experience, ...]:
-    return tuple(msgspec.structs.replace(one, priority=0.25) for one in group)
+    return tuple(msgspec.structs.replace(member, priority=0.25) for member in group)
 
 
 CONFIG = StreamsConfig(
@@ -70,7 +70,7 @@ async def feed(log: Log, groups: int = 40, seed: int = 5) -> None:
         lane = "expert" if index % 10 == 9 else "usual"
         members = [answer(name, episode, size=4, lane=lane) for episode in range(4)]
         if index % 13 == 5:
-            members = [msgspec.structs.replace(one, suite="held-out") for one in members]
+            members = [msgspec.structs.replace(member, suite="held-out") for member in members]
         topic = EXPERTS if lane == "expert" else EXPERIENCES
         cut = chosen.randrange(1, 4)
         for piece in (members[:cut], members[cut:]):

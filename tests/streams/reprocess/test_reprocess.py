@@ -15,7 +15,7 @@ from schemas.topics import ALL, BUFFER, DEAD_LETTERS, EXPERIENCES, VERIFIED
 from streams.config import CollectConfig, FilterConfig, ProcessorConfig, RewardConfig, ScoreConfig, Switch, VerifyConfig
 from streams.processors.filter import dedupe_key
 from streams.reprocess.letters import MARK, redeliver
-from streams.reprocess.ranges import LogPlace, ranges_of
+from streams.reprocess.ranges import LogPlace, find_ranges
 from tests.simulator.virtual_loop import run_virtual
 from tests.streams.collect.collecting import answer, block
 from tests.streams.deliveries import values
@@ -99,10 +99,14 @@ def test_a_score_whose_code_changed_under_the_same_version_is_reused_and_the_rep
 def test_a_processor_more_or_less_shows_what_it_drops_by_reason(tmp_path: Path) -> None:
     async def main() -> None:
         log = await recorded_log(tmp_path)
-        stubs = [one for one in await values(log, VERIFIED) if isinstance(one, DropMarker) and one.reason == "third"]
+        stubs = [
+            record
+            for record in await values(log, VERIFIED)
+            if isinstance(record, DropMarker) and record.reason == "third"
+        ]
         without = await run(log, "verify", msgspec.structs.replace(CONFIG, processor=()))
         evals = 1  # of group 18, whose third answer was counted as failed
-        assert changes(without) == {("no longer dropped", "third"): len({one.id for one in stubs}) + evals}
+        assert changes(without) == {("no longer dropped", "third"): len({item.id for item in stubs}) + evals}
         filtered = msgspec.structs.replace(CONFIG, verify=VerifyConfig(filter=FilterConfig(min_tokens=3)))
         shorter = await run(log, "verify", filtered)
         ((kind, reason), count), *others = changes(shorter).items()
@@ -135,9 +139,9 @@ def test_another_reward_shows_who_would_be_rewarded_and_left_out_otherwise(tmp_p
 def test_what_the_workers_have_not_reached_is_left_out_and_counted(tmp_path: Path) -> None:
     async def main() -> None:
         log = await recorded_log(tmp_path)
-        later = [one for one in await values(log, EXPERIENCES) if isinstance(one, Block)][:3]
-        for one in later:
-            await log.publish(EXPERIENCES, one)
+        later = [record for record in await values(log, EXPERIENCES) if isinstance(record, Block)][:3]
+        for item in later:
+            await log.publish(EXPERIENCES, item)
         report = await run(log, "verify")
         assert report.is_same and report.behind == 3
 
@@ -151,7 +155,7 @@ def test_a_tampered_record_is_found(tmp_path: Path) -> None:
         stored = log.bus.log(name).records  # type: ignore[attr-defined]
         block = (await values(log, BUFFER))[3]
         assert isinstance(block, Block)
-        forged = Block(tuple(msgspec.structs.replace(one, advantage=9.0) for one in block.experiences))
+        forged = Block(tuple(msgspec.structs.replace(member, advantage=9.0) for member in block.experiences))
         stored[3] = msgspec.structs.replace(stored[3], value=encode(forged))
         report = await run(log, "collect")
         assert changes(report) == {("other advantage", ""): len(block.experiences)}
@@ -179,15 +183,22 @@ def test_an_order_that_cannot_hold_is_one_clear_line(tmp_path: Path, fields: dic
 
 async def buffered(log: Log) -> dict[str, tuple[object, ...]]:
     return {
-        dedupe_key(one): (one.reward, one.advantage, one.priority, one.lane, one.scores, one.tokens.tolist())
+        dedupe_key(member): (
+            member.reward,
+            member.advantage,
+            member.priority,
+            member.lane,
+            member.scores,
+            member.tokens.tolist(),
+        )
         for record in await values(log, BUFFER)
         if isinstance(record, Block)
-        for one in record.experiences
+        for member in record.experiences
     }
 
 
 async def whole(log: Log) -> list:  # type: ignore[type-arg]
-    return await ranges_of(log, DEAD_LETTERS, LogPlace(edge="beginning"), LogPlace(edge="end"))
+    return await find_ranges(log, DEAD_LETTERS, LogPlace(edge="beginning"), LogPlace(edge="end"))
 
 
 def letter(value: bytes, topic: str = "experiences", stage: str = "verify", key: bytes = b"t.0") -> DeadLetter:
@@ -199,14 +210,14 @@ def test_letters_that_decode_go_back_once_and_others_stay(tmp_path: Path) -> Non
         log = await recorded_log(tmp_path, groups=4)
         good = encode(block(answer("new.0", 0, size=1)))
         before = len(await values(log, EXPERIENCES))
-        known = len([one for one in await values(log, DEAD_LETTERS) if isinstance(one, DeadLetter)])
-        for one in (
+        known = len([record for record in await values(log, DEAD_LETTERS) if isinstance(record, DeadLetter)])
+        for word in (
             letter(good),
             letter(b"HR\x01\x00garbage"),
             letter(b'{"csat": 4}', topic="nowhere", stage="feedback csat"),
             letter(good, topic="no.such"),
         ):
-            await log.publish(DEAD_LETTERS, one)
+            await log.publish(DEAD_LETTERS, word)
         first = await redeliver(log, await whole(log), lambda count: None)
         assert first.letters == known + 4
         assert first.delivered["experiences"] == 1
@@ -234,9 +245,11 @@ def test_of_two_that_deliver_at_one_time_each_letter_goes_once_and_says_who_and_
             *(redeliver(log, ranges, lambda count: None, by=f"{name}: mended") for name in ("ann", "ben", "eve"))
         )
         assert len(await values(log, EXPERIENCES)) == before + 8
-        assert sum(one.delivered.get("experiences", 0) for one in reports) == 8
+        assert sum(item.delivered.get("experiences", 0) for item in reports) == 8
         said = {
-            one.error for one in await values(log, DEAD_LETTERS) if isinstance(one, DeadLetter) and one.stage == MARK
+            record.error
+            for record in await values(log, DEAD_LETTERS)
+            if isinstance(record, DeadLetter) and record.stage == MARK
         }
         assert said and said <= {"ann: mended", "ben: mended", "eve: mended"}
 
@@ -258,7 +271,7 @@ def test_a_letter_that_was_cut_is_taken_from_the_log_while_it_is_kept(tmp_path: 
         gone = msgspec.structs.replace(cut, offset=0)
         await log.publish(DEAD_LETTERS, gone)
         again = await redeliver(log, await whole(log), lambda count: None)
-        assert any("was cut" in one for one in again.examples)
+        assert any("was cut" in item for item in again.examples)
 
     run_virtual(main())
 
@@ -266,7 +279,7 @@ def test_a_letter_that_was_cut_is_taken_from_the_log_while_it_is_kept(tmp_path: 
 def test_a_redelivered_record_is_no_duplicate_of_its_failed_self(tmp_path: Path) -> None:
     async def main() -> None:
         log = await recorded_log(tmp_path, groups=4)
-        sent = next(one for one in await values(log, EXPERIENCES) if isinstance(one, Block))
+        sent = next(record for record in await values(log, EXPERIENCES) if isinstance(record, Block))
         await log.publish(DEAD_LETTERS, letter(encode(sent), key=sent.group.encode()))
         before = len(await values(log, VERIFIED))
         async with working(log, CONFIG, tmp_path / "state"):

@@ -41,7 +41,7 @@ def asked(score: Judge | Rubric, *experiences: Experience) -> list[Verdict | Non
 
 
 def grade(score: Judge | Rubric, *experiences: Experience) -> list[tuple[float | None, str]]:
-    return [(one.value, one.reason) if one else (None, "") for one in asked(score, *experiences)]
+    return [(member.value, member.reason) if member else (None, "") for member in asked(score, *experiences)]
 
 
 ANSWER = answered("Paris.", prompt="Capital of France?", answer="Paris")
@@ -142,11 +142,11 @@ def test_the_budget_of_a_day_is_never_passed(judge: FakeJudge) -> None:
     clock = [0.0]
 
     async def ask() -> list[str]:
-        one = Endpoint(config, now=lambda: clock[0])
-        reasons = [(await one.ask("s", f"{n}", {}, lambda _: True)).reason for n in range(5)]
+        item = Endpoint(config, now=lambda: clock[0])
+        reasons = [(await item.ask("s", f"{n}", {}, lambda _: True)).reason for n in range(5)]
         clock[0] = 86_400.0
-        reasons.append((await one.ask("s", "tomorrow", {}, lambda _: True)).reason)
-        await one.aclose()
+        reasons.append((await item.ask("s", "tomorrow", {}, lambda _: True)).reason)
+        await item.aclose()
         return reasons
 
     spent = "judge budget spent"
@@ -245,9 +245,9 @@ def test_the_ledger_forgets_the_oldest() -> None:
 
 
 def test_workers_that_share_a_file_share_the_budget(tmp_path: Path) -> None:
-    one, other = (JudgeLedger(str(tmp_path / "l.sqlite"), 10) for _ in range(2))
-    assert one.reserve(7, 0.6, 1.0)
+    item, other = (JudgeLedger(str(tmp_path / "l.sqlite"), 10) for _ in range(2))
+    assert item.reserve(7, 0.6, 1.0)
     assert not other.reserve(7, 0.6, 1.0)
-    one.settle(7, -0.5)
+    item.settle(7, -0.5)
     assert other.reserve(7, 0.6, 1.0)
-    assert not one.reserve(7, 0.4, 1.0) and other.reserve(7, 0.3, 1.0)
+    assert not item.reserve(7, 0.4, 1.0) and other.reserve(7, 0.3, 1.0)

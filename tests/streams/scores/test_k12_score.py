@@ -11,7 +11,7 @@ from streams.scores.boxes import MAX_BOXES, num_matched, overlap, read_boxes
 from streams.scores.k12 import k12
 from streams.scores.quantity import read_quantity
 from streams.scores.vision import Vision, edits
-from streams.scores.words import normal, number_of
+from streams.scores.words import normal, read_number
 from tests.streams.scores.answers import answered
 
 PLANETS = json.dumps(["Venus", "Mars", "Jupiter", "Saturn"])
@@ -211,7 +211,7 @@ def test_a_task_that_cannot_be_judged_is_an_error_that_says_why(meta: dict[str, 
     ],
 )  # fmt: skip
 def test_number_words(words: str, number: int | None) -> None:
-    assert number_of(words) == number
+    assert read_number(words) == number
 
 
 def test_what_is_ignored_in_words() -> None:
@@ -328,7 +328,7 @@ def test_a_reference_that_cannot_be_read_is_an_error(kind: Any, answer: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "share"),
+    ("item", "other", "share"),
     [
         ((0, 0, 2, 2), (0, 0, 2, 2), 1.0),
         ((0, 0, 2, 2), (1, 0, 3, 2), 1 / 3),  # 2 in common of 4 + 4 - 2
@@ -336,9 +336,9 @@ def test_a_reference_that_cannot_be_read_is_an_error(kind: Any, answer: str) -> 
         ((0, 0, 4, 4), (1, 1, 2, 2), 1 / 16),
     ],
 )
-def test_overlap_is_intersection_over_union(one: Any, other: Any, share: float) -> None:
-    assert overlap(one, other) == pytest.approx(share)
-    assert overlap(other, one) == pytest.approx(share)
+def test_overlap_is_intersection_over_union(item: Any, other: Any, share: float) -> None:
+    assert overlap(item, other) == pytest.approx(share)
+    assert overlap(other, item) == pytest.approx(share)
 
 
 def test_matching_gives_way_where_a_greedy_one_would_not() -> None:
@@ -358,16 +358,16 @@ boxes = st.lists(
 
 
 @given(boxes, boxes)
-def test_no_more_is_matched_than_there_is_and_order_does_not_matter(one: Any, other: Any) -> None:
-    matched = num_matched(one, other, 0.3)
-    assert matched <= min(len(one), len(other))
-    assert matched == num_matched(other, one, 0.3) == num_matched(one[::-1], other, 0.3)
-    assert num_matched(one, one, 1.0) == len(one)
+def test_no_more_is_matched_than_there_is_and_order_does_not_matter(item: Any, other: Any) -> None:
+    matched = num_matched(item, other, 0.3)
+    assert matched <= min(len(item), len(other))
+    assert matched == num_matched(other, item, 0.3) == num_matched(item[::-1], other, 0.3)
+    assert num_matched(item, item, 1.0) == len(item)
 
 
 @given(boxes)
-def test_boxes_are_read_back_from_prose(one: Any) -> None:
-    assert read_boxes(f"Here [they] are: {json.dumps(one)}. That's {{all}}.", "xyxy") == [tuple(box) for box in one]
+def test_boxes_are_read_back_from_prose(item: Any) -> None:
+    assert read_boxes(f"Here [they] are: {json.dumps(item)}. That's {{all}}.", "xyxy") == [tuple(box) for box in item]
 
 
 def test_too_many_boxes_are_no_answer() -> None:
@@ -375,7 +375,7 @@ def test_too_many_boxes_are_no_answer() -> None:
 
 
 @given(st.text(max_size=12), st.text(max_size=12))
-def test_edits_are_a_distance(one: str, other: str) -> None:
-    assert edits(one, other) == edits(other, one)
-    assert (edits(one, other) == 0) == (one == other)
-    assert abs(len(one) - len(other)) <= edits(one, other) <= max(len(one), len(other))
+def test_edits_are_a_distance(text: str, other: str) -> None:
+    assert edits(text, other) == edits(other, text)
+    assert (edits(text, other) == 0) == (text == other)
+    assert abs(len(text) - len(other)) <= edits(text, other) <= max(len(text), len(other))
