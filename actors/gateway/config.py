@@ -15,63 +15,71 @@ TrainOn = Literal["nothing", "consented", "all"]
 
 
 class GatewayLimits(Section, frozen=True):
-    """[gateway.limits]: what one request may ask for; more is refused with 400, 413 or 429.
-
-    body_bytes: of a request. prompt_tokens, messages: of a conversation; one with more than 16 characters for each of its
-    tokens is refused before they are counted. images: pictures of a conversation. pixels: of all its pictures. tools:
-    functions a request may name. max_tokens: of an answer, also where a request names more or none (less where the engine's
-    sequences are shorter). choices: n. stops: stop strings. concurrency: answers made at once, those of a canary included,
-    an eighth of them for keys that hold few; more are refused with 429. body_s: seconds that a client may take for a head,
-    for a body, between two requests, and to read more of an answer; then its connection is closed.
+    """[gateway.limits]: bounds of one request; more is refused with status 400, 413 or 429.
 
     Example: GatewayLimits(max_tokens=2048, concurrency=512)
     """
 
     body_bytes: Positive = 1024 * 1024
+    """Bytes of a request's body. A key, or a webhook's address, holds at most 8 times as many in unfinished bodies."""
     prompt_tokens: Positive = 32_768
+    """Tokens of a conversation. A prompt of more than 16 characters for each of them is refused before it is tokenized."""
     messages: Positive = 1024
+    """Messages of a conversation."""
     images: Positive = 8
+    """Pictures of a conversation."""
     pixels: Positive = 4_194_304
+    """Pixels of all pictures of a request. Pictures made to be slow take up to 0.2 s of a processor for the default, in a
+    thread of their own, a request at a time; each answer that runs holds 3 bytes for each of its pixels."""
     tools: Positive = 128
+    """Functions that a request may name."""
     max_tokens: Positive = 1024
+    """Tokens of an answer, also where a request names more or none; fewer where the engine's sequences are shorter."""
     choices: Positive = 8
+    """Answers of a request, its `n`."""
     stops: Positive = 16
+    """Stop strings of a request."""
     concurrency: Positive = 256
+    """Answers made at once, those of a canary included. An eighth is kept for keys that hold few."""
     body_s: Seconds = 30.0
+    """Seconds that a client may take for a head, for a body, between two requests, and to read more of an answer; then its
+    connection is closed."""
 
 
 class RedactRules(Section, frozen=True):
-    """[gateway.redact]: what is taken out before anything is written. On by default.
-
-    on: whether anything is looked for. kinds: built-in patterns. patterns: your own, name to regular expression.
-    action: mask writes `[email]` instead of what was found, and the tokens of the masked text, which then have no
-    ratio; drop writes nothing. images: pictures are not searched for personal data, so answers to requests with
-    pictures are not written, unless it is "keep". Those of named users are never written: a picture is not sealed, so
-    it could not be forgotten.
+    """[gateway.redact]: removal of secrets and personal data before anything is written.
 
     Example: RedactRules(patterns={"ticket": "T-[0-9]+"})
     """
 
     on: bool = True
+    """Whether texts are searched."""
     kinds: tuple[Kind, ...] = KINDS
+    """Built-in patterns. All by default."""
     patterns: dict[str, str] = msgspec.field(default_factory=dict)
+    """Patterns of your own: name to regular expression."""
     action: Literal["mask", "drop"] = "mask"
+    """Action where something is found. "mask" writes `[email]` in its place, and the tokens of the masked text, which then have
+    no ratio; "drop" writes nothing of the answer."""
     images: Literal["drop", "keep"] = "drop"
+    """Action for answers to requests with pictures, which are not searched. "drop" writes nothing of them; "keep" writes
+    them, but never those of named users: a picture is not sealed, so it could not be forgotten."""
 
 
 class CanaryShare(Section, frozen=True):
-    """[gateway.canary]: a second gateway (`headrace serve --channel canary`) that answers a share of the sessions.
-
-    url: where this gateway reaches it. share: of the sessions; one stays where it fell. A request without a session goes by
-    its user, one without either by itself. listen: host:port of the canary; that of `url` where left out. While it is
-    away, broken or silent, this gateway answers. Both need the same object store, for the keys.
+    """[gateway.canary]: a second gateway (`headrace serve --channel canary`) that answers a share of the sessions. This gateway
+    answers while that one is away, broken or silent. Both need the same object store, for the keys.
 
     Example: CanaryShare(url="http://127.0.0.1:8010", share=0.1)
     """
 
     url: str
+    """Address where this gateway reaches the canary."""
     share: Share = 0.1
+    """Share of the sessions, from 0 to 1. A session stays where it fell; a request without one is drawn by its user, and
+    without either by itself."""
     listen: str = ""
+    """Address where the canary listens, host:port. That of `url` by default."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(checked_url(self.url))
@@ -81,73 +89,81 @@ class CanaryShare(Section, frozen=True):
 
     @property
     def address(self) -> str:
-        """Where the canary listens, host:port."""
+        """Address where the canary listens, host:port."""
         parts = urlsplit(self.url)
         return self.listen or f"{parts.hostname}:{parts.port or 80}"
 
 
 class TracesConfig(Section, frozen=True):
-    """[gateway.traces]: a span for each answer, by OpenTelemetry's semantic conventions for generative AI. It says nothing of
-    what was asked or answered.
-
-    endpoint: of a collector that takes OTLP over HTTP. Headers, with keys, and certificates are those of OpenTelemetry's own
-    variables, such as OTEL_EXPORTER_OTLP_HEADERS. service: service.name. queue: spans that wait at most; more are
-    dropped and counted.
+    """[gateway.traces]: a span for each answer, by OpenTelemetry's semantic conventions for generative AI, without a word of
+    prompts or answers. Headers, with keys, and certificates come from OpenTelemetry's own variables, such as
+    OTEL_EXPORTER_OTLP_HEADERS.
 
     Example: TracesConfig(endpoint="http://127.0.0.1:4318/v1/traces")
     """
 
     endpoint: str
+    """URL of a collector that takes OTLP over HTTP."""
     service: str = "headrace"
+    """Value of service.name."""
     queue: Positive = 4096
+    """Spans that may wait; more are dropped and counted."""
 
     def __post_init__(self) -> None:
         checked_url(self.endpoint)
 
 
 class GatewayConfig(Section, frozen=True):
-    """[gateway]: an OpenAI-compatible server in front of an engine.
-
-    listen: host:port. train_on: whose answers are written to the log: nothing, those of keys made with `--train yes`,
-    or all but those of keys made with `--train no`. channel: stable is moved by the gate (the newest version while
-    nothing was ever promoted), canary is what is on trial, and the stable version without a trial, candidate is every
-    version. engine: instead of [engine]. models: names a request may use, any where empty. processor: custom
-    redaction, run before the first write. queue_records, queue_mb: answers that wait for the broker in memory. spool:
-    folder of what waits on disk while it is away. spool_mb: at most; beyond it answers are shed and counted. send_s: a
-    broker that takes longer is away. sessions: conversations remembered, to go on with their very tokens; as many that
-    clients go on with by the id of an answer. sessions_mb: of memory, for all of either. cors_origins: pages that may
-    send feedback. canary: who answers a share of the sessions. traces: where spans of answers go. refusals: regular
-    expressions of what an answer begins with that refuses; such answers are counted for the gate. keys_reload_s: how
-    soon a new key works and a revoked one stops working. report_s: seconds from one report to the log to the next.
-    drain_s: at a stop, for running requests. strict: refuses requests with fields that are unknown, or cannot be served, or
-    change the policy's distribution; by default such fields are ignored or served, and named in response headers.
+    """[gateway]: an HTTP server that speaks OpenAI's and Anthropic's APIs in front of an engine.
 
     Example: GatewayConfig(listen="0.0.0.0:8000", train_on="consented")
     """
 
     listen: str = "127.0.0.1:8000"
+    """Address of the server, host:port."""
     train_on: TrainOn = "nothing"
+    """Answers that are written to the log: nothing; "consented", those of keys made with `--train yes`; "all", all but those of
+    keys made with `--train no`."""
     channel: Channel = "stable"
+    """Versions that the gateway serves. "stable" is moved by the gate (the newest version until the first promotion), "canary"
+    is the version on trial, and the stable one without a trial, "candidate" is every version."""
     engine: Use | None = None
+    """Engine of the gateway. [engine] by default."""
     models: tuple[str, ...] = ()
+    """Names of a model that requests may use. Any by default."""
     limits: GatewayLimits = GatewayLimits()
     redact: RedactRules = RedactRules()
     processor: tuple[Use, ...] = ()
+    """Processors that run before the first write, as redaction of your own. None by default."""
     queue_records: Positive = 4096
+    """Records that may wait for the broker in memory."""
     queue_mb: Positive = 64
+    """Megabytes of records that may wait for the broker in memory."""
     spool: str = "spool"
+    """Folder, below the run's, of records that wait on disk while the broker is away."""
     spool_mb: NonNegative = 1024
+    """Megabytes that the spool may take; beyond them records are shed and counted."""
     send_s: Seconds = 2.0
+    """Seconds after which a broker that does not confirm a record counts as away."""
     sessions: Positive = 4096
+    """Conversations remembered by session, to go on with their exact tokens; and as many by the id of their last answer."""
     sessions_mb: Positive = 256
+    """Megabytes of memory for either kind of conversations."""
     cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may send feedback. None by default."""
     canary: CanaryShare | None = None
     traces: TracesConfig | None = None
     refusals: tuple[str, ...] = REFUSALS
+    """Regular expressions that the beginning of a refusal matches. Such answers are counted for the gate."""
     keys_reload_s: Seconds = 2.0
+    """Seconds between two readings of the keys: how soon a new key works and a revoked key stops working."""
     report_s: Seconds = 2.0
+    """Seconds between two reports to the log."""
     drain_s: Seconds = 10.0
+    """Seconds that running requests get at a stop."""
     strict: bool = False
+    """Whether requests are refused for fields that are unknown, cannot be served, or change the policy's distribution. By
+    default such fields are ignored or served, and named in response headers."""
 
     def __post_init__(self) -> None:
         split_address(self.listen)

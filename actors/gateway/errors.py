@@ -69,7 +69,7 @@ def overloaded(message: str) -> ApiError:
 
 
 def unavailable(message: str, retry_after_s: float = 2.0) -> ApiError:
-    """Nothing wrong with the request; it cannot be served now."""
+    """A valid request that cannot be served now."""
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=retry_after_s)
 
 

@@ -8,6 +8,7 @@ tokens, logprobs and versions, also where the client went away in the middle; wi
 """
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from actors.gateway.access.keys import ApiKey, Train
 from actors.gateway.answering.conversation import ConversationCache
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
 from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import ready
+from actors.gateway.answering.parsing import ready, render
 from actors.gateway.answering.pictures import decoded_pictures
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
@@ -32,7 +33,7 @@ from actors.gateway.answering.sessions import Continuation, Sessions, held
 from actors.gateway.config import GatewayConfig
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
 from actors.gateway.recording.outbox import Outbox, Outgoing
-from actors.gateway.recording.record import Recorder, Served, render
+from actors.gateway.recording.record import Recorder, Served
 from actors.gateway.recording.tallies import Asker, Tallies
 from actors.gateway.recording.traces import open_spans
 from actors.rollout.continuation import SampledTurn
@@ -58,23 +59,6 @@ class Tokenized(NamedTuple):
     prefix: list[int]
 
 
-class RequestIdGenerator:
-    """Ids of requests: (producer epoch, sequence).
-
-    The epoch is 63 random bits drawn at every start. No other process is needed: a gateway must serve while the
-    log, which could hand out numbers, is away; and a restart has an epoch of its own, so no sequence must survive it.
-    """
-
-    def __init__(self, epoch: int | None = None) -> None:
-        self.epoch = secrets.randbits(63) if epoch is None else epoch
-        self._next = 0
-
-    def take(self) -> int:
-        """The next sequence number."""
-        self._next += 1
-        return self._next - 1
-
-
 class Gateway:
     """Serves requests on one engine."""
 
@@ -86,11 +70,13 @@ class Gateway:
         outbox: Outbox,
         metrics: Metrics,
         *,
-        ids: RequestIdGenerator,
+        epoch: int,
         trial: Callable[[], int],
         secret: Callable[[], bytes],
     ) -> None:
-        """trial: the version on trial, -1 for none. secret: what names in the log are keyed with."""
+        """epoch: random bits in the ids of this start's requests. No other process hands them out: a gateway serves while the
+        log is away. trial: the version on trial, -1 for none. secret: what names in the log are keyed with.
+        """
         self.config = config
         self.engine = engine
         self.tokenizer = recorder.tokenizer
@@ -111,7 +97,7 @@ class Gateway:
         self._subjects: Newest[str, str] = Newest(MAX_NAMES)  # by session
         self.spans = open_spans(config.traces, metrics)
         self.served: Newest[str, int] = Newest(MAX_NAMES)  # choices of the newest requests, by group
-        self._ids = ids
+        self._epoch, self._sequence = epoch, itertools.count()
         self.sessions = Sessions(config.sessions, config.sessions_mb * 1024 * 1024)
         self.conversations = ConversationCache(config.sessions, config.sessions_mb * 1024 * 1024)
 
@@ -122,18 +108,18 @@ class Gateway:
     async def begin(
         self, request: ParsedRequest, key: ApiKey, session: str, place: TakenSlots, *, drawn: bool = True
     ) -> InFlight:
-        """Everything before the first token. place: for its answers, its taker's to release. Raises ApiError.
+        """Prepare a request for its first token. place: for its answers, released by the caller. Raises ApiError.
 
-        drawn: the lot sent it here, not the canary's silence, so it may be compared with what the canary answers.
+        drawn: the canary's lot sent the request here, not its silence, so its answers may be compared with the canary's.
         """
         request = ready(request, self.parser, takes_tools=self.tokenizer.takes_tools, strict=self.config.strict)
         if request.prompt.pictures and not self.tokenizer.takes_images:
             raise bad("messages: got an image, and this model reads text alone", "messages")
-        name = self.name_of(request, key, session)
+        name = self.request_name(request, key, session)
         images = await self._decoded(request, key)
         tokenized = await self._tokenized(request, key, name if session else "")
         tokens = tokenized.prompt.tokens + tokenized.prefix
-        group = request_group(name, self._ids.epoch, self._ids.take())
+        group = request_group(name, self._epoch, next(self._sequence))
         sampling = self._sampling(request, tokens)
         if request.json_schema:
             await self._prepared(request.json_schema, key)
@@ -186,25 +172,24 @@ class Gateway:
         in_flight.images = ()
         in_flight.place.release()
 
-    def name_of(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
-        """What a request belongs to, as ids call it: its session, else its user, else nothing but itself.
+    def request_name(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
+        """The name of a request in ids: by its session, else by its user, else by itself.
 
-        Requests of one name meet one side of a trial, and count as one person there.
+        Requests of the same name meet the same side of a trial, and count as one person there.
         """
         named = session or (f"user\x00{request.user}" if request.user else secrets.token_hex(16))
-        return self._session_of(key, named)
+        return self._session_name(key, named)
 
-    def _session_of(self, key: ApiKey, session: str) -> str:
-        """The name of a session of a key's tenant in ids."""
+    def _session_name(self, key: ApiKey, session: str) -> str:
         return keyed_session(self._secret(), key.tenant, session, key.train)
 
     def may_record(self, train: Train) -> bool:
-        """Whether anything that a key made with this `--train` sends, or is answered, may be written."""
+        """Return True if requests of a key with this `--train`, and their answers, may be written."""
         allowed = {"nothing": (), "consented": ("yes",), "all": ("yes", "unset")}[self.config.train_on]
         return train in allowed
 
     def _subject(self, request: ParsedRequest, key: ApiKey, session: str) -> str:
-        """The user whose key a turn is sealed under, "" for none; session: "" for none.
+        """The user whose key seals a turn, "" for none; session: "" for none.
 
         A session stays that of the user it named. A turn that names none, of a session not known here that brings answers, is
         sealed under a key of the session, which `forget` destroys with those of the user that the session named elsewhere.
@@ -232,7 +217,7 @@ class Gateway:
                 self.sessions.forget(session)
 
     async def _decoded(self, request: ParsedRequest, key: ApiKey) -> tuple[Pixels, ...]:
-        """Pixels of its pictures; one request at a time decodes. Raises ApiError."""
+        """Decode the pictures of a request; one request at a time. Raises ApiError."""
         prompt = request.prompt
         if not prompt.pictures:
             return ()
@@ -243,7 +228,7 @@ class Gateway:
             return await to_its_end(decoding)
 
     async def _tokenized(self, request: ParsedRequest, key: ApiKey, session: str) -> Tokenized:
-        """The prompt as tokens. A long one leaves the event loop, and of these few are looked at at once. Raises ApiError."""
+        """Tokenize the prompt. Long prompts leave the event loop, LONG_AT_ONCE at a time. Raises ApiError."""
         limit = self.config.limits.prompt_tokens * CHARS_PER_TOKEN
         if request.num_chars > limit:
             message = f"messages: got {request.num_chars} characters with the tools, expected at most {limit}"
@@ -261,10 +246,7 @@ class Gateway:
         return Tokenized(rendered, prompt, self.tokenizer.encode(request.force) if request.force else [])
 
     def _rendered(self, request: ParsedRequest) -> list[int]:
-        try:
-            rendered = render(request.prompt, self.tokenizer)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"messages: {error}", "messages") from error
+        rendered = render(request.prompt, self.tokenizer)
         if not rendered:
             raise bad("prompt: has no tokens, expected at least one", "prompt")
         if len(rendered) > self.config.limits.prompt_tokens:
@@ -276,9 +258,9 @@ class Gateway:
         return rendered
 
     async def _prepared(self, json_schema: str, key: ApiKey) -> None:
-        """Wait until the engine can hold answers to the schema: before the answer's first byte, so that it can be refused.
+        """Wait until the engine can hold answers to the schema: before the first byte, so that the request can be refused.
 
-        Keys take turns, so that a key waits for at most one schema of each other key; one known lately goes first.
+        Keys take turns, so that a key waits for at most one schema of each other key; a schema prepared lately goes first.
         """
         try:
             if json_schema in self._prepared_schemas:
@@ -324,7 +306,6 @@ class Gateway:
         return unavailable("the engine has stopped; it is being started again")
 
     def _ended(self, in_flight: InFlight) -> None:
-        """Remember and record, whole or not."""
         if not in_flight.answers:
             in_flight.answers = [
                 growing.answer if growing is not None else SampledAnswer() for growing in in_flight.growing
@@ -352,7 +333,7 @@ class Gateway:
             self._record(in_flight)
 
     def _tally(self, in_flight: InFlight, whole: bool) -> None:
-        """Count for the gate what the engine did; a client that went away says nothing of it."""
+        """Count for the gate. A client that went away says nothing about the engine."""
         asker = Asker(tenant_in(in_flight.group), in_flight.session or in_flight.subject or in_flight.group)
         if in_flight.failed:
             self.tallies.failed(self.engine.version, in_flight.trial, in_flight.request.choices, asker)

@@ -10,6 +10,7 @@ request; at a stop running requests get `drain_s`, and what was served is writte
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from actors.engines.reload import PolicyFollower
 from actors.gateway.access.authenticator import Authenticator
 from actors.gateway.access.keys import KeyBook
 from actors.gateway.config import GatewayConfig, Webhook
-from actors.gateway.gateway import Gateway, RequestIdGenerator
+from actors.gateway.gateway import Gateway
 from actors.gateway.http.app import Site
 from actors.gateway.http.canary import Canary
 from actors.gateway.recording.feedback_intake import FeedbackIntake
@@ -65,15 +66,15 @@ async def run_gateway(
     webhooks: Sequence[Webhook] = (),
     reads_feedback: bool = True,
     listening: Callable[[int], None] = lambda port: None,
-    ids: RequestIdGenerator | None = None,
+    epoch: int | None = None,
 ) -> None:
     """Serve until the role is stopped. Its log need not be connected: it is, as soon as the broker answers.
 
     listening: called with the port once requests are served. Raises ConfigError, EngineStopped.
     """
-    ids = ids or RequestIdGenerator()
+    epoch = secrets.randbits(63) if epoch is None else epoch
     # Its counts begin anew with the process, which may have the number of one before it.
-    role = msgspec.structs.replace(role, instance=f"{role.instance}/{ids.epoch % 2**32:08x}")
+    role = msgspec.structs.replace(role, instance=f"{role.instance}/{epoch % 2**32:08x}")
     floor, metrics = role.floor, role.metrics
     steps = processor_steps(config)
     # A folder of its own kind: it holds the version served last, and a stable gateway must not find a canary's.
@@ -89,7 +90,7 @@ async def run_gateway(
             directed=lambda directive: gateway.follow(directive),
         )
         gateway, authenticator, feedback_intake = await _assembled(
-            role, config, engine, tokenizer, claimed.path, steps, ids, _trial_of(config, follower)
+            role, config, engine, tokenizer, claimed.path, steps, epoch, _trial_version(config, follower)
         )
         feedback_intake.is_read = reads_feedback
         canary = None if config.canary is None else Canary(config.canary, metrics)
@@ -124,8 +125,6 @@ def _bounds(config: GatewayConfig, metrics: Metrics) -> HttpBounds:
 
 
 class _Loops(msgspec.Struct, frozen=True):
-    """What runs beside the requests."""
-
     role: Role
     gateway: Gateway
     follower: PolicyFollower
@@ -133,7 +132,6 @@ class _Loops(msgspec.Struct, frozen=True):
     canary: Canary | None
 
     async def run(self, server: HttpServer, sock: socket.socket, listening: Callable[[int], None]) -> None:
-        """Until the role is stopped, or the engine is gone."""
         gateway, config, outbox = self.gateway, self.gateway.config, self.gateway.outbox
         halt, connected, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         await run_until(
@@ -152,7 +150,6 @@ class _Loops(msgspec.Struct, frozen=True):
         await outbox.flush()  # of requests that came in between the stop and the end of listening
 
     async def _report(self, connected: asyncio.Event, ended: asyncio.Event) -> None:
-        """Report to the log every few seconds, while it is connected and this gateway has not ended."""
         await connected.wait()
         while not ended.is_set():
             await self._tell("serving", "working")
@@ -201,7 +198,7 @@ async def _assembled(
     tokenizer: Tokenizer,
     folder: Path,
     steps: Sequence[Step],
-    ids: RequestIdGenerator,
+    epoch: int,
     trial: Callable[[], int],
 ) -> tuple[Gateway, Authenticator, FeedbackIntake]:
     log, store, metrics = role.log, role.store, role.metrics
@@ -228,7 +225,7 @@ async def _assembled(
         recorder,
         outbox,
         metrics,
-        ids=ids,
+        epoch=epoch,
         trial=trial,
         secret=lambda: book.secret,
     )
@@ -249,8 +246,8 @@ async def _assembled(
     return gateway, Authenticator(book, metrics), feedback_intake
 
 
-def _trial_of(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
-    """The version on trial, where this gateway's answers are one side of the trial."""
+def _trial_version(config: GatewayConfig, follower: PolicyFollower) -> Callable[[], int]:
+    """The version on trial, for gateways that take part in trials."""
     takes_part = config.channel == "canary" or config.canary is not None
     return lambda: follower.stable.trial if takes_part else -1
 
@@ -279,9 +276,9 @@ async def _end(
     halt: asyncio.Event,
     tell: Callable[[], Awaitable[None]],
 ) -> None:
-    """At a stop, or when the engine is gone: let running requests end, write what they left, then halt everything.
+    """Wait for a stop, or the engine's end; let running requests end, write what they left, then halt everything.
 
-    tell: called last, so that the report has what failed with the engine too.
+    tell: called last, so that the report counts what failed with the engine.
     """
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -321,7 +318,7 @@ async def _when(event: asyncio.Event, loop: Callable[[], Coroutine[None, None, N
 
 
 async def _lasting(name: str, connected: asyncio.Event, loop: Callable[[], Coroutine[None, None, None]]) -> None:
-    """A loop that reads the log: while the log is away it waits, instead of ending the role."""
+    """Run a loop that reads the log; while the log is away it waits, instead of ending the role."""
     await connected.wait()
     while True:
         try:
@@ -332,7 +329,7 @@ async def _lasting(name: str, connected: asyncio.Event, loop: Callable[[], Corou
 
 
 async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metrics: Metrics) -> None:
-    """Read them for as long as the gateway serves. What fails is counted each time, and logged once until it says otherwise."""
+    """Read the keys again and again. Each failure is counted; it is logged once until its message changes."""
     failed = ""
     while True:
         await asyncio.sleep(config.keys_reload_s)
@@ -350,7 +347,7 @@ async def _reload_keys(book: KeyBook, store: Store, config: GatewayConfig, metri
 
 
 def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
-    """Keep the event of the version that serves, for a start without the log; a disk that takes no more ends nothing."""
+    """Keep the event of the version that serves, for a start without the log. A full disk ends nothing."""
     try:
         replace_file(path, msgspec.json.encode(event))
     except OSError as error:
@@ -359,7 +356,7 @@ def _remember(path: Path, event: PolicyEvent, metrics: Metrics) -> None:
 
 
 async def _bring_last(follower: PolicyFollower, path: Path, engine: Engine) -> None:
-    """Serve what was served last, if it is known and can be had."""
+    """Serve the version that was served last, if it is known and can be had."""
     try:
         event = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=PolicyEvent)
         await _bounded(follower.bring(event))

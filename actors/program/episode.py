@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,13 +18,12 @@ from actors.gateway.access.concurrency import ConcurrencyLimiter
 from actors.gateway.access.keys import ApiKey
 from actors.gateway.answering.conversation import ConversationCache
 from actors.gateway.answering.in_flight import InFlight, Watch, sample_choices
-from actors.gateway.answering.parsing import AnswerParser, WritingTokenizer, ready
+from actors.gateway.answering.parsing import AnswerParser, ChatTokenizer, ready, render
 from actors.gateway.answering.pictures import decoded_pictures
 from actors.gateway.answering.requests import ParsedRequest
 from actors.gateway.answering.sample import SampledAnswer
-from actors.gateway.answering.sessions import SessionTokenizer, behind_answer
+from actors.gateway.answering.sessions import behind_answer
 from actors.gateway.errors import ApiError, bad, no_room, unavailable
-from actors.gateway.recording.record import render
 from actors.rollout.continuation import SampledTurn
 from actors.rollout.parts import AT_ONCE, Follow, GrowingPart
 from actors.rollout.session import LONG_CHARS, Session
@@ -33,21 +32,6 @@ from infra.store.images import Pixels, images_of
 from schemas import Score
 
 KEPT_ANSWERS = 64  # for requests that are sent again
-
-
-class RequestTokenizer(SessionTokenizer, WritingTokenizer, Protocol):
-    """The part of a tokenizer that a program's requests need."""
-
-    @property
-    def takes_images(self) -> bool:
-        """True for a model with a vision tower."""
-
-    @property
-    def takes_tools(self) -> bool:
-        """True if the chat template describes tools."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True):
@@ -66,7 +50,7 @@ class ProgramEpisode:
     def __init__(
         self,
         session: Session,
-        tokenizer: RequestTokenizer,
+        tokenizer: ChatTokenizer,
         parser: AnswerParser,
         limits: EpisodeLimits,
         *,
@@ -86,7 +70,7 @@ class ProgramEpisode:
         self._deposited: set[str] = set()
         self._limiter = ConcurrencyLimiter(limits.at_once)
         self._api_key = ApiKey(id="episode", tenant="", scopes=("serve",), sha256="")
-        self._places_of: dict[str, list[GrowingPart]] = {}
+        self._parts: dict[str, list[GrowingPart]] = {}
         self._scored: dict[str, tuple[GrowingPart, int]] = {}
         self._answered: Newest[str, InFlight] = Newest(KEPT_ANSWERS)
 
@@ -101,7 +85,7 @@ class ProgramEpisode:
 
     def count(self, request: ParsedRequest) -> int:
         """Tokens of a request's prompt as the template writes it. Raises ApiError."""
-        return len(self._rendered(request))
+        return len(render(request.prompt, self._tokenizer))
 
     def again(self, body: bytes) -> InFlight | None:
         """The earlier answer to the same request, None without one."""
@@ -114,7 +98,7 @@ class ProgramEpisode:
         self._answered.put(hashlib.sha256(body).hexdigest(), in_flight)
 
     async def begin(self, request: ParsedRequest) -> InFlight:
-        """Everything before the first token. Raises ApiError."""
+        """Prepare a request for its first token. Raises ApiError."""
         if self.num_asked >= self._limits.requests:
             raise ApiError(403, f"this episode has used its {self._limits.requests} requests", code="episode_over")
         images = await self._shown(request)
@@ -123,8 +107,10 @@ class ProgramEpisode:
         self.num_asked += 1
         try:
             is_long = request.num_chars > LONG_CHARS
-            rendered = await asyncio.to_thread(self._rendered, request) if is_long else self._rendered(request)
-            plain = request.prompt.plain
+            prompt, plain = request.prompt, request.prompt.plain
+            rendered = (
+                await asyncio.to_thread(render, prompt, self._tokenizer) if is_long else render(prompt, self._tokenizer)
+            )
             tail = self._follow(request)
             parts = self._session.parts
             found = (
@@ -159,7 +145,7 @@ class ProgramEpisode:
             parser=self._parser,
             images=images,
         )
-        self._places_of[name] = mine
+        self._parts[name] = mine
         return in_flight
 
     async def _shown(self, request: ParsedRequest) -> tuple[Pixels, ...]:
@@ -179,7 +165,7 @@ class ProgramEpisode:
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight` and record them; cancelled, nothing is recorded. Raises ApiError."""
-        parts = self._places_of[in_flight.group]
+        parts = self._parts[in_flight.group]
         try:
             await sample_choices(self._session.engine, self._tokenizer.decode, in_flight, watch)
         except ExceptionGroup as errors:
@@ -194,7 +180,7 @@ class ProgramEpisode:
 
     def release(self, in_flight: InFlight) -> None:
         """Give back its place; again is fine."""
-        for part in self._places_of.pop(in_flight.group, ()):
+        for part in self._parts.pop(in_flight.group, ()):
             part.sampling = False
             if not part.tokens:  # nothing came of it
                 self._session.parts.all.remove(part)
@@ -232,12 +218,6 @@ class ProgramEpisode:
         part.cut = answer.cut
         self._session.parts.last = part
         self._scored[in_flight.answer_ids[index]] = (part, len(part.tokens) - 1)
-
-    def _rendered(self, request: ParsedRequest) -> list[int]:
-        try:
-            return render(request.prompt, self._tokenizer)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"messages: {error}", "messages") from error
 
     def _follow(self, request: ParsedRequest) -> Follow:
         chat, tools = request.prompt.chat, request.prompt.tools

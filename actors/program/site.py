@@ -167,7 +167,7 @@ def _reply(in_flight: InFlight, episode: ProgramEpisode) -> Reply:
 
 
 def _once_more(api: Api, reply: Reply) -> Response:
-    """An answer that was given before, whole or as a stream of few events."""
+    """Repeat an answer, whole or as a stream of few events."""
     if not reply.request.stream:
         return json_response(api.whole(reply))
     writer = api.events(reply)

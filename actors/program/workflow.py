@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from actors.gateway.answering.parsers import answer_parser
-from actors.gateway.answering.parsing import AnswerParser
+from actors.gateway.answering.parsing import AnswerParser, ChatTokenizer
 from actors.program.confine import Confined, Confinement
-from actors.program.episode import EpisodeLimits, ProgramEpisode, RequestTokenizer
+from actors.program.episode import EpisodeLimits, ProgramEpisode
 from actors.program.launch import AgentLoop, ProgramInput, Result, ask_service, call, finite, parse_result, run_command
 from actors.program.site import MODEL, ProgramSite
 from actors.rollout.session import CachedTokenizer, Session
@@ -83,7 +83,7 @@ class Program:
     async def __call__(self, task: Task, session: Session) -> tuple[Score, ...]:
         """Play one episode."""
         own = session.tokenizer
-        tokenizer = cast(RequestTokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
+        tokenizer = cast(ChatTokenizer, own.wrapped if isinstance(own, CachedTokenizer) else own)
         options = self._options
         limits = EpisodeLimits(options.at_once, options.requests)
         parser = await self._prepared(tokenizer)
@@ -109,7 +109,7 @@ class Program:
             raise EpisodeFailed("agent", "it ended without an answer of the policy")
         return _scored(result, episode, session)
 
-    async def _prepared(self, tokenizer: RequestTokenizer) -> AnswerParser:
+    async def _prepared(self, tokenizer: ChatTokenizer) -> AnswerParser:
         """The parser of the policy's answers. Raises ConfigError."""
         async with self._preparing:
             if self._parser is None:

@@ -21,9 +21,7 @@ from schemas.errors import BadImage, NotInStore
 
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 MAX_PIXELS = 16 * 1024 * 1024
-MAX_SCANS = (
-    32  # of a progressive JPEG; each costs a pass over the whole picture and takes 16 bytes. Encoders write about 10
-)
+MAX_SCANS = 32  # of a progressive JPEG: encoders write about 10; each takes 16 bytes, and a pass over the picture
 FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 
 MISSING = "missing"

@@ -15,7 +15,7 @@ import pytest
 
 from actors.engines.scripted import TENSOR
 from actors.gateway.access.keys import create_key
-from actors.gateway.http.canary import place_of
+from actors.gateway.http.canary import position_in_trial
 from infra.cli.govern.channel import run_channel
 from infra.local.address import choose_address
 from infra.log.kafka import KafkaBus
@@ -146,7 +146,7 @@ async def published(site: TwoGateways, version: int) -> None:
 
 
 def inside(session: str, trial: int) -> bool:
-    return place_of(keyed_session(APP_SECRET, TENANT, session, "yes"), trial, APP_SECRET) < SHARE
+    return position_in_trial(keyed_session(APP_SECRET, TENANT, session, "yes"), trial, APP_SECRET) < SHARE
 
 
 def drawn(name: str, count: int, trial: int) -> list[str]:

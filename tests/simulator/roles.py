@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.gateway.gateway import RequestIdGenerator
 from actors.gateway.serve import run_gateway
 from actors.master.master import run_master
 from actors.rollout.explorer import run_explorer
@@ -255,7 +254,7 @@ def gateway(world: "World", process: Process) -> Running:
     )
     floor = msgspec.structs.replace(world.scenario.floor, folder=life.folder)
     given_here = msgspec.structs.replace(given(world, process, world.metrics_of(process)), floor=floor)
-    return run_gateway(given_here, config, life.engine, SmallTokenizer(), ids=RequestIdGenerator(world.draw_seed()))
+    return run_gateway(given_here, config, life.engine, SmallTokenizer(), epoch=world.draw_seed())
 
 
 def worker(world: "World", process: Process) -> Running:

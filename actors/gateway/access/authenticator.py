@@ -21,7 +21,7 @@ MINUTE_S = 60.0
 MAX_BUCKETS = 65_536  # of those used longest ago some are forgotten: they are full again
 TOKEN_RPM = 10  # what one browser's token may say a minute, within the quota of the key that asked for it
 # What a key must have to open a route. The others know no keys: /healthz is open, a webhook knows its signature.
-SCOPE_OF: Mapping[str, Scope] = {
+ROUTE_SCOPES: Mapping[str, Scope] = {
     "/v1/chat/completions": "serve",
     "/v1/completions": "serve",
     "/v1/responses": "serve",
@@ -36,10 +36,10 @@ SCOPE_OF: Mapping[str, Scope] = {
 
 
 class Bucket(msgspec.Struct):
-    """What is left of a quota: a bucket that holds one minute's worth and fills evenly.
+    """A quota: a bucket that holds a minute's worth and fills evenly.
 
-    Tokens of an answer are known only afterwards, so it may go below zero, and the next request waits until it is above.
-    per_minute: of a full one. left: as of the time at_s. at_s: by the caller's clock.
+    The tokens of an answer are known only afterwards, so `left` may fall below zero; the next request waits until it is above.
+    per_minute: size of the bucket. left: rest at the time at_s, by the caller's clock.
     """
 
     per_minute: float
@@ -78,7 +78,7 @@ class Authenticator:
             key = self.book.find(presented, self._clock())
         except Refused as refused:
             raise self._refused(refused) from refused
-        self._check_scope(key, SCOPE_OF[route])
+        self._check_scope(key, ROUTE_SCOPES[route])
         return key
 
     def admit(self, key: ApiKey, count: int = 1) -> None:
@@ -99,8 +99,9 @@ class Authenticator:
             self._bucket(key.id, "tokens", key.tpm).charge(num_tokens, self._clock())
 
     def check_answer(self, key: ApiKey, answer: str) -> Train:
-        """Whether the answer may be trained on, as the key it was given to says. Raises ApiError unless it was given to the
-        key's tenant.
+        """Return the `--train` of the key that an answer was given to.
+
+        Raises ApiError unless the answer was given to the key's tenant.
         """
         try:
             session = session_of(group_of(answer))
@@ -120,7 +121,7 @@ class Authenticator:
             key = self.book.live(claims.key, self._clock())
         except Refused as refused:
             raise self._refused(refused) from refused
-        self._check_scope(key, SCOPE_OF["/v1/feedback"])
+        self._check_scope(key, ROUTE_SCOPES["/v1/feedback"])
         self._take(f"{key.id} {claims.answer}", "requests", TOKEN_RPM, 1)
         self.admit(key)
         return key, claims.answer

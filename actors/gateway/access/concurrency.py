@@ -61,7 +61,7 @@ class ConcurrencyLimiter:
         return TakenSlots(self, count, key)
 
     def give_back(self, count: int, key: str) -> None:
-        """For `TakenSlots` only."""
+        """Called by `TakenSlots`."""
         self.num_taken -= count
         self._held[key] -= count
         if not self._held[key]:
@@ -108,7 +108,7 @@ class FairQueue:
             raise
 
     def _pass_on(self) -> None:
-        """The next key's turn; it goes to the end of the line with what it still waits for."""
+        """Hand the turn to the next key, which goes to the end of the line with what it still waits for."""
         while self._waiting:
             key, line = self._waiting.popitem(last=False)
             following = line.popleft()

@@ -16,7 +16,7 @@ MAX_LIFE_S = 30 * 24 * 3600
 
 
 class FeedbackToken(msgspec.Struct, frozen=True, array_like=True):
-    """What a token says. answer: the only one it is for. key: the key that asked for it; it dies with it. expires_s:
+    """The right to rate one answer. answer: its id. key: id of the key that asked for the token, which ends with it. expires_s:
     seconds of the epoch.
 
     Example: FeedbackToken("hr-mddrffqvmjcncqrrjhvnrntq.7-3.0-0-0", "abcdefghijklmnop", 1763715600.0)
@@ -34,7 +34,7 @@ def sign(claims: FeedbackToken, secret: bytes) -> str:
 
 
 def read(token: str, secret: bytes, now_s: float) -> FeedbackToken:
-    """What a token grants. Raises ApiError for one that is forged, damaged or too old."""
+    """Verify a token. Raises ApiError if it is forged, damaged or expired."""
     payload, _, signature = token.partition(".")
     try:
         body, mac = _bytes(payload), _bytes(signature)

@@ -131,7 +131,7 @@ def create_key(
 
 
 def list_keys(store: Store) -> list[tuple[ApiKey, bool]]:
-    """Every key, oldest first, and whether it was revoked. Raises StoreError."""
+    """List all keys, oldest first, each with True if it was revoked. Raises StoreError."""
     names = [name.removeprefix(FOLDER) for name in store.keys(FOLDER)]
     keys = [msgspec.json.decode(store.get(FOLDER + name), type=ApiKey) for name in names if not name.endswith(REVOKED)]
     return [(key, key.id + REVOKED in names) for key in sorted(keys, key=lambda key: key.created_s)]

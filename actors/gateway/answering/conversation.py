@@ -87,6 +87,12 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
+def assistant_message(thought: str, texts: Sequence[str], calls: Sequence[ToolCall]) -> ChatMessage:
+    """An assistant's message with what was thought, said and called in a row."""
+    said = "\n".join(texts)
+    return ChatMessage(role="assistant", content=said, reasoning=thought or None, tool_calls=list(calls) or None)
+
+
 class Function(msgspec.Struct, frozen=True):
     """A function the model may call. name: by which it is called. description: what the model reads of it. parameters:
     a JSON schema.
@@ -135,9 +141,8 @@ class ConversationCache(Newest[str, Conversation]):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is answered. chat: as the template takes it, None for a bare text. plain: the same as text, to compare and
-    to keep. tokens: a prompt that came as token ids. pictures: the bytes of all images, in their order. tools: that may
-    be called, as the template takes them.
+    """A prompt. chat: messages for the template, None for a bare text. plain: the same as text, to compare and to record.
+    tokens: a prompt that came as token ids. pictures: bytes of all images, in their order. tools: functions, for the template.
     """
 
     plain: tuple[Message, ...]
@@ -159,7 +164,7 @@ def chat_prompt(
     given = tuple(msgspec.to_builtins(tool) for tool in tools) if choice != "none" else ()
     for tool in given:
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
-    shown = [pictures_of(message.content, message.role, index) for index, message in enumerate(messages)]
+    shown = [read_pictures(message.content, message.role, index) for index, message in enumerate(messages)]
     chat = tuple(
         _for_template(message, index) | ({"images": len(pictures)} if pictures else {})
         for index, (message, pictures) in enumerate(zip(messages, shown, strict=True))
@@ -217,7 +222,7 @@ def read_calls(text: str) -> tuple[str, list[Called]]:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether a JSON value has more levels of objects and lists than MAX_DEPTH."""
+    """Return True if a JSON value has more levels of objects and lists than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -246,7 +251,7 @@ def _called_as(call: Called) -> dict[str, Any]:
 
 
 def _checked(call: Called, where: str) -> dict[str, Any]:
-    """A call that a client sends back, as templates take it. Raises ApiError for content that is not text."""
+    """A call that a client sends back, for templates. Raises ApiError for lone surrogates."""
     found = _called_as(call)
     try:
         msgspec.json.encode(found)
@@ -314,7 +319,7 @@ def _text(content: str | list[ContentPart] | None, index: int) -> str:
     return "\n".join(part.text or "" for part in content if part.type == "text")
 
 
-def pictures_of(content: str | list[ContentPart] | None, role: str, index: int) -> list[Picture]:
+def read_pictures(content: str | list[ContentPart] | None, role: str, index: int) -> list[Picture]:
     """The pictures of a message. Raises ApiError."""
     found = []
     for at, part in enumerate(content if isinstance(content, list) else ()):
@@ -338,7 +343,7 @@ def _plain(message: Mapping[str, Any]) -> str:
 
 
 def _forced(tools: Sequence[RequestTool], choice: str | Mapping[str, Any] | None) -> str | None:
-    """The tool that must be called: its name is given, the arguments are the model's."""
+    """The name of the tool that must be called; the model writes the arguments."""
     if choice in (None, "none", "auto"):
         return None
     if choice == "required":

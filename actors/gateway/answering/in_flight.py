@@ -1,4 +1,4 @@
-"""One request while it is served, and the sampling of its choices."""
+"""A request while it is served, and the sampling of its choices."""
 
 import asyncio
 import time
@@ -62,7 +62,7 @@ class InFlight(msgspec.Struct, kw_only=True):
         return sum([len(answer.tokens) for answer in self.answers])
 
     def parsed(self, index: int) -> Parsed:
-        """What a choice that has ended says."""
+        """Thought, words and calls of a choice that has ended."""
         if index not in self.read:
             answer = self.answers[index]
             seen = len(answer.tokens) - answer.stopped
@@ -71,17 +71,17 @@ class InFlight(msgspec.Struct, kw_only=True):
         return self.read[index]
 
     def said(self, index: int) -> Message:
-        """The same as a message of the conversation: spelled as every model's answer is there, so that it can be compared."""
+        """The same as a message in the one spelling that answers of every model have, so that it can be compared."""
         parsed = self.parsed(index)
         return Message(role="assistant", content=written(spelled(parsed.thought, parsed.said), parsed.calls))
 
     def pieces(self) -> ParsedPieces:
-        """What reads a choice while it is sampled."""
+        """A reader of a choice that is being sampled."""
         return self.parser.pieces(self._written("", ())) if self._is_parsed else OwnPieces(None, ())
 
     @property
     def _is_parsed(self) -> bool:
-        """A bare text that is continued, and JSON that must match a schema, are neither thought nor call."""
+        """False for a bare text that is continued, and for JSON that must match a schema."""
         return self.request.prompt.chat is not None and not self.request.json_schema
 
     def _written(self, text: str, tokens: Sequence[int]) -> SampledText:
@@ -125,4 +125,4 @@ def _choice(engine: Engine, decode: Decode, in_flight: InFlight, index: int) -> 
 
 
 def _unheard(piece: str, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    """For an answer that is not streamed."""
+    return

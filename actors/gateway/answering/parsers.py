@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from actors.engines.vllm.answers import VllmAnswers, VllmPieces
 from actors.gateway.answering.parsing import (
     AnswerParser,
+    ChatTokenizer,
     OwnParser,
     Parsed,
     ParsedPieces,
     SampledText,
-    WritingTokenizer,
     checked_call,
 )
 from actors.gateway.answering.text import Detokenizer, StopStrings, ThoughtSplitter
@@ -21,9 +21,9 @@ from schemas.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def answer_parser(tokenizer: WritingTokenizer, *, has_vllm: bool | None = None) -> AnswerParser:
-    """What reads the answers of a tokenizer's model. has_vllm: whether vLLM is installed, None to look. Raises ConfigError
-    where the settings name a parser of vLLM's, and it is not.
+def answer_parser(tokenizer: ChatTokenizer, *, has_vllm: bool | None = None) -> AnswerParser:
+    """Choose the parser of a tokenizer's model. has_vllm: True if vLLM is installed, None to look. Raises ConfigError
+    if the settings name a parser of vLLM's, and vLLM is not installed.
     """
     writing = tokenizer.writing
     if writing.is_own:
@@ -37,11 +37,11 @@ def answer_parser(tokenizer: WritingTokenizer, *, has_vllm: bool | None = None) 
 
 
 class ForeignParser:
-    """See AnswerParser. Thoughts between headrace's own marks are found here, all else by vLLM."""
+    """An AnswerParser that reads thoughts between headrace's own marks itself, and all else with vLLM's parsers."""
 
     refusal = ""
 
-    def __init__(self, tokenizer: WritingTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.writing = tokenizer.writing
         self._tokenizer = tokenizer
         self._own = OwnParser(tokenizer)
@@ -49,11 +49,9 @@ class ForeignParser:
         self._answers = VllmAnswers(tokenizer.wrapped, by_vllm, tokenizer.template)
 
     def prepare(self) -> None:
-        """See AnswerParser."""
         self._answers.prepare()
 
     def parse(self, written: SampledText) -> Parsed:
-        """See AnswerParser."""
         self.prepare()
         text = self._spelled(written)
         thought, said = "", written.text
@@ -72,7 +70,6 @@ class ForeignParser:
         return Parsed(thought, self._with_call(said, text), unread=True) if written.tools else Parsed(thought, said)
 
     def pieces(self, written: SampledText) -> ParsedPieces:
-        """See AnswerParser."""
         self.prepare()
         pieces = self._answers.pieces(written.prompt, written.tools)
         splitter = self._own.splitter(written) if self._own_thoughts else None
@@ -92,14 +89,14 @@ class ForeignParser:
         return thought + more, said, calls
 
     def _half(self, said: str) -> str:
-        """A call that breaks off at the end of the answer, "" for none: such a call must not be made."""
+        """A call that breaks off at the end of the answer and so must not be made, "" for none."""
         end = CALL_ENDS.get(self.writing.tools, "")
         behind = said.rfind(end) + 1 if end else len(said)
         begins = [at for mark in self._marks if (at := said.find(mark, behind)) >= 0]
         return said[min(begins) :] if begins else ""
 
     def _with_call(self, said: str, text: str) -> str:
-        """The words with the call that could not be read; some parsers remove it."""
+        """The words with the call that could not be read, which some parsers remove."""
         if any(mark in said for mark in self._marks):
             return said
         begins = [at for mark in self._marks if (at := text.find(mark)) >= 0]
@@ -110,7 +107,7 @@ class ForeignParser:
         return CALL_MARKS.get(self.writing.tools, ())
 
     def _spelled(self, written: SampledText) -> str:
-        """The answer as vLLM takes it: with the names of control tokens where its parser wants them."""
+        """The answer for vLLM: with the names of control tokens if its parser wants them."""
         if not self._answers.spells:
             return written.text
         text = written.force + self._tokenizer.spell(written.tokens)
@@ -119,8 +116,9 @@ class ForeignParser:
 
 
 class ForeignPieces:
-    """See ParsedPieces. Tokens go to vLLM one by one, since its parsers look for some of them; text is what `decode` makes of
-    them, up to one of the stop strings.
+    """ParsedPieces that hand tokens to vLLM one by one, since its parsers look for some of them.
+
+    decode: makes their text, which ends at a stop string.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class ForeignPieces:
         self._broken = False
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """See ParsedPieces. A parser that fails gives no more pieces: the rest comes with the whole answer."""
+        """Read a piece. After a failure of the parser no piece follows: the rest comes with the whole answer."""
         thought = said = ""
         for token in tokens:
             more = self._add(token) if not self._broken else ("", "")

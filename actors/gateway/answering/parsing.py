@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from actors.gateway.answering.conversation import Called, is_deep, read_calls, with_tool_prompt
+from actors.gateway.answering.conversation import Called, Prompt, is_deep, read_calls, with_tool_prompt
 from actors.gateway.answering.requests import Ignored, ParsedRequest
 from actors.gateway.answering.text import THINK, StopStrings, ThoughtSplitter, split_thought
 from actors.gateway.errors import bad
@@ -34,8 +34,8 @@ class SampledText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """What an answer says. unread: it holds the beginning of a call that could not be read, and stayed text. thought:
-    before it spoke. said: to the user. calls: of tools, in their order.
+    """An answer as its client sees it. thought: text before the words. said: the words. calls: of tools, in their order.
+    unread: True if the beginning of a call could not be read and stayed text.
     """
 
     thought: str = ""
@@ -67,20 +67,40 @@ class AnswerParser(Protocol):
         """An answer that is about to be sampled."""
 
 
-class WritingTokenizer(Protocol):
-    """The part of a tokenizer that a parser needs. Only vLLM's ask for template, wrapped and spell."""
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that requests and parsers need. Only vLLM's parsers ask for template, wrapped and spell."""
 
     @property
     def writing(self) -> Writing:
-        """How its model writes."""
+        """The format of the model's calls and thoughts."""
 
     @property
     def template(self) -> Mapping[str, Any]:
-        """What the chat template takes besides the conversation."""
+        """Variables of the chat template besides the conversation."""
 
     @property
     def wrapped(self) -> Any:
-        """What transformers made of the folder."""
+        """The tokenizer of transformers."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model sees."""
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if the chat template takes tools."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone."""
+
+    def encode_request(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of a conversation as the template writes it, ready for the next answer."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
@@ -89,19 +109,31 @@ class WritingTokenizer(Protocol):
         """Text of the ids, control tokens by their names."""
 
 
-class OwnParser:
-    """See AnswerParser. Hermes' calls, and thoughts between THINK and THOUGHT, also where the template opens them."""
+def render(prompt: Prompt, tokenizer: ChatTokenizer) -> list[int]:
+    """Tokens of a prompt. Raises ApiError for one that the template refuses."""
+    try:
+        if prompt.tokens:
+            return list(prompt.tokens)
+        if prompt.chat is None:
+            return tokenizer.encode(prompt.plain[0].content)
+        chat = [dict(message) for message in prompt.chat]
+        return tokenizer.encode_request(chat, [dict(tool) for tool in prompt.tools])
+    except (ValueError, RecursionError) as error:
+        raise bad(f"messages: {error}", "messages") from error
 
-    def __init__(self, tokenizer: WritingTokenizer, writing: Writing | None = None, refusal: str = "") -> None:
+
+class OwnParser:
+    """An AnswerParser for Hermes' calls, and for thoughts between THINK and THOUGHT, also if the template opens them."""
+
+    def __init__(self, tokenizer: ChatTokenizer, writing: Writing | None = None, refusal: str = "") -> None:
         self.writing = writing or tokenizer.writing
         self.refusal = refusal
         self._decode = tokenizer.decode
 
     def prepare(self) -> None:
-        """Nothing."""
+        return
 
     def parse(self, written: SampledText) -> Parsed:
-        """See AnswerParser."""
         thought, said = self.thought(written)
         if not written.tools or self.writing.tools == NONE:
             return Parsed(thought, said)
@@ -109,17 +141,16 @@ class OwnParser:
         return Parsed(thought, words, tuple(calls), unread=CALL_MARKS[HERMES][0] in words)
 
     def pieces(self, written: SampledText) -> ParsedPieces:
-        """See AnswerParser."""
         marks = CALL_MARKS[self.writing.tools] if written.tools and self.writing.tools != NONE else ()
         return OwnPieces(self.splitter(written), marks)
 
     def thought(self, written: SampledText) -> tuple[str, str]:
-        """What is thought, and the rest."""
+        """Split an answer into its thought and the rest."""
         splitter = self.splitter(written)
         return split_thought(written.text, splitter) if splitter is not None else ("", written.text)
 
     def splitter(self, written: SampledText) -> ThoughtSplitter | None:
-        """What tells thoughts from words, None where nothing does."""
+        """A splitter of thoughts from words, None if the model writes no thoughts."""
         if self.writing.reasoning == NONE or written.force:
             return None
         opened = self._decode(list(written.prompt[-_TAIL:])).rstrip().endswith(THINK)
@@ -127,14 +158,13 @@ class OwnParser:
 
 
 class OwnPieces:
-    """See ParsedPieces. marks: the words end where one of them may begin a call."""
+    """ParsedPieces whose words end where a mark may begin a call."""
 
     def __init__(self, splitter: ThoughtSplitter | None, marks: Sequence[str]) -> None:
         self._splitter = splitter
         self._guard = StopStrings(marks)
 
     def add(self, piece: str, tokens: Sequence[int]) -> tuple[str, str]:
-        """See ParsedPieces."""
         thought, said = self._splitter.add(piece) if self._splitter is not None else ("", piece)
         return thought, self._guard.add(said)
 

@@ -174,7 +174,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def untrained(self) -> str:
-        """Why tokens are not drawn from the policy's own distribution, so that no ratio can be formed; "" where they are."""
+        """The field by which tokens leave the policy's own distribution, so that no ratio can be formed; "" for none."""
         if self.shaping is not None:
             return "shaping"
         if self.json_schema:
@@ -197,7 +197,7 @@ class Ignored:
 
 
 def ends_session(header: str) -> bool:
-    """Whether a request ends its session, as SESSION_END_HEADER says. Raises ApiError."""
+    """Read SESSION_END_HEADER: True if the request ends its session. Raises ApiError."""
     if header not in ("", "true", "false"):
         raise bad(f'{SESSION_END_HEADER}: got {header[:20]!r}, expected "true" or "false"', SESSION_END_HEADER)
     return header == "true"
@@ -303,7 +303,7 @@ def _ask(
 
 
 def _shaping(request: Common) -> Shaping | None:
-    """None where the client changes nothing. Raises ApiError for a bias of something that is no token id."""
+    """The shaping that a client asks for, None for none. Raises ApiError for a bias of something that is no token id."""
     bias = request.logit_bias or {}
     if wrong := [token for token in bias if not token.isdigit()]:
         raise bad(f"logit_bias: got {wrong[0]!r}, expected token ids", "logit_bias")
@@ -334,7 +334,7 @@ def _tool_choice(
 
 
 def _json_schema(request: ChatRequest, tools: bool, ignored: Ignored) -> str:
-    """The schema of an answer, "" for none. tools: some may be called."""
+    """The schema of an answer, "" for none. tools: True if functions may be called."""
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return ""
@@ -371,7 +371,7 @@ def _told_apart(schema: Any, numbers: Iterator[int]) -> Any:
 
 
 def _unkept(schema: Any, *, are_names: bool = False) -> Iterator[str]:
-    """Keywords within a schema that no engine keeps. are_names: the keys of this object are names of properties."""
+    """Yield keywords of a schema that no engine keeps. are_names: the keys of this object are names of properties."""
     if isinstance(schema, list):
         for part in schema:
             yield from _unkept(part)
@@ -412,7 +412,7 @@ def decoded(body: bytes, decoder: "msgspec.json.Decoder[Any]", ignored: Ignored)
 
 
 def _unread(given: Any, read: Any, where: str = "") -> Iterator[str]:
-    """Fields of a body that are not in what was read of it, but for INERT and those that are null."""
+    """Yield the places of fields that were not read, except those of INERT and null."""
     if isinstance(given, list) and isinstance(read, list | tuple):
         for index, (value, known) in enumerate(zip(given, read, strict=False)):
             yield from _unread(value, known, f"{where}[{index}]")

@@ -9,12 +9,13 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from actors.gateway.answering.conversation import Prompt
-from actors.rollout.continuation import MARK, Decoder, SampledTurn, added_tokens, following_tokens, words
+from actors.gateway.answering.parsing import ChatTokenizer
+from actors.rollout.continuation import MARK, SampledTurn, added_tokens, following_tokens, words
 from actors.rollout.parts import OTHER, TEMPLATE_DIFFERS
 from infra.newest import Newest
 from schemas import Message
@@ -25,19 +26,6 @@ BRANCHED = "goes on from an earlier turn"
 MAX_ENDS = 8  # of conversations of one session
 _OBJECTS_BYTES = 1024  # of the objects that hold a session, about
 _DIGEST_BYTES = 72
-
-
-class SessionTokenizer(Decoder, Protocol):
-    """The part of a tokenizer that sessions need."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
-
-    def encode_request(
-        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
-        """Ids of a conversation as the template writes it, ready for the next answer."""
 
 
 class HeldSession(msgspec.Struct, frozen=True):
@@ -57,14 +45,14 @@ class HeldSession(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of memory, about."""
+        """Approximate memory in bytes."""
         num_tokens = len(self.tokens) + len(self.turn.rendered) + len(self.turn.sampled)
         return 4 * num_tokens + sys.getsizeof(self.turn.content) + _DIGEST_BYTES * self.known + _OBJECTS_BYTES
 
 
 class Continuation(NamedTuple):
-    """Where a turn goes on. tokens: of its prompt. number: of turns that these go on from exactly. reason: why there are none,
-    "" for the first turn of a session.
+    """The beginning of a turn. tokens: of its prompt. number: earlier turns whose exact tokens these continue. reason: why
+    there are none, "" for the first turn of a session.
     """
 
     tokens: list[int]
@@ -95,8 +83,8 @@ class Sessions:
         """About their memory."""
         return self._held.total_size
 
-    def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: SessionTokenizer) -> Continuation:
-        """How the next turn of a session continues."""
+    def prompt(self, group: str, prompt: Prompt, rendered: Sequence[int], tokenizer: ChatTokenizer) -> Continuation:
+        """Continue a session with its next turn."""
         ends, said, reason = (self._held.get(group) or ()), _digests(prompt.plain), ""
         for held in reversed(ends):
             if len(said) <= held.known or said[held.known - 1] != held.past[-1]:
@@ -128,10 +116,11 @@ def behind_answer(
     tools: Sequence[Mapping[str, Any]],
     turn: SampledTurn,
     known: int,
-    tokenizer: SessionTokenizer,
+    tokenizer: ChatTokenizer,
 ) -> list[int] | None:
-    """What the template writes behind the last answer, where it writes the answer otherwise than it was sampled. known: so many
-    messages, the answer `turn` last, were there before.
+    """Tokens that a template writes behind the last answer, if it spells the answer otherwise than it was sampled.
+
+    known: number of messages before, the answer `turn` last.
     """
     answer = {**chat[known - 1], "content": MARK}
     return following_tokens(
@@ -145,7 +134,7 @@ def behind_answer(
 
 
 def _reason(ends: Sequence[HeldSession], plain: Sequence[Message], said: Sequence[bytes]) -> str:
-    """Why a turn continues none of these."""
+    """The reason why a turn continues none of these."""
     if not ends:
         return ""
     common = max(sum(mine == other for mine, other in zip(said, end.past, strict=False)) for end in ends)
@@ -159,7 +148,7 @@ def _size(ends: Sequence[HeldSession]) -> int:
 
 
 def _digests(plain: Sequence[Message]) -> list[bytes]:
-    """What the first message says, the first two and so on, in 32 bytes each; of answers, their words."""
+    """Digests of the first message, of the first two, and so on: 32 bytes each; answers count by their words."""
     found, digests = hashlib.blake2b(digest_size=32), []
     for message in plain:
         said = words(message.content) if message.role == "assistant" else message.content

@@ -36,7 +36,7 @@ class Detokenizer:
         return after[len(before) :]
 
     def flush(self) -> str:
-        """What was held, as far as it is text."""
+        """Return the text that was held back."""
         before, after = self._texts()
         self._context, self._num_streamed = self._num_streamed, len(self._tokens)
         return after[len(before) :]
@@ -56,7 +56,7 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str) -> str:
-        """What of the text so far can be streamed."""
+        """Add a piece; return the text that can be streamed."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
@@ -69,7 +69,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What was held: it was no stop string after all."""
+        """Return the text that was held back: no stop string followed."""
         held, self._held = self._held, ""
         return held
 
@@ -105,13 +105,13 @@ class ThoughtSplitter:
         return text[: len(text) - held], ""
 
     def flush(self) -> tuple[str, str]:
-        """What was held: it was no mark after all."""
+        """Return the text that was held back: no mark followed."""
         held, self._held = self._held, ""
         return (held, "") if self.thinks else ("", held)
 
 
 def split_thought(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:
-    """What a whole answer thinks, and what it says."""
+    """Split a whole answer into thought and words."""
     (thought, said), (more_thought, more_said) = splitter.add(text), splitter.flush()
     return thought + more_thought, said + more_said
 

@@ -28,7 +28,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def request(self) -> ParsedRequest:
-        """What was asked."""
+        """The request."""
         return self.in_flight.request
 
     @property
@@ -47,7 +47,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answerer(Protocol):
-    """Who samples what was asked."""
+    """A sampler of answers: the gateway, or an episode of a program."""
 
     async def answer(self, in_flight: InFlight, watch: Watch | None = None) -> None:
         """Sample all choices into `in_flight`. Raises ApiError. watch: gives the listener of a choice."""
@@ -60,16 +60,16 @@ class EventWriter(Protocol):
     """Spells the events of one streamed response, in their order. Each method returns whole events."""
 
     def begin(self) -> list[bytes]:
-        """Before anything was sampled."""
+        """Events before the first token."""
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int], logprobs: Sequence[float]) -> list[bytes]:
-        """What more a choice thinks and says, and the tokens it was decoded from."""
+        """Events of a piece of a choice. tokens: those that the piece was decoded from."""
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
-        """A choice has ended. rest: what of it was held back, and its calls."""
+        """Events at the end of a choice. rest: text that was held back, and calls."""
 
     def end(self) -> list[bytes]:
-        """Every choice has ended."""
+        """Events after all choices."""
 
 
 class Api(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,26 +17,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 class CompletionEvents:
-    """See EventWriter. chat: of a chat completion, else of a completion. A tool call is one event, sent once it is whole."""
+    """The EventWriter of chat completions, and of completions. A tool call is one event, sent once it is whole."""
 
     def __init__(self, reply: Reply, *, chat: bool) -> None:
         self._reply = reply
         self._chat = chat
-        self._around: dict[
-            int, tuple[bytes, bytes]
-        ] = {}  # of each choice, the bytes before and after a piece of its text
 
     def begin(self) -> list[bytes]:
-        """A chat says whose turn it is."""
         choices = range(self._reply.request.choices) if self._chat else ()
         return [self._event([_delta(index, {"role": "assistant", "content": ""})]) for index in choices]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        """A piece, with its logprobs where they were asked for."""
         request, decode = self._reply.request, self._reply.decode
-        if self._chat and not request.logprobs and not more.thought:
-            before, behind = self._around.get(index) or self._spelled_around(index)
-            return [before + msgspec.json.encode(more.said) + behind]
         if self._chat:
             found = _chat_logprobs(request, decode, tokens, logprobs)
             thought = {"reasoning": more.thought} if more.thought else {}
@@ -45,15 +37,7 @@ class CompletionEvents:
         found = _text_logprobs(request, decode, tokens, logprobs)
         return [self._event([_text_choice(self._reply, index, more.said, None, found)])]
 
-    def _spelled_around(self, index: int) -> tuple[bytes, bytes]:
-        """An event of a piece, without the piece: all but the text is alike in all of them."""
-        whole = self._event([_delta(index, {"content": ""})])
-        before, mark, behind = whole.rpartition(b'"content":""')
-        found = self._around[index] = before + mark[:-2], behind
-        return found
-
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
-        """What was held back, the calls, and why it ended."""
         finish, calls = self._reply.in_flight.answers[index].finish, rest.calls
         events = self.text(index, rest) if rest.thought or rest.said else []
         if not self._chat:
@@ -66,7 +50,6 @@ class CompletionEvents:
         return [*events, self._event([last])]
 
     def end(self) -> list[bytes]:
-        """The usage where it was asked for, and the end."""
         used = [self._event([], _usage(self._reply))] if self._reply.request.usage else []
         return [*used, DONE]
 
@@ -91,7 +74,7 @@ def whole_text(reply: Reply) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """How a stream says that it breaks off."""
+    """The event of a stream that breaks off."""
     return b"data: " + error.body() + b"\n\n"
 
 
@@ -168,7 +151,7 @@ def _text_choice(reply: Reply, index: int, text: str, finish: str | None, logpro
 def _chat_logprobs(
     request: ParsedRequest, decode: Decode, tokens: Sequence[int], logprobs: Sequence[float]
 ) -> Object | None:
-    """logprobs of a chat completion; of alternatives only the chosen one is known."""
+    """Log-probabilities of a chat completion; the engine tells only that of the chosen token."""
     if not request.logprobs:
         return None
     entries = []

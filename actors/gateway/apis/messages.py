@@ -62,7 +62,7 @@ def whole(reply: Reply) -> bytes:
 
 
 class MessageEvents:
-    """See EventWriter. Blocks come one after the other; a tool call is one piece, sent once it is whole."""
+    """The EventWriter of Messages. Blocks follow each other; a tool call is one piece, sent once it is whole."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -71,13 +71,11 @@ class MessageEvents:
         self._ended: Object = {}
 
     def begin(self) -> list[bytes]:
-        """The message, with nothing in it."""
         used = {"input_tokens": len(self._reply.in_flight.tokens), "output_tokens": 0}
         empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
         return [named_event("message_start", message={**_message(self._reply), **empty})]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        """The thought and the words."""
         events: list[bytes] = []
         if more.thought:
             events += self._within("thinking", thinking="", signature="")
@@ -88,7 +86,6 @@ class MessageEvents:
         return events
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
-        """What was held back, the calls, and why it ended."""
         events = [*self.text(index, rest), *self._close()]
         for at, call in enumerate(rest.calls):
             events.append(self._start({**_use(self._reply, at, call), "input": {}}))
@@ -97,7 +94,6 @@ class MessageEvents:
         return events
 
     def end(self) -> list[bytes]:
-        """Why it ended, and the usage."""
         return [named_event("message_delta", delta=self._ended, usage=_usage(self._reply)), named_event("message_stop")]
 
     def _within(self, kind: str, **empty: str) -> list[bytes]:
@@ -123,7 +119,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """How a stream says that it breaks off."""
+    """The event of a stream that breaks off."""
     return named_event("error", error=_error(error))
 
 
@@ -153,7 +149,7 @@ def _use(reply: Reply, at: int, call: Called) -> Object:
 
 
 def _input(call: Called) -> Object:
-    """The arguments of a call; those that are no object become text."""
+    """The arguments of a call; text if they are no object."""
     try:
         value = json.loads(call.arguments)
     except ValueError:
@@ -171,7 +167,7 @@ def _ended(reply: Reply, calls: Sequence[Called]) -> Object:
 
 
 def _found(reply: Reply) -> str | None:
-    """The stop sequence that cut the answer: the one behind its text."""
+    """The stop sequence that follows the answer's text."""
     answer = reply.in_flight.answers[0]
     rest = reply.decode(answer.tokens)[len(answer.text) :]
     return next((stop for stop in reply.request.stops if rest.startswith(stop)), None)

@@ -5,6 +5,7 @@ got from us it may send back as it is, and the model then meets the very text th
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from actors.gateway.answering.conversation import (
     RequestTool,
     Short,
     ToolCall,
+    assistant_message,
 )
 from actors.gateway.answering.requests import ChatRequest, Ignored, Temperature, Text, TopP
 from actors.gateway.errors import bad
@@ -137,12 +139,12 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_request(request: MessagesRequest, ignored: Ignored) -> ChatRequest:
-    """The same, asked in the other API. Raises ApiError."""
+    """Convert a request to one of the chat API. Raises ApiError."""
     if not request.messages:
         raise bad("messages: got none, expected at least one", "messages")
     messages = [ChatMessage(role="system", content=_joined(request.system))] if request.system else []
-    for index, said in enumerate(request.messages):
-        messages += _chat_messages(said, f"messages[{index}].content")
+    for index, message in enumerate(request.messages):
+        messages += _chat_messages(message, f"messages[{index}].content")
     tools = []
     for tool in request.tools or ():
         if tool.type not in (None, "custom"):
@@ -164,50 +166,40 @@ def chat_request(request: MessagesRequest, ignored: Ignored) -> ChatRequest:
     )
 
 
-def _chat_messages(said: MessageParam, where: str) -> list[ChatMessage]:
-    """A message as the chat API has it: results of tools are messages of their own."""
-    if isinstance(said.content, str):
-        return [ChatMessage(role=said.role, content=said.content)]
-    if not said.content:
+_BLOCKS: Mapping[str, tuple[type, ...]] = {
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
+    "system": (TextBlock,),
+}
+
+
+def _chat_messages(message: MessageParam, where: str) -> list[ChatMessage]:
+    """A message as the chat API has it: each result of a tool is a message of its own."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    if not message.content:
         raise bad(f"{where}: got no block, expected at least one", where)
-    return _assistant(said.content, where) if said.role == "assistant" else _user(said.role, said.content, where)
-
-
-def _user(role: Literal["user", "system"], content: list[Any], where: str) -> list[ChatMessage]:
-    messages: list[ChatMessage] = []
-    parts: list[ContentPart] = []
-    for at, block in enumerate(content):
-        if isinstance(block, TextBlock):
-            parts.append(ContentPart("text", block.text))
-        elif isinstance(block, ImageBlock) and role == "user":
-            url = f"data:{block.source.media_type};base64,{block.source.data}"
-            parts.append(ContentPart("image_url", image_url=ImageUrl(url)))
-        elif isinstance(block, ToolResultBlock) and role == "user":
-            if parts:
-                messages.append(ChatMessage(role="user", content=parts))
+    found, parts, calls, thought = list[ChatMessage](), list[ContentPart](), list[ToolCall](), ""
+    for at, block in enumerate(message.content):
+        if not isinstance(block, _BLOCKS[message.role]) or (isinstance(block, ThinkingBlock) and (parts or calls)):
+            raise bad(f"{where}[{at}]: got a block that a {message.role} does not send there", f"{where}[{at}]")
+        match block:
+            case TextBlock():
+                parts.append(ContentPart("text", block.text))
+            case ImageBlock(source=source):
+                url = f"data:{source.media_type};base64,{source.data}"
+                parts.append(ContentPart("image_url", image_url=ImageUrl(url)))
+            case ToolResultBlock():
+                found += [ChatMessage(role="user", content=parts)] if parts else []
                 parts = []
-            result = _joined(block.content)
-            messages.append(ChatMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
-        else:
-            raise bad(f"{where}[{at}]: got a block that a {role} does not send", f"{where}[{at}]")
-    return [*messages, ChatMessage(role=role, content=parts)] if parts else messages
-
-
-def _assistant(content: list[Any], where: str) -> list[ChatMessage]:
-    thoughts = ""
-    texts: list[str] = []
-    calls: list[ToolCall] = []
-    for at, block in enumerate(content):
-        if isinstance(block, ThinkingBlock) and not (texts or calls):
-            thoughts += block.thinking
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(ToolCall(Called(block.name, json.dumps(block.input)), block.id))
-        else:
-            raise bad(f"{where}[{at}]: got a block that an assistant does not send there", f"{where}[{at}]")
-    said = "\n".join(texts)
-    return [ChatMessage(role="assistant", content=said, reasoning=thoughts or None, tool_calls=calls or None)]
+                found.append(ChatMessage(role="tool", content=_joined(block.content), tool_call_id=block.tool_use_id))
+            case ToolUseBlock():
+                calls.append(ToolCall(Called(block.name, json.dumps(block.input)), block.id))
+            case ThinkingBlock():
+                thought += block.thinking
+    if message.role == "assistant":
+        return [assistant_message(thought, [part.text or "" for part in parts], calls)]
+    return [*found, ChatMessage(role=message.role, content=parts)] if parts else found
 
 
 def _joined(content: str | list[TextBlock]) -> str:

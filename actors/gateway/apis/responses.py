@@ -5,7 +5,13 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.answering.conversation import Called, ChatMessage, Conversation, ToolCall
+from actors.gateway.answering.conversation import (
+    Called,
+    ChatMessage,
+    Conversation,
+    ToolCall,
+    assistant_message,
+)
 from actors.gateway.answering.parsing import Parsed
 from actors.gateway.answering.requests import Ignored, ParsedRequest, decoded, parsed_chat
 from actors.gateway.apis.api import Api, Recall, Reply, named_event
@@ -41,11 +47,8 @@ def read_responses(body: bytes, limits: GatewayLimits, recall: Recall, *, strict
 def after(reply: Reply) -> tuple[ChatMessage, ...]:
     """The conversation with the answer, for a request that goes on from it."""
     parsed = reply.parsed(0)
-    made = [ToolCall(call, reply.call_id(0, at)) for at, call in enumerate(parsed.calls)]
-    answer = ChatMessage(
-        role="assistant", content=parsed.said, reasoning=parsed.thought or None, tool_calls=made or None
-    )
-    return (*reply.request.said, answer)
+    calls = [ToolCall(call, reply.call_id(0, at)) for at, call in enumerate(parsed.calls)]
+    return (*reply.request.said, assistant_message(parsed.thought, [parsed.said], calls))
 
 
 def whole(reply: Reply) -> bytes:
@@ -58,7 +61,7 @@ def whole(reply: Reply) -> bytes:
 
 
 class ResponseEvents:
-    """See EventWriter. Items come one after the other; a tool call is one piece, sent once it is whole."""
+    """The EventWriter of Responses. Items follow each other; a tool call is one piece, sent once it is whole."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -68,16 +71,13 @@ class ResponseEvents:
         self._text = ""  # of it
 
     def begin(self) -> list[bytes]:
-        """The response, with nothing in it."""
         empty = _response(self._reply, "in_progress", [])
         return [self._event("response.created", response=empty), self._event("response.in_progress", response=empty)]
 
     def text(self, index: int, more: Parsed, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> list[bytes]:
-        """The thought and the words."""
         return [*self._more("reasoning", more.thought), *self._more("message", more.said)]
 
     def finish(self, index: int, rest: Parsed) -> list[bytes]:
-        """What was held back, and the calls."""
         events = [*self.text(index, rest), *self._close()]
         for at, call in enumerate(rest.calls):
             item, place = _call(self._reply, at, call), {"output_index": len(self._output)}
@@ -95,7 +95,6 @@ class ResponseEvents:
         return events
 
     def end(self) -> list[bytes]:
-        """The response, whole."""
         response = _ended(self._reply, self._output)
         return [self._event(f"response.{response['status']}", response=response)]
 
@@ -144,7 +143,7 @@ class ResponseEvents:
 
 
 def error_event(error: ApiError) -> bytes:
-    """How a stream says that it breaks off."""
+    """The event of a stream that breaks off."""
     return named_event("error", sequence_number=0, code=error.code or error.kind, message=str(error), param=error.param)
 
 
@@ -192,7 +191,7 @@ def _call(reply: Reply, at: int, call: Called) -> Object:
 
 
 def _ended(reply: Reply, output: Sequence[Object]) -> Object:
-    """The response once it has ended; one that was cut off is incomplete."""
+    """The response at its end; incomplete if the answer was cut off."""
     cut_off = reply.in_flight.answers[0].finish == "length"
     why = {"incomplete_details": {"reason": "max_output_tokens"}} if cut_off else {}
     num_prompt, num_sampled = len(reply.in_flight.tokens), reply.in_flight.num_sampled

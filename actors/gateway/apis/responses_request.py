@@ -20,6 +20,7 @@ from actors.gateway.answering.conversation import (
     RequestTool,
     Short,
     ToolCall,
+    assistant_message,
 )
 from actors.gateway.answering.requests import (
     ChatRequest,
@@ -52,14 +53,9 @@ class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
 
 
 class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """Text of the model that refuses. refusal: the text."""
+    """Text of the model that refuses. text: `refusal` in the body."""
 
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The text, as other parts name it."""
-        return self.refusal
+    text: str = msgspec.field(name="refusal")
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -164,7 +160,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_request(request: ResponsesRequest, earlier: Sequence[ChatMessage], ignored: Ignored) -> ChatRequest:
-    """The same, asked in the other API. earlier: the conversation before it, without instructions. Raises ApiError."""
+    """Convert a request to one of the chat API. earlier: the conversation before it, without instructions. Raises ApiError."""
     given = [{"type": "message", "role": "user", "content": request.input}]
     items = _items(given if isinstance(request.input, str) else request.input)
     system = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
@@ -209,35 +205,27 @@ def _items(given: Sequence[Mapping[str, Any]]) -> list[Items]:
 def _messages(items: Sequence[Items]) -> list[ChatMessage]:
     """Items as the chat API has them: what an assistant thought, said and called in a row is one message."""
     messages: list[ChatMessage] = []
-    thought, said, calls = "", list[str](), list[ToolCall]()
-    for item in items:
+    thought, texts, calls = "", list[str](), list[ToolCall]()
+    for item in (*items, None):
         match item:
             case ReasoningItem(content=content):
                 thought += "".join(part.text for part in content or ())
             case MessageItem(role="assistant", content=content):
-                said.append(_joined(content))
+                texts.append(_joined(content))
             case CallItem(name=name, arguments=arguments, call_id=call_id):
                 calls.append(ToolCall(Called(name, arguments), call_id))
             case _:
-                messages += _assistant(thought, said, calls)
-                thought, said, calls = "", [], []
-                messages.append(_other(item))
-    return messages + _assistant(thought, said, calls)
+                messages += [assistant_message(thought, texts, calls)] if thought or texts or calls else []
+                messages += [_other(item)] if item is not None else []
+                thought, texts, calls = "", [], []
+    return messages
 
 
-def _assistant(thought: str, said: Sequence[str], calls: Sequence[ToolCall]) -> list[ChatMessage]:
-    if not (thought or said or calls):
-        return []
-    text = "\n".join(said)
-    return [ChatMessage(role="assistant", content=text, reasoning=thought or None, tool_calls=list(calls) or None)]
-
-
-def _other(item: Items) -> ChatMessage:
+def _other(item: MessageItem | ResultItem) -> ChatMessage:
     if isinstance(item, ResultItem):
         return ChatMessage(role="tool", content=_joined(item.output), tool_call_id=item.call_id)
-    assert isinstance(item, MessageItem)
-    if isinstance(item.content, str) or not any(isinstance(part, ImagePart) for part in item.content):
-        return ChatMessage(role=item.role, content=_joined(item.content))
+    if isinstance(item.content, str):
+        return ChatMessage(role=item.role, content=item.content)
     parts = [
         ContentPart("image_url", image_url=ImageUrl(part.image_url))
         if isinstance(part, ImagePart)

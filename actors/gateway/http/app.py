@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from actors.gateway.access.authenticator import SCOPE_OF, Authenticator
+from actors.gateway.access.authenticator import ROUTE_SCOPES, Authenticator
 from actors.gateway.access.concurrency import ReleasingStream, TakenSlots
 from actors.gateway.access.feedback_token import MAX_LIFE_S, FeedbackToken, sign
 from actors.gateway.access.keys import ApiKey
@@ -49,7 +49,7 @@ from actors.gateway.recording.feedback_intake import (
     PATH,
     FeedbackIntake,
     check_signature,
-    choice_of,
+    named_choice,
     nth_answer,
     read_feedback,
     read_token_request,
@@ -151,7 +151,7 @@ class Site:
         return app
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """The handler behind the authenticator; its errors become error objects and are counted."""
+        """The handler behind the authenticator; errors become error objects and are counted."""
 
         def refused(error: ApiError) -> None:
             self._metrics.counter("refused", route=path, reason=error.reason).inc()
@@ -159,7 +159,7 @@ class Site:
         async def work(request: Request) -> Response:
             if path == PATH and (token := request.headers.get(TOKEN_HEADER)):
                 request.state.key, request.state.answer = self._authenticator.enter_by_token(token)
-            elif path in SCOPE_OF:
+            elif path in ROUTE_SCOPES:
                 request.state.key = self._authenticator.enter(path, presented(request.headers))
                 request.state.answer = ""
             return await handler(request)
@@ -209,7 +209,7 @@ class Site:
                 place.release()
 
     def _note(self, response: Response, parsed: ParsedRequest, key: ApiKey, route: str) -> None:
-        """Say in headers which fields of a request changed nothing, and whether its answer can be trained on."""
+        """Name in headers the fields that changed nothing, and whether the answer can be trained on."""
         if parsed.ignored:
             for name in parsed.ignored:
                 self._metrics.counter("fields_ignored", route=route, field=name if name in INERT else "other").inc()
@@ -219,7 +219,7 @@ class Site:
             response.headers[TRAINED_HEADER] = "no"
 
     async def _admitted(self, request: Request) -> tuple[ApiKey, bytes]:
-        """The key of a request and its body, which is counted for that key. Raises ApiError."""
+        """The key and the body of a request, which counts for the key's quota. Raises ApiError."""
         key: ApiKey = request.state.key
         if not request.state.answer:
             self._authenticator.admit(key)
@@ -232,7 +232,7 @@ class Site:
     ) -> Response:
         key: ApiKey = request.state.key
         inside = self._canary is not None and self._canary.takes(
-            self._gateway.name_of(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
+            self._gateway.request_name(parsed, key, session), self._gateway.trial, self._authenticator.book.secret
         )
         known_here = bool(parsed.said)  # a conversation that continues by ids is known to one gateway
         if inside and not known_here and (response := await self._from_canary(request, body, parsed, api)) is not None:
@@ -351,8 +351,8 @@ class Site:
         return json_response(reply, status=202)
 
     def _check_choice(self, answer: str) -> None:
-        """Raise ApiError for a choice that its request cannot have had."""
-        choice = choice_of(answer)
+        """Raise ApiError for a choice that the request cannot have had."""
+        choice = named_choice(answer)
         choices = self._gateway.served.get(group_of(answer)) or self._limits.choices
         if not 0 <= choice < choices:
             raise bad(f"choice: got {choice} of a response with at most {choices} choices", "choice")

@@ -88,8 +88,8 @@ class Canary:
             await asyncio.sleep(self._ask_every_s)
 
     def takes(self, session: str, trial: int, secret: bytes) -> bool:
-        """Whether a session is inside the share: see `place_of`."""
-        return place_of(session, trial, secret) < self._share
+        """Return True if a session is inside the share."""
+        return position_in_trial(session, trial, secret) < self._share
 
     async def answer(
         self,
@@ -198,13 +198,13 @@ class Canary:
         return response.status_code == 200 and health.get("channel") == "canary"
 
 
-def place_of(session: str, trial: int, secret: bytes) -> float:
-    """Where a session lies between 0 and 1 in a trial; every share above it takes the session in.
+def position_in_trial(session: str, trial: int, secret: bytes) -> float:
+    """The place of a session between 0 and 1 in a trial; every larger share takes the session in.
 
-    secret: of the gateways, without which a client cannot know beforehand which sessions are drawn. Another trial draws anew,
-    so that not the same people try everything.
+    secret: of the gateways, without which no client can tell which sessions are drawn. Each trial draws anew, so that not
+    the same people try everything.
 
-    >>> round(place_of("acme/7", 44, b"secret"), 3)
+    >>> round(position_in_trial("acme/7", 44, b"secret"), 3)
     0.58
     """
     person = b"canary" + trial.to_bytes(8, "big", signed=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.access.authenticator import SCOPE_OF
+from actors.gateway.access.authenticator import ROUTE_SCOPES
 from actors.gateway.answering.requests import SESSION_END_HEADER, SESSION_HEADER, ChatRequest, TextRequest
 from actors.gateway.apis.messages import MessagesError
 from actors.gateway.apis.messages_request import MessagesRequest
@@ -128,7 +128,7 @@ def _operation(path: str, route: ApiRoute, schemas: Mapping[Any, Object]) -> Obj
     if path == "/healthz":
         replies["503"] = {"description": "the gateway cannot serve", "content": content}
     found["responses"] = replies | _refusals(schemas[route.error])
-    scope = SCOPE_OF.get(path)
+    scope = ROUTE_SCOPES.get(path)
     keys: list[Object] = [{"key": []}, {"api_key": []}] if scope else []
     found["security"] = [*keys, {"feedback_token": []}] if path == PATH else keys
     return found | ({"x-scope": scope} if scope else {})

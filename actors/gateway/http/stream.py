@@ -43,7 +43,7 @@ class EventStream:
         self._sent = [Parsed() for _ in range(reply.request.choices)]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Until the end; closing it ends the sampling."""
+        """Yield events until the end; closing the generator ends the sampling."""
         task = asyncio.create_task(self._sample())
         try:
             for opening in self._writer.begin():

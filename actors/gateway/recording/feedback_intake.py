@@ -89,7 +89,7 @@ def read_feedback(body: bytes) -> FeedbackRequest:
 
 
 def read_token_request(body: bytes) -> TokenRequest:
-    """What a browser token is asked for. Raises ApiError."""
+    """Read a request for a browser's token. Raises ApiError."""
     request: TokenRequest = _decoded(body, _token_request)
     return request
 
@@ -108,8 +108,8 @@ def nth_answer(answer: str, choice: int) -> str:
         raise bad("answer_id: not the id of an answer", "answer_id") from error
 
 
-def choice_of(answer: str) -> int:
-    """Which choice of its request an answer is. Raises ApiError."""
+def named_choice(answer: str) -> int:
+    """The choice that an answer's id names. Raises ApiError."""
     try:
         return int(answer.rpartition(".")[2].split("-")[1])
     except (IndexError, ValueError) as error:
@@ -204,9 +204,9 @@ class FeedbackIntake:
         self._taken.put(identity, None)
 
     def _named_in(self, webhook: Webhook, text: str) -> tuple[list[str], bool]:
-        """Sessions whose answers a webhook names, and whether all of them may be written about. Raises ApiError.
+        """Sessions whose answers a webhook names, and True if all of them may be written about. Raises ApiError.
 
-        What looks like an answer's id and was never minted names no session.
+        An id that was never minted names no session.
         """
         found, consented = [], True
         # A source may undo what a sender did to an id: other case, percent-encoding, blanks.
@@ -225,7 +225,7 @@ class FeedbackIntake:
         return found, consented
 
     async def _hand_on(self, received: Received, seal: Callable[[], bytes] | None) -> None:
-        """Write it, its body sealed. seal: raises StoreError; then it is not kept, and the sender gets an error."""
+        """Write it, its body sealed. seal: raises StoreError; then nothing is written, and the sender gets an error."""
 
         async def prepare() -> Control:
             if seal is None:

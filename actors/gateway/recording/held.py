@@ -45,16 +45,15 @@ class HeldKeys(Keys):
         return len(self._held)
 
     def of(self, subject: str) -> SealKey:
-        """As in `Keys`; while the store is away, a key that is held here. Raises StoreError where none can be."""
+        """The key of a subject, held here while the store is away. Raises StoreError if it cannot be kept."""
         if self._clock() >= self._ask_again_s:
             try:
                 return super().of(subject)
             except StoreError:
                 self._ask_again_s = self._clock() + AWAY_S
-        return self._known_of(subject) or self._held.get(subject) or self._made(subject)
+        return self._known_key(subject) or self._held.get(subject) or self._made(subject)
 
     def find(self, key_id: str) -> SealKey:
-        """As in `Keys`."""
         held = self._held.get(key_id.rpartition("-")[0])
         return held if held is not None and held.key_id == key_id else super().find(key_id)
 
@@ -69,7 +68,7 @@ class HeldKeys(Keys):
             path.unlink()
         self._ask_again_s = float("-inf")
 
-    def _known_of(self, subject: str) -> SealKey | None:
+    def _known_key(self, subject: str) -> SealKey | None:
         """The key that the subject had when the store was last there."""
         with self._lock:
             key, _ = self._known.get(self._current.get(subject) or "") or (None, 0.0)

@@ -20,12 +20,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
+from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.spool import Spool, SpoolFull, SpoolLost
-from infra.log.bus import RecordPosition
+from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from schemas import Block, Control, decode, encode
 from schemas.errors import BadFrame, BrokerUnavailable, RecordTooLarge, StoreError
@@ -37,27 +37,6 @@ MAX_BATCH = 256
 DRAIN_BATCH = 32  # what is served meanwhile has most of the processor: between batches the drain waits for the broker
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
-
-
-class RecordPublisher(Protocol):
-    """The part of `Log` that this needs."""
-
-    async def answers(self, topic: Topic) -> None:
-        """Return once the broker answers for the topic."""
-
-    async def publish(self, topic: Topic, record: Control | Block) -> RecordPosition:
-        """Store one record; returns once confirmed."""
-
-
-class HeldRecords(Protocol):
-    """Keys that records are sealed under and the object store does not have yet: `actors.gateway.recording.held`."""
-
-    @property
-    def num_held(self) -> int:
-        """How many."""
-
-    def deposit(self) -> None:
-        """Hand them over. Blocks; raises StoreError."""
 
 
 class Outgoing(msgspec.Struct):
@@ -84,11 +63,11 @@ class Outbox:
 
     def __init__(
         self,
-        log: RecordPublisher,
+        log: Log,
         spool: Spool,
         metrics: Metrics,
         *,
-        held: HeldRecords,
+        held: HeldKeys,
         queue_records: int,
         queue_bytes: int,
         send_s: float,
@@ -192,14 +171,14 @@ class Outbox:
     def _unsent(
         self, ready: Sequence[tuple[Outgoing, Control | Block]], confirmed: Sequence[bool]
     ) -> list[tuple[Outgoing, Control | Block]]:
-        """What the broker did not confirm; the senders of the rest get word that it is kept."""
+        """Records that the broker did not confirm; the senders of the others are told."""
         for (outgoing, _), sent in zip(ready, confirmed, strict=True):
             if sent:
                 _tell(outgoing, True)
         return [pair for pair, sent in zip(ready, confirmed, strict=True) if not sent]
 
     async def _publish(self, topic: Topic, record: Control | Block) -> bool:
-        """True where the record needs no more care: it is stored, or no log will ever take it."""
+        """Publish a record; True if it is stored, or no log will ever take it."""
         try:
             async with asyncio.timeout(self._send_s):
                 await self._log.publish(topic, record)
@@ -214,7 +193,7 @@ class Outbox:
         return True
 
     async def _answers(self) -> bool:
-        """Whether the broker is there. A record does not ask that: one that was given up may yet be sent."""
+        """Ask for the broker without a record: a record that was given up may yet be sent."""
         try:
             async with asyncio.timeout(self._send_s):
                 await self._log.answers(EXPERIENCES)
@@ -224,7 +203,7 @@ class Outbox:
         return True
 
     async def _deposited(self) -> bool:
-        """Whether the store has all keys that what waits was sealed under."""
+        """Deposit held keys; True if the store has all of them."""
         self._metrics.gauge("keys_held").set(self._held.num_held)
         try:
             await asyncio.to_thread(self._held.deposit)
@@ -235,7 +214,7 @@ class Outbox:
         return True
 
     async def _to_disk(self, unsent: Sequence[tuple[Outgoing, Control | Block]]) -> None:
-        ones = [outgoing for outgoing, _ in unsent]
+        outgoings = [outgoing for outgoing, _ in unsent]
         async with self._disk:
             # Under the lock: a drain that finds the disk empty just now would say that all may go direct.
             if self.direct:
@@ -246,13 +225,13 @@ class Outbox:
                 await asyncio.to_thread(self._append, unsent)
             except SpoolFull as error:
                 _log.warning("spool_full error=%s", error)
-                self._shed(ones, "spool full")
+                self._shed(outgoings, "spool full")
             except SpoolLost as error:
                 _log.error("spool_lost error=%s", error)
-                self._shed(ones, "spool lost")
+                self._shed(outgoings, "spool lost")
             else:
-                self._metrics.counter("spooled").inc(len(ones))
-                for outgoing in ones:
+                self._metrics.counter("spooled").inc(len(outgoings))
+                for outgoing in outgoings:
                     _tell(outgoing, True)
         self._say_spooled()
         self._to_drain.set()
@@ -263,7 +242,7 @@ class Outbox:
         )
 
     async def _drain_segment(self) -> bool:
-        """Send the oldest segment, or give it up where it cannot be read; False where the broker does not answer."""
+        """Send the oldest segment, or give it up if it cannot be read; False if the broker does not answer."""
         async with self._disk:
             try:
                 oldest = await asyncio.to_thread(self._spool.oldest)
@@ -293,7 +272,7 @@ class Outbox:
         return True
 
     async def _leave_oldest(self, error: OSError) -> bool:
-        """Go on without a segment that cannot be read; False where the broker is away, too: the disk may come back first."""
+        """Go on without a segment that cannot be read; False if the broker is away, too: the disk may come back first."""
         if not await self._answers():
             return False
         count = self._spool.leave_oldest() - len(self._confirmed)  # what was sent is not given up
@@ -304,14 +283,14 @@ class Outbox:
         return True
 
     async def _send_spooled(self, payloads: Sequence[bytes], places: Sequence[int]) -> bool:
-        """Publish entries of the oldest segment; False where the broker did not confirm them all."""
+        """Publish entries of the oldest segment; False if the broker did not confirm them all."""
         async with asyncio.TaskGroup() as group:
             for place in places:
                 await asyncio.sleep(0)  # answers first, here too
-                group.create_task(self._send_one(payloads[place], place))
+                group.create_task(self._send_entry(payloads[place], place))
         return self._confirmed.issuperset(places)
 
-    async def _send_one(self, payload: bytes, place: int) -> None:
+    async def _send_entry(self, payload: bytes, place: int) -> None:
         found = self._unpacked(payload)
         if found is None or await self._publish(*found):
             self._confirmed.add(place)
@@ -325,9 +304,9 @@ class Outbox:
             _log.warning("spool_entry_unreadable error=%s", error)
             return None
 
-    def _shed(self, ones: Sequence[Outgoing], reason: str) -> None:
-        self._metrics.counter("shed", reason=reason).inc(len(ones))
-        for outgoing in ones:
+    def _shed(self, outgoings: Sequence[Outgoing], reason: str) -> None:
+        self._metrics.counter("shed", reason=reason).inc(len(outgoings))
+        for outgoing in outgoings:
             _tell(outgoing, False)
 
     def _say_spooled(self) -> None:

@@ -7,14 +7,14 @@ sealed under their key when it leaves here, so before queue, spool and log. Noth
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from actors.engines.engine import Sampling
 from actors.gateway.answering.conversation import Prompt
+from actors.gateway.answering.parsing import render
 from actors.gateway.answering.sample import SampledAnswer
 from actors.gateway.config import RedactRules
 from infra.chain.chain import Context, Step, run_chain
@@ -58,27 +58,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     ends_session: bool = False
 
 
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer that spells prompts."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
-
-    def encode_request(
-        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
-        """Ids of a conversation as the template writes it."""
-
-
-def render(prompt: Prompt, tokenizer: PromptTokenizer) -> list[int]:
-    """Tokens of a prompt. Raises ValueError where the template refuses it."""
-    if prompt.tokens:
-        return list(prompt.tokens)
-    if prompt.chat is None:
-        return tokenizer.encode(prompt.plain[0].content)
-    return tokenizer.encode_request([dict(message) for message in prompt.chat], [dict(tool) for tool in prompt.tools])
-
-
 class Recorder:
     """Makes blocks of what was served. origin: this gateway. steps: custom processors. keys: of named users. images: takes the
     pictures that were shown.
@@ -104,7 +83,7 @@ class Recorder:
         self._images = images
 
     async def block(self, served: Served) -> Block | None:
-        """What is to be written; None where all of it was dropped, with the reason counted."""
+        """The block to write; None if all of it was dropped, with the reason counted."""
         num_tokens = len(served.tokens) + sum(len(answer.tokens) for answer in served.answers)
         num_chars = sum(len(part.content) for part in served.prompt.plain) + sum(
             len(answer.text) for answer in served.answers
@@ -124,7 +103,7 @@ class Recorder:
         return block
 
     async def _deposited(self, prompt: Prompt) -> bool:
-        """Put the pictures where readers look for them; False where the store does not take them, counted."""
+        """Put the pictures into the store; False if it does not take them."""
         try:
             for image, data in zip(images_of(prompt.plain), prompt.pictures, strict=True):
                 await asyncio.to_thread(self._images.deposit, image, data)
@@ -135,7 +114,7 @@ class Recorder:
         return True
 
     async def _sealed(self, block: Block, subject: str) -> Block | None:
-        """The block as it may be written; None where it names a user and there is no key to be had."""
+        """The sealed block; None if it names a user and no key is to be had."""
         if not subject:
             return block
         try:
@@ -161,7 +140,7 @@ class Recorder:
         return kept
 
     async def masked(self, value: object, num_chars: int) -> object:
-        """As `mask_json`; a long value leaves the event loop."""
+        """`mask_json`, in a thread for long values."""
         return await asyncio.to_thread(self.mask_json, value) if num_chars > THREAD_CHARS else self.mask_json(value)
 
     def mask_json(self, value: object) -> object:
@@ -197,7 +176,7 @@ class Recorder:
         )
 
     def _redacted(self, served: Served, experience: Experience) -> Experience | None:
-        """The experience as it may be written; None where the rules say that it may not."""
+        """The redacted experience; None if the rules drop it."""
         tools = self._redactor.mask_json([*served.prompt.tools])
         texts = [self._redactor.mask(message.content) for message in experience.messages]
         # All tokens are looked at as text too: an earlier turn or a stop string may say what no message says.
@@ -223,7 +202,7 @@ class Recorder:
         return masked
 
     def _respelled(self, after: Experience, before: Experience | None) -> Experience:
-        """What a processor left, with the tokens of the text it changed."""
+        """An experience after the processors, with the tokens of the text that they changed."""
         unchanged = before is not None and after.messages == before.messages
         if unchanged or (before is not None and after.tokens.tolist() != before.tokens.tolist()):
             return after

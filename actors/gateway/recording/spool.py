@@ -97,7 +97,7 @@ class Spool:
         return self._forget(self._numbers[0])
 
     def remove(self, number: int) -> None:
-        """Everything in a segment was sent. Raises OSError where it stays on disk: then the next start sends it again."""
+        """Remove a segment that was sent. Raises OSError if it stays on disk: then the next start sends it again."""
         self._forget(number)
         self._path(number).unlink(missing_ok=True)
 
@@ -108,7 +108,7 @@ class Spool:
         return self._counts.pop(number)
 
     def _cut(self, number: int, size: int) -> None:
-        """Take back what a failed write left. Where that fails as well, the segment takes no more."""
+        """Take back what a failed write left. If that fails as well, the segment takes no more."""
         path = self._path(number)
         try:
             if path.exists() and path.stat().st_size > size:

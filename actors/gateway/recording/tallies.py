@@ -51,7 +51,7 @@ class Tallies:
         self._add(Answered(version=version, trial=trial, answers=count, failed=count), asker)
 
     def report(self) -> tuple[Answered, ...]:
-        """As the gateway reports it."""
+        """The counts, for a report."""
         lately = list(self._clients)[-TOLD_CLIENTS:]
         return tuple(
             msgspec.structs.replace(answered, clients=tuple(self._clients[place].values()))
@@ -76,7 +76,7 @@ class Tallies:
             self.num_seen -= len(self._seen.pop(oldest))
 
     def _count(self, place: tuple[int, int], more: Answered, asker: Asker) -> None:
-        """A session counts once for its client, and once as one that failed, and as one that was refused."""
+        """Count a session once for its client, once as failed, and once as refused."""
         clients = self._clients[place] = self._clients.pop(place, {})  # the last to have answered
         asked = self._seen.setdefault(place, {})
         seen = asked.get(asker)

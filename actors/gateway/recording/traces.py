@@ -22,7 +22,7 @@ END_S = 5.0  # at a stop, for what is queued
 
 
 def open_spans(config: TracesConfig | None, metrics: Metrics) -> "Spans | None":
-    """Where spans go, None for nowhere. Raises ConfigError where OpenTelemetry is not installed."""
+    """The sender of spans, None without a collector. Raises ConfigError if OpenTelemetry is not installed."""
     if config is None:
         return None
     try:
@@ -62,7 +62,7 @@ class Spans:
                 self._metrics.counter("spans_dropped", reason="queue is full").inc()
                 continue
             self._told += 1
-            self._processor.on_end(span_of(in_flight, name, answer, self._resource))
+            self._processor.on_end(make_span(in_flight, name, answer, self._resource))
 
     def close(self) -> None:
         """Send what is queued, for END_S; the rest is dropped."""
@@ -84,7 +84,7 @@ class Spans:
         self._exporter.shutdown()
 
 
-def span_of(in_flight: InFlight, name: str, answer: SampledAnswer, resource: Any) -> Any:
+def make_span(in_flight: InFlight, name: str, answer: SampledAnswer, resource: Any) -> Any:
     """The span of one answer. Its ids follow from those of the request and the answer."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
