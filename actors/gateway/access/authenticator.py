@@ -39,7 +39,7 @@ class Bucket(msgspec.Struct):
     """A quota: a bucket that holds a minute's worth and fills evenly.
 
     The tokens of an answer are known only afterwards, so `left` may fall below zero; the next request waits until it is above.
-    per_minute: size of the bucket. left: rest at the time at_s, by the caller's clock.
+    per_minute: size of the bucket. left: rest at that time. at_s: time of the last change, by the caller's clock.
     """
 
     per_minute: float

@@ -34,8 +34,7 @@ async def all_back(served: RunningGateway, limit: int) -> None:
     """Until as many answers as there are places are given at once: what was sent before may not have been read yet, and may
     still run; a place that is not given back keeps one of them out for ever. Then nothing runs.
     """
-    key = await served.new_key()
-    client = served.client(key)
+    client = await served.opened()
 
     async def are_given() -> bool:
         asked = [client.chat.completions.create(**chat(max_tokens=1)) for _ in range(limit)]
@@ -83,48 +82,41 @@ def test_one_key_never_takes_all_slots() -> None:
 
 
 @pytest.mark.parametrize("more", [{"messages": LONG}, HELD, {"n": 2}], ids=["long prompt", "schema", "choices"])
-def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, more: dict[str, Any]) -> None:
-    async def check() -> None:
-        seen: list[int] = []
+async def test_no_more_answers_are_made_at_once_than_the_limit_says(tmp_path: Path, more: dict[str, Any]) -> None:
+    seen: list[int] = []
 
-        def script(prompt: tuple[int, ...]) -> list[int]:
-            seen.append(sampler.num_running)
-            return [*(b"{}" + b" " * 60), 256]
+    def script(prompt: tuple[int, ...]) -> list[int]:
+        seen.append(sampler.num_running)
+        return [*(b"{}" + b" " * 60), 256]
 
-        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.005)
-        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=4), report_s=0.05) as served:
-            key = await served.new_key()
-            client = served.client(key)
-            asked = [client.chat.completions.create(**chat(max_tokens=40, **more)) for _ in range(32)]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            assert any(isinstance(one, openai.RateLimitError) for one in answers)
-            assert not [one for one in answers if isinstance(one, openai.APIStatusError) and one.status_code != 429]
-            assert 0 < max(seen) <= 4
-            await all_back(served, 4)
-
-    asyncio.run(check())
+    sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.005)
+    async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=4), report_s=0.05) as served:
+        client = await served.opened()
+        asked = [client.chat.completions.create(**chat(max_tokens=40, **more)) for _ in range(32)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert any(isinstance(one, openai.RateLimitError) for one in answers)
+        assert not [one for one in answers if isinstance(one, openai.APIStatusError) and one.status_code != 429]
+        assert 0 < max(seen) <= 4
+        await all_back(served, 4)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("more", [{}, {"messages": LONG}, HELD], ids=["short", "long", "schema"])
-def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
+async def test_a_client_that_goes_before_its_first_byte_leaves_no_place_taken(
     tmp_path: Path, stream: bool, more: dict[str, Any]
 ) -> None:
-    async def check() -> None:
-        script = says("x" * 200)
-        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
-        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=3), report_s=0.05) as served:
-            key = await served.new_key()
-            body = json.dumps(chat(stream=stream, **more)).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
-            for _ in range(6):
-                _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-                writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-                await writer.drain()
-                writer.close()
-            await all_back(served, 3)
-
-    asyncio.run(check())
+    script = says("x" * 200)
+    sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=8192, script=script, token_s=0.01)
+    async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=3), report_s=0.05) as served:
+        key = await served.new_key()
+        body = json.dumps(chat(stream=stream, **more)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        for _ in range(6):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+            writer.close()
+        await all_back(served, 3)
 
 
 def bad(name: str) -> dict[str, Any]:
@@ -137,135 +129,117 @@ def bad(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["too long", "schema", "empty"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, limits=GatewayLimits(concurrency=2), report_s=0.05) as served:
-            key = await served.new_key()
-            for _ in range(4):
-                with pytest.raises(openai.BadRequestError):
-                    await served.client(key).chat.completions.create(**chat(stream=stream, **bad(name)))
-            await all_back(served, 2)
-
-    asyncio.run(check())
+async def test_a_request_that_is_refused_leaves_no_place_taken(tmp_path: Path, name: str, stream: bool) -> None:
+    async with serving(tmp_path, limits=GatewayLimits(concurrency=2), report_s=0.05) as served:
+        key = await served.new_key()
+        for _ in range(4):
+            with pytest.raises(openai.BadRequestError):
+                await served.client(key).chat.completions.create(**chat(stream=stream, **bad(name)))
+        await all_back(served, 2)
 
 
-def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, store, slow = MemoryBus(), MemoryStore(), engine(says("x" * 100), token_s=0.01)
-        async with serving(tmp_path, slow, bus=bus, store=store, channel="canary") as canary:
-            there = CanaryShare(url=canary.url, share=1.0)
-            more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
-            async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=3), **more) as served:
-                key = served.key()
-                await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
-                await served.keys_read(), await canary.keys_read()
-                client = served.client(key)
-                first = await client.chat.completions.create(**chat(stream=True))
-                async for piece in first:
-                    if piece.choices[0].delta.content:
-                        break
-                second = asyncio.create_task(client.chat.completions.create(**chat(n=2)))
-                await until(lambda: slow.num_running == 3)
-                with pytest.raises(openai.RateLimitError):
-                    await client.chat.completions.create(**chat())
-                assert served.engine.num_running == 0
-                await first.close()
-                second.cancel()
-                await asyncio.gather(second, return_exceptions=True)
-                await until(lambda: slow.num_running == 0)
-                await all_back(served, 3)
-
-    asyncio.run(check())
+async def test_what_a_canary_answers_takes_places_too_and_gives_them_back(tmp_path: Path) -> None:
+    bus, store, slow = MemoryBus(), MemoryStore(), engine(says("x" * 100), token_s=0.01)
+    async with serving(tmp_path, slow, bus=bus, store=store, channel="canary") as canary:
+        there = CanaryShare(url=canary.url, share=1.0)
+        more: dict[str, Any] = {"bus": bus, "store": store, "topics": False, "canary": there, "report_s": 0.05}
+        async with serving(tmp_path, engine(says("x")), limits=GatewayLimits(concurrency=3), **more) as served:
+            key = served.key()
+            await until(lambda: served.metrics.gauges().get("canary_there") == 1.0, seconds=60)
+            await served.keys_read(), await canary.keys_read()
+            client = served.client(key)
+            first = await client.chat.completions.create(**chat(stream=True))
+            async for piece in first:
+                if piece.choices[0].delta.content:
+                    break
+            second = asyncio.create_task(client.chat.completions.create(**chat(n=2)))
+            await until(lambda: slow.num_running == 3)
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(**chat())
+            assert served.engine.num_running == 0
+            await first.close()
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+            await until(lambda: slow.num_running == 0)
+            await all_back(served, 3)
 
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
-def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> None:
-    async def check() -> None:
-        told: list[str] = []
+async def test_a_stream_that_never_began_lets_go_of_what_it_holds(version: str) -> None:
+    told: list[str] = []
 
-        async def pieces() -> AsyncGenerator[bytes, None]:
-            told.append("began")
-            yield b"x"
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        told.append("began")
+        yield b"x"
 
-        async def gone() -> dict[str, Any]:
-            return {"type": "http.disconnect"}
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
 
-        async def refused(message: Any) -> None:
-            raise OSError("gone")
+    async def refused(message: Any) -> None:
+        raise OSError("gone")
 
-        stream = ReleasingStream(pieces())
-        stream.at_end.callback(told.append, "first")
-        stream.at_end.callback(told.append, "second")
-        with suppress(Exception):
-            await stream({"type": "http", "asgi": {"spec_version": version}}, gone, refused)
-        assert told == ["second", "first"]
-
-    asyncio.run(check())
+    stream = ReleasingStream(pieces())
+    stream.at_end.callback(told.append, "first")
+    stream.at_end.callback(told.append, "second")
+    with suppress(Exception):
+        await stream({"type": "http", "asgi": {"spec_version": version}}, gone, refused)
+    assert told == ["second", "first"]
 
 
-def test_turns_go_round_the_keys_however_many_one_of_them_waits_with() -> None:
-    async def check() -> None:
-        rota, order = FairQueue(1, 16), list[str]()
+async def test_turns_go_round_the_keys_however_many_one_of_them_waits_with() -> None:
+    rota, order = FairQueue(1, 16), list[str]()
 
-        async def work(key: str) -> None:
-            async with rota.turn(key):
-                order.append(key)
-                await asyncio.sleep(0)
-
-        greedy = [asyncio.create_task(work("greedy")) for _ in range(10)]
-        await asyncio.sleep(0)
-        others = [asyncio.create_task(work(key)) for key in ("a", "b")]
-        await asyncio.gather(*greedy, *others)
-        assert {"a", "b"} < set(order[:5]) and len(order) == 12
-
-    asyncio.run(check())
-
-
-def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_not() -> None:
-    async def check() -> None:
-        rota, held = FairQueue(1, 2), asyncio.Event()
-
-        async def work(key: str) -> None:
-            async with rota.turn(key):
-                await held.wait()
-
-        tasks = [asyncio.create_task(work(key)) for key in ("x", "x", "x", "y")]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refused:
-            await work("x")
-        assert refused.value.status == 429
-        held.set()
-        await asyncio.gather(*tasks, work("x"))
-
-    asyncio.run(check())
-
-
-def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it() -> None:
-    async def check() -> None:
-        rota, go, running = FairQueue(1, 16), threading.Event(), list[str]()
-
-        def work(key: str) -> None:
-            running.append(key)
-            go.wait(60)
-            running.remove(key)
-
-        async def ask(key: str) -> None:
-            async with rota.turn(key):
-                assert not running
-                await to_its_end(asyncio.to_thread(work, key))
-
-        gone = asyncio.create_task(ask("gone"))
-        await until(lambda: running == ["gone"])
-        gone.cancel()
-        other = asyncio.create_task(ask("other"))
-        for _ in range(10):
+    async def work(key: str) -> None:
+        async with rota.turn(key):
+            order.append(key)
             await asyncio.sleep(0)
-        assert running == ["gone"] and not gone.done()
-        go.set()
-        await asyncio.gather(gone, other, return_exceptions=True)
-        assert gone.cancelled() and other.exception() is None and not running
 
-    asyncio.run(check())
+    greedy = [asyncio.create_task(work("greedy")) for _ in range(10)]
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(work(key)) for key in ("a", "b")]
+    await asyncio.gather(*greedy, *others)
+    assert {"a", "b"} < set(order[:5]) and len(order) == 12
+
+
+async def test_a_key_that_waits_with_too_many_is_told_to_come_back_and_the_others_are_not() -> None:
+    rota, held = FairQueue(1, 2), asyncio.Event()
+
+    async def work(key: str) -> None:
+        async with rota.turn(key):
+            await held.wait()
+
+    tasks = [asyncio.create_task(work(key)) for key in ("x", "x", "x", "y")]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as refused:
+        await work("x")
+    assert refused.value.status == 429
+    held.set()
+    await asyncio.gather(*tasks, work("x"))
+
+
+async def test_a_turn_lasts_as_long_as_its_work_also_where_nobody_waits_for_it() -> None:
+    rota, go, running = FairQueue(1, 16), threading.Event(), list[str]()
+
+    def work(key: str) -> None:
+        running.append(key)
+        go.wait(60)
+        running.remove(key)
+
+    async def ask(key: str) -> None:
+        async with rota.turn(key):
+            assert not running
+            await to_its_end(asyncio.to_thread(work, key))
+
+    gone = asyncio.create_task(ask("gone"))
+    await until(lambda: running == ["gone"])
+    gone.cancel()
+    other = asyncio.create_task(ask("other"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert running == ["gone"] and not gone.done()
+    go.set()
+    await asyncio.gather(gone, other, return_exceptions=True)
+    assert gone.cancelled() and other.exception() is None and not running
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 2))

@@ -29,103 +29,84 @@ async def unfinished(
 
 @pytest.mark.parametrize("header", ["x-feedback-token: anything", "authorization: Bearer hr-nobody-x", "x-other: 1"])
 @pytest.mark.parametrize("path", ["/v1/feedback", "/v1/chat/completions", "/v1/messages/count_tokens"])
-def test_who_asks_is_known_before_a_body_is_read(tmp_path: Path, path: str, header: str) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served, asyncio.timeout(20):
-            reader, writer = await unfinished(served, path, header)
-            assert b" 401 " in await reader.readline()
-            writer.close()
-
-    asyncio.run(check())
+async def test_who_asks_is_known_before_a_body_is_read(tmp_path: Path, path: str, header: str) -> None:
+    async with serving(tmp_path) as served, asyncio.timeout(20):
+        reader, writer = await unfinished(served, path, header)
+        assert b" 401 " in await reader.readline()
+        writer.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/feedback", "/hook"])
-def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_served(tmp_path: Path, path: str) -> None:
-    async def check() -> None:
-        limits = GatewayLimits(body_bytes=2 * len(BODY))
-        async with serving(tmp_path, limits=limits, webhooks=(WEBHOOK,)) as served, asyncio.timeout(20):
-            greedy, other = await served.new_key(), await served.new_key()
-            held = [await unfinished(served, path, f"authorization: Bearer {greedy}") for _ in range(17)]
-            await until(lambda: served.count("refused") == 1)
-            answer = await served.client(other).completions.create(model="m", prompt="Hi")
-            assert answer.choices[0].text == "Hello."
-            for _, writer in held:
-                writer.close()
+async def test_unfinished_bodies_of_a_key_or_an_address_are_bounded_and_others_are_served(
+    tmp_path: Path, path: str
+) -> None:
+    limits = GatewayLimits(body_bytes=2 * len(BODY))
+    async with serving(tmp_path, limits=limits, webhooks=(WEBHOOK,)) as served, asyncio.timeout(20):
+        greedy, other = await served.new_key(), await served.new_key()
+        held = [await unfinished(served, path, f"authorization: Bearer {greedy}") for _ in range(17)]
+        await until(lambda: served.count("refused") == 1)
+        answer = await served.client(other).completions.create(model="m", prompt="Hi")
+        assert answer.choices[0].text == "Hello."
+        for _, writer in held:
+            writer.close()
 
-            async def is_given_back() -> bool:
-                async with served.http(greedy) as http:
-                    return (await http.post(path, content=BODY)).status_code != 429
+        async def is_given_back() -> bool:
+            async with served.http(greedy) as http:
+                return (await http.post(path, content=BODY)).status_code != 429
 
-            while not await is_given_back():  # noqa: ASYNC110 (a client can only ask again)
-                await asyncio.sleep(0.01)
-
-    asyncio.run(check())
+        while not await is_given_back():  # noqa: ASYNC110 (a client can only ask again)
+            await asyncio.sleep(0.01)
 
 
-def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key(rpm=8)
+async def test_a_request_for_n_answers_counts_n(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        async with served.http(await served.new_key(rpm=8)) as http:
+            asked = {"model": "m", "prompt": "Hi", "n": 4}
+            statuses = [(await http.post("/v1/completions", json=asked)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+
+
+async def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
+    sampler = engine(says("x" * 400), token_s=0.01)
+    async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
+        greedy, other = await served.new_key(), await served.new_key()
+        ask = served.client(greedy).completions.create
+        running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
+        await until(lambda: sum(task.done() for task in running) == 13)
+        answer = await served.client(other).completions.create(model="m", prompt="Hi", max_tokens=3)
+        assert answer.choices[0].text == "xxx"
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("It passes."))) as served:
+        key = await served.new_key()
+        client = served.client(key)
+        given: dict[str, Any] = {}
+        for user in ("bob", "ann"):
+            said: Any = {"model": "m", "input": f"I am {user}.", "user": user}
+            given[user] = await client.responses.create(**said, extra_headers={"x-session-id": f"of {user}"})
+        await tell(served.log, "acme", "bob", secret=app_secret(served.store), owner="test")
+
+        async def status(user: str) -> int:
             async with served.http(key) as http:
-                asked = {"model": "m", "prompt": "Hi", "n": 4}
-                statuses = [(await http.post("/v1/completions", json=asked)).status_code for _ in range(3)]
-            assert statuses == [200, 200, 429]
+                asked = {"model": "m", "input": "And now?", "previous_response_id": given[user].id}
+                return (await http.post("/v1/responses", json=asked)).status_code
 
-    asyncio.run(check())
-
-
-def test_one_key_leaves_slots_to_another(tmp_path: Path) -> None:
-    async def check() -> None:
-        sampler = engine(says("x" * 400), token_s=0.01)
-        async with serving(tmp_path, sampler, limits=GatewayLimits(concurrency=16)) as served:
-            greedy, other = await served.new_key(), await served.new_key()
-            ask = served.client(greedy).completions.create
-            running = [asyncio.create_task(ask(model="m", prompt="Hi", n=2)) for _ in range(20)]
-            await until(lambda: sum(task.done() for task in running) == 13)
-            answer = await served.client(other).completions.create(model="m", prompt="Hi", max_tokens=3)
-            assert answer.choices[0].text == "xxx"
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    asyncio.run(check())
-
-
-def test_what_was_forgotten_does_not_come_back_from_the_memory_of_a_gateway(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("It passes."))) as served:
-            key = await served.new_key()
-            client = served.client(key)
-            given: dict[str, Any] = {}
-            for user in ("bob", "ann"):
-                said: Any = {"model": "m", "input": f"I am {user}.", "user": user}
-                given[user] = await client.responses.create(**said, extra_headers={"x-session-id": f"of {user}"})
-            await tell(served.log, "acme", "bob", secret=app_secret(served.store), owner="test")
-
-            async def status(user: str) -> int:
-                async with served.http(key) as http:
-                    asked = {"model": "m", "input": "And now?", "previous_response_id": given[user].id}
-                    return (await http.post("/v1/responses", json=asked)).status_code
-
-            async with asyncio.timeout(20):
-                while await status("bob") != 404:  # noqa: ASYNC110 (a client can only ask again)
-                    await asyncio.sleep(0.02)
-            assert await status("ann") == 200
-
-    asyncio.run(check())
+        async with asyncio.timeout(20):
+            while await status("bob") != 404:  # noqa: ASYNC110 (a client can only ask again)
+                await asyncio.sleep(0.02)
+        assert await status("ann") == 200
 
 
 @pytest.mark.parametrize("choice", [1, 1000])
 @pytest.mark.parametrize("path", ["/v1/feedback", "/v1/feedback/tokens"])
-def test_a_choice_that_a_request_did_not_have_is_refused(tmp_path: Path, path: str, choice: int) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                answer = (await http.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).json()["id"]
-                value = {"value": 1} if path == "/v1/feedback" else {}
-                told = await http.post(path, json={"answer_id": answer, "choice": choice, **value})
-                assert (told.status_code, told.json()["error"]["param"]) == (400, "choice")
-                assert json.loads((await http.post(path, json={"answer_id": answer, **value})).content)
-
-    asyncio.run(check())
+async def test_a_choice_that_a_request_did_not_have_is_refused(tmp_path: Path, path: str, choice: int) -> None:
+    async with serving(tmp_path) as served, served.http(await served.new_key()) as http:
+        answer = (await http.post("/v1/completions", json={"model": "m", "prompt": "Hi"})).json()["id"]
+        value = {"value": 1} if path == "/v1/feedback" else {}
+        told = await http.post(path, json={"answer_id": answer, "choice": choice, **value})
+        assert (told.status_code, told.json()["error"]["param"]) == (400, "choice")
+        assert json.loads((await http.post(path, json={"answer_id": answer, **value})).content)

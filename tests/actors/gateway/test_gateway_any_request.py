@@ -1,8 +1,6 @@
 """Any request is answered: fields that change nothing are named in a header, others are served and not trained."""
 
-import asyncio
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import numpy as np
 import pytest
 
 from actors.engines.engine import Sampling, Shaping, shaped_logits
-from actors.engines.scripted import ScriptedEngine
-from tests.actors.gateway.gateway_rig import VOCABULARY, ByteTokenizer, engine, says, serving
+from tests.actors.gateway.gateway_rig import ByteTokenizer, engine, says, serving
 
 ASK = [{"role": "user", "content": "Hi"}]
 INERT = {"service_tier": "auto", "reasoning_effort": "low", "colour": 1}
@@ -29,21 +26,16 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "ignored"), BODIES, ids=[path for path, _, _ in BODIES])
-def test_fields_that_change_nothing_are_named_in_a_header_and_counted(
+async def test_fields_that_change_nothing_are_named_in_a_header_and_counted(
     tmp_path: Path, path: str, body: dict[str, Any], ignored: str, stream: bool
 ) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                answer = await http.post(path, json={"model": "m", **body, "stream": stream})
-                assert (answer.status_code, answer.headers["x-headrace-ignored"]) == (200, ignored), answer.text
-                assert "x-headrace-trained" not in answer.headers
-                assert served.count("fields_ignored") == len(ignored.split(", "))
-                plain = await http.post("/v1/chat/completions", json={"model": "m", "messages": ASK})
-                assert "x-headrace-ignored" not in plain.headers
-
-    asyncio.run(check())
+    async with serving(tmp_path) as served, served.http(await served.new_key()) as http:
+        answer = await http.post(path, json={"model": "m", **body, "stream": stream})
+        assert (answer.status_code, answer.headers["x-headrace-ignored"]) == (200, ignored), answer.text
+        assert "x-headrace-trained" not in answer.headers
+        assert served.count("fields_ignored") == len(ignored.split(", "))
+        plain = await http.post("/v1/chat/completions", json={"model": "m", "messages": ASK})
+        assert "x-headrace-ignored" not in plain.headers
 
 
 @pytest.mark.parametrize(
@@ -56,20 +48,16 @@ def test_fields_that_change_nothing_are_named_in_a_header_and_counted(
         ("/v1/chat/completions", {"messages": ASK, "temperature": 0}, "temperature"),
     ],
 )
-def test_an_answer_that_is_not_the_policys_own_draw_is_served_and_marked(
+async def test_an_answer_that_is_not_the_policys_own_draw_is_served_and_marked(
     tmp_path: Path, path: str, body: dict[str, Any], reason: str
 ) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(seed=1)) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                answer = await http.post(path, json={"model": "m", **body, "max_tokens": 5, "max_output_tokens": 5})
-                assert (answer.status_code, answer.headers["x-headrace-trained"]) == (200, "no")
-            (experience,) = await served.recorded(1)
-            assert not any(span.ratio for span in experience.spans)
-            assert served.metrics.counters()[f"recorded_without_ratio{{reason={reason}}}"] == 1
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(seed=1)) as served:
+        async with served.http(await served.new_key()) as http:
+            answer = await http.post(path, json={"model": "m", **body, "max_tokens": 5, "max_output_tokens": 5})
+            assert (answer.status_code, answer.headers["x-headrace-trained"]) == (200, "no")
+        (experience,) = await served.recorded(1)
+        assert not any(span.ratio for span in experience.spans)
+        assert served.metrics.counters()[f"recorded_without_ratio{{reason={reason}}}"] == 1
 
 
 def test_shaped_logits_follow_the_definitions_of_vllm() -> None:
@@ -91,20 +79,6 @@ def test_shaped_logits_follow_the_definitions_of_vllm() -> None:
     assert logits.tolist() == [2.0, -1.0, 0.5, 0.0]
 
 
-def test_the_engine_draws_what_a_client_asks_for() -> None:
-    async def drawn(**shaping: Any) -> Counter[int]:
-        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, seed=1)
-        await sampler.start()
-        found = await sampler.generate((1,), Sampling(max_tokens=60, seed=5, shaping=Shaping(**shaping)))
-        await sampler.close()
-        return Counter(found.tokens)
-
-    assert asyncio.run(drawn(logit_bias=((7, 100.0),))) == {7: 60}
-    assert max(asyncio.run(drawn(frequency_penalty=2.0, logit_bias=((7, 10.0), (8, 10.0)))).values()) < 30
-    with pytest.raises(ValueError, match="logit_bias"):
-        asyncio.run(drawn(logit_bias=((VOCABULARY, 1.0),)))
-
-
 class Bare(ByteTokenizer):
     """A model whose chat template knows no tools."""
 
@@ -116,27 +90,25 @@ class Bare(ByteTokenizer):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_message(tmp_path: Path, strict: bool) -> None:
-    async def check() -> None:
-        script = says(CALL, "Rain.")
-        async with serving(tmp_path, engine(script), tokenizer=Bare(), strict=strict) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                ask = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *ASK], "tools": [TOOL]}
-                first = await http.post("/v1/chat/completions", json=ask)
-                if strict:
-                    assert (first.status_code, first.json()["error"]["param"]) == (400, "tools")
-                    return
-                message = first.json()["choices"][0]["message"]
-                (call,) = message["tool_calls"]
-                assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
-                result = {"role": "tool", "content": "12 mm", "tool_call_id": call["id"]}
-                ask["messages"] += [message, result]
-                assert (await http.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"][
-                    "content"
-                ] == "Rain."
-            _, second = await served.recorded(2)
-            prompt = ByteTokenizer().decode(second.tokens.tolist())
-            assert "Be brief." in prompt and '"name": "weather"' in prompt and "<tool_response>\n12 mm" in prompt
-
-    asyncio.run(check())
+async def test_tools_of_a_model_whose_template_knows_none_are_put_into_a_system_message(
+    tmp_path: Path, strict: bool
+) -> None:
+    script = says(CALL, "Rain.")
+    async with serving(tmp_path, engine(script), tokenizer=Bare(), strict=strict) as served:
+        async with served.http(await served.new_key()) as http:
+            ask = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *ASK], "tools": [TOOL]}
+            first = await http.post("/v1/chat/completions", json=ask)
+            if strict:
+                assert (first.status_code, first.json()["error"]["param"]) == (400, "tools")
+                return
+            message = first.json()["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
+            result = {"role": "tool", "content": "12 mm", "tool_call_id": call["id"]}
+            ask["messages"] += [message, result]
+            assert (await http.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"][
+                "content"
+            ] == "Rain."
+        _, second = await served.recorded(2)
+        prompt = ByteTokenizer().decode(second.tokens.tolist())
+        assert "Be brief." in prompt and '"name": "weather"' in prompt and "<tool_response>\n12 mm" in prompt

@@ -157,87 +157,75 @@ async def error_of(
         return answer.status_code, answer.json()["error"]
 
 
-def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
-    async def check() -> None:
-        limits = GatewayLimits(body_bytes=2000, body_s=2.0, prompt_tokens=500)
-        async with serving(tmp_path, limits=limits) as served:
-            key = await served.new_key()
-            assert (await error_of(served, key, b"{not json"))[0] == 400
-            assert (await error_of(served, key, b"x" * 3000))[0] == 413
-            long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
-            status, error = await error_of(served, key, long)
-            assert (status, error["code"]) == (400, "context_length_exceeded")
-            assert (await error_of(served, key, b"", "/v1/nothing"))[1]["code"] == "unknown_url"
-            async with served.http(key) as http:
-                assert (await http.get("/v1/chat/completions")).status_code == 405
-                assert (await http.get("/healthz")).json() == {"status": "ok", "version": 0, "channel": "stable"}
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
-            writer.write(head.encode() + b'{"model"')
-            assert b"408" in await reader.readline(), "a slow client is not waited for"
-            writer.close()
-            answer = await served.client(key).chat.completions.create(**chat())
-            assert answer.choices[0].message.content == "Hello."
-            assert served.count("refused") == 4
-
-    asyncio.run(check())
+async def test_http_mistakes_have_error_objects_too_and_disturb_nothing(tmp_path: Path) -> None:
+    limits = GatewayLimits(body_bytes=2000, body_s=2.0, prompt_tokens=500)
+    async with serving(tmp_path, limits=limits) as served:
+        key = await served.new_key()
+        assert (await error_of(served, key, b"{not json"))[0] == 400
+        assert (await error_of(served, key, b"x" * 3000))[0] == 413
+        long = json.dumps(chat(messages=[{"role": "user", "content": "x" * 600}])).encode()
+        status, error = await error_of(served, key, long)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert (await error_of(served, key, b"", "/v1/nothing"))[1]["code"] == "unknown_url"
+        async with served.http(key) as http:
+            assert (await http.get("/v1/chat/completions")).status_code == 405
+            assert (await http.get("/healthz")).json() == {"status": "ok", "version": 0, "channel": "stable"}
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n"
+        writer.write(head.encode() + b'{"model"')
+        assert b"408" in await reader.readline(), "a slow client is not waited for"
+        writer.close()
+        answer = await served.client(key).chat.completions.create(**chat())
+        assert answer.choices[0].message.content == "Hello."
+        assert served.count("refused") == 4
 
 
-def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
-            key = await served.new_key()
-            client = served.client(key)
-            asked = [client.chat.completions.create(**chat()) for _ in range(6)]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
-            assert len(refused) == 4 and refused[0].code == "overloaded"
-            assert (await client.chat.completions.create(**chat())).choices[0].finish_reason == "stop"
-
-    asyncio.run(check())
+async def test_too_much_at_once_is_a_429_and_passes(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("slow"), token_s=0.03), limits=GatewayLimits(concurrency=2)) as served:
+        client = await served.opened()
+        asked = [client.chat.completions.create(**chat()) for _ in range(6)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 4 and refused[0].code == "overloaded"
+        assert (await client.chat.completions.create(**chat())).choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(tmp_path: Path, stream: bool) -> None:
-    async def check() -> None:
-        sampler = engine(says("x" * 4000), token_s=0.01)
-        async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
-            key = await served.new_key()
-            client = served.client(key)
-            if stream:
-                pieces: Any = await client.chat.completions.create(**chat(stream=True))
-                async for piece in pieces:
-                    if piece.choices[0].delta.content:
-                        break
-                await pieces.close()
-            else:
-                call = asyncio.create_task(client.chat.completions.create(**chat()))
-                await until(lambda: sampler.num_running == 1)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-            await until(lambda: sampler.num_running == 0)
-            if stream:
-                (experience,) = await served.recorded(1)
-                assert experience.end == "truncated" and 0 < experience.num_sampled < 3000
-            assert served.metrics.counters()["answers{end=broken off}"] == 1
-
-    asyncio.run(check())
+async def test_a_client_that_goes_away_frees_the_engine_and_what_it_got_is_recorded(
+    tmp_path: Path, stream: bool
+) -> None:
+    sampler = engine(says("x" * 4000), token_s=0.01)
+    async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3000)) as served:
+        client = await served.opened()
+        if stream:
+            pieces: Any = await client.chat.completions.create(**chat(stream=True))
+            async for piece in pieces:
+                if piece.choices[0].delta.content:
+                    break
+            await pieces.close()
+        else:
+            call = asyncio.create_task(client.chat.completions.create(**chat()))
+            await until(lambda: sampler.num_running == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: sampler.num_running == 0)
+        if stream:
+            (experience,) = await served.recorded(1)
+            assert experience.end == "truncated" and 0 < experience.num_sampled < 3000
+        assert served.metrics.counters()["answers{end=broken off}"] == 1
 
 
-def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
-    async def check() -> None:
-        limits = GatewayLimits(max_tokens=5000)
-        async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
-            key = await served.new_key()
-            ask = served.client(key).completions.create
-            for asked in ({"max_tokens": 5000}, {}):
-                answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]
-                assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (6, "length")
-            with pytest.raises(openai.BadRequestError) as caught:
-                await ask(model="m", prompt=[120] * 4096, max_tokens=1)
-            assert caught.value.code == "context_length_exceeded"
-
-    asyncio.run(check())
+async def test_an_answer_gets_the_room_that_is_left_and_a_context_that_leaves_none_is_refused(tmp_path: Path) -> None:
+    limits = GatewayLimits(max_tokens=5000)
+    async with serving(tmp_path, engine(lambda prompt: [120] * 5000), limits=limits) as served:
+        key = await served.new_key()
+        ask = served.client(key).completions.create
+        for asked in ({"max_tokens": 5000}, {}):
+            answer = await ask(model="m", prompt=[120] * 4090, **asked)  # type: ignore[call-overload]
+            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (6, "length")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(model="m", prompt=[120] * 4096, max_tokens=1)
+        assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("listen", ["8000", "localhost", "h:99999", ":80"])

@@ -1,6 +1,5 @@
 """What one request may hold: bounded before it is looked at, refused by name, and away from the event loop where it is long."""
 
-import asyncio
 import json
 from array import array
 from pathlib import Path
@@ -90,22 +89,19 @@ def test_json_as_deep_as_allowed_is_taken_and_an_answers_deeper_call_is_text() -
     assert read_calls(text) == (text, [])
 
 
-def test_deep_tool_parameters_are_told_and_leave_no_trace_of_a_failure(
+async def test_deep_tool_parameters_are_told_and_leave_no_trace_of_a_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key()
-            for levels in (400, 900):
-                with pytest.raises(openai.BadRequestError):
-                    await served.client(key).chat.completions.create(
-                        model="m", messages=MESSAGES, tools=[tool(deep(levels))]
-                    )
-            await served.client(key).chat.completions.create(model="m", messages=MESSAGES, tools=[tool(deep(50))])
-            assert len(await served.recorded(1)) == 1
-            assert not [record for record in caplog.records if record.exc_info]
-
-    asyncio.run(check())
+    async with serving(tmp_path) as served:
+        key = await served.new_key()
+        for levels in (400, 900):
+            with pytest.raises(openai.BadRequestError):
+                await served.client(key).chat.completions.create(
+                    model="m", messages=MESSAGES, tools=[tool(deep(levels))]
+                )
+        await served.client(key).chat.completions.create(model="m", messages=MESSAGES, tools=[tool(deep(50))])
+        assert len(await served.recorded(1)) == 1
+        assert not [record for record in caplog.records if record.exc_info]
 
 
 class WatchedTokenizer(ByteTokenizer):
@@ -127,39 +123,33 @@ class WatchedTokenizer(ByteTokenizer):
         return super().encode_request(conversation, tools)
 
 
-def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cannot_fit(tmp_path: Path) -> None:
-    async def check() -> None:
-        tokenizer, limit = WatchedTokenizer(), GatewayLimits(prompt_tokens=1000)
-        async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
-            key = await served.new_key()
-            for size in (10, 4000, 4097, 15_000, 16_001, 900_000):
-                messages = [{"role": "user", "content": "x" * size}]
-                if size < 1000:
-                    await served.client(key).chat.completions.create(model="m", messages=messages)
-                    continue
-                with pytest.raises(openai.BadRequestError) as refused:
-                    await served.client(key).chat.completions.create(model="m", messages=messages)
-                assert refused.value.code == "context_length_exceeded"
-        assert tokenizer.longest[True] <= 4096
-        assert tokenizer.longest[False] == 15_000 <= 1000 * CHARS_PER_TOKEN
-
-    asyncio.run(check())
+async def test_the_event_loop_tokenizes_short_prompts_alone_and_nobody_those_that_cannot_fit(tmp_path: Path) -> None:
+    tokenizer, limit = WatchedTokenizer(), GatewayLimits(prompt_tokens=1000)
+    async with serving(tmp_path, tokenizer=tokenizer, limits=limit) as served:
+        key = await served.new_key()
+        for size in (10, 4000, 4097, 15_000, 16_001, 900_000):
+            messages = [{"role": "user", "content": "x" * size}]
+            if size < 1000:
+                await served.client(key).chat.completions.create(model="m", messages=messages)
+                continue
+            with pytest.raises(openai.BadRequestError) as refused:
+                await served.client(key).chat.completions.create(model="m", messages=messages)
+            assert refused.value.code == "context_length_exceeded"
+    assert tokenizer.longest[True] <= 4096
+    assert tokenizer.longest[False] == 15_000 <= 1000 * CHARS_PER_TOKEN
 
 
-def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
-    async def check() -> None:
-        tokenizer = WatchedTokenizer()
-        sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
-        async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
-            key = await served.new_key()
-            for size in (10, THREAD_TOKENS + 1, 20_000):
-                await served.client(key).chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "x" * size}], max_tokens=50
-                )
-            assert all("[phone]" in one.response for one in await served.recorded(3))
-        assert tokenizer.decoded[True] <= THREAD_TOKENS < 20_000 < tokenizer.decoded[False]
-
-    asyncio.run(check())
+async def test_the_event_loop_redacts_short_texts_alone(tmp_path: Path) -> None:
+    tokenizer = WatchedTokenizer()
+    sampler = ScriptedEngine(num_vocabulary=VOCABULARY, max_model_len=32_768, script=says("call +49 30 123456789"))
+    async with serving(tmp_path, sampler, tokenizer=tokenizer) as served:
+        key = await served.new_key()
+        for size in (10, THREAD_TOKENS + 1, 20_000):
+            await served.client(key).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * size}], max_tokens=50
+            )
+        assert all("[phone]" in one.response for one in await served.recorded(3))
+    assert tokenizer.decoded[True] <= THREAD_TOKENS < 20_000 < tokenizer.decoded[False]
 
 
 def test_tools_count_as_the_prompt_does() -> None:
@@ -206,19 +196,3 @@ def test_a_session_is_packed_and_goes_on_with_its_very_tokens_where_its_history_
         (plain, (rendered, 0, "goes on from an earlier turn")),
     ):
         assert sessions.prompt("s", Prompt(plain=said), rendered, ByteTokenizer()) == expected
-
-
-@pytest.mark.parametrize("train", ["yes", "no"])
-def test_what_sessions_hold_is_told_whatever_a_keys_consent(tmp_path: Path, train: Any) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, report_s=0.05) as served:
-            key = await served.new_key(train=train)
-            await served.client(key).chat.completions.create(
-                model="m", messages=MESSAGES, extra_headers={"x-session-id": "s"}
-            )
-            async with asyncio.timeout(30):
-                while not served.metrics.gauges().get("sessions"):  # noqa: ASYNC110  a report makes it true
-                    await asyncio.sleep(0.02)
-            assert 1000 < served.metrics.gauges()["sessions_bytes"] < 3000
-
-    asyncio.run(check())

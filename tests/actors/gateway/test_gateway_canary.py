@@ -14,7 +14,7 @@ from actors.gateway.apis.completions import CHAT, TEXT
 from actors.gateway.apis.messages import error_event
 from actors.gateway.config import CanaryShare, GatewayConfig
 from actors.gateway.errors import bad
-from actors.gateway.http.canary import Canary, place_of
+from actors.gateway.http.canary import Canary, position_in_trial
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
@@ -49,21 +49,18 @@ async def asked(client: AsyncOpenAI, session: str = "", stream: bool = False) ->
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-def test_a_share_of_sessions_goes_to_the_canary_and_each_stays_where_it_fell(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with both(tmp_path, SHARE) as (stable, _):
-            key = stable.key()
-            await stable.keys_read()
-            client = stable.client(key)
-            fell = {f"s{number}": await asked(client, f"s{number}") for number in range(16)}
-            again = {session: await asked(client, session, stream=True) for session in fell}
-            assert again == fell and set(fell.values()) == {"Stable.", "Canary."}
-
-    asyncio.run(check())
+async def test_a_share_of_sessions_goes_to_the_canary_and_each_stays_where_it_fell(tmp_path: Path) -> None:
+    async with both(tmp_path, SHARE) as (stable, _):
+        key = stable.key()
+        await stable.keys_read()
+        client = stable.client(key)
+        fell = {f"s{number}": await asked(client, f"s{number}") for number in range(16)}
+        again = {session: await asked(client, session, stream=True) for session in fell}
+        assert again == fell and set(fell.values()) == {"Stable.", "Canary."}
 
 
 def test_a_larger_share_takes_more_sessions_in_and_none_out_and_is_about_what_was_asked() -> None:
-    places = [place_of(f"{number:x}", 5, b"secret") for number in range(10_000)]
+    places = [position_in_trial(f"{number:x}", 5, b"secret") for number in range(10_000)]
     for share in (0.05, 0.1, 0.5):
         inside = sum(place < share for place in places) / len(places)
         assert abs(inside - share) < 0.02
@@ -73,7 +70,7 @@ def test_a_larger_share_takes_more_sessions_in_and_none_out_and_is_about_what_wa
 
 def test_every_trial_draws_anew_and_nobody_without_the_secret_knows_who_is_inside() -> None:
     def inside(trial: int, secret: bytes) -> set[int]:
-        return {number for number in range(10_000) if place_of(f"{number:x}", trial, secret) < 0.1}
+        return {number for number in range(10_000) if position_in_trial(f"{number:x}", trial, secret) < 0.1}
 
     first = inside(5, b"secret")
     assert first == inside(5, b"secret")
@@ -81,69 +78,57 @@ def test_every_trial_draws_anew_and_nobody_without_the_secret_knows_who_is_insid
         assert len(first & other) < 150, "a tenth of a tenth, as by chance"
 
 
-def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_says_what_was_on_trial(
+async def test_feedback_for_a_canarys_answer_is_taken_by_any_gateway_and_its_record_says_what_was_on_trial(
     tmp_path: Path,
 ) -> None:
-    async def check() -> None:
-        async with both(tmp_path, SHARE) as (stable, canary):
-            key = stable.key()
-            await stable.keys_read(), await canary.keys_read()
-            for version in (1, 2):
-                await announce(stable, version, bigram(version))
-            await stable.log.publish(
-                POLICIES, PolicyEvent(event="promoted", policy="main", version=1, channel="stable")
+    async with both(tmp_path, SHARE) as (stable, canary):
+        key = stable.key()
+        await stable.keys_read(), await canary.keys_read()
+        for version in (1, 2):
+            await announce(stable, version, bigram(version))
+        await stable.log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=1, channel="stable"))
+        await stable.log.publish(POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="canary"))
+        await serves(stable, 1), await serves(canary, 2)
+        client = stable.client(key)
+        done = [
+            await client.chat.completions.create(
+                model="main", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, user=f"u{number}"
             )
-            await stable.log.publish(
-                POLICIES, PolicyEvent(event="promoted", policy="main", version=2, channel="canary")
-            )
-            await serves(stable, 1), await serves(canary, 2)
-            client = stable.client(key)
-            done = [
-                await client.chat.completions.create(
-                    model="main", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, user=f"u{number}"
-                )
-                for number in range(12)
-            ]
-            async with stable.http(key) as http:
-                told = [await http.post("/v1/feedback", json={"answer_id": one.id, "value": 1}) for one in done]
-            assert {one.status_code for one in told} == {202}
-            recorded = await stable.recorded(len(done))
-            assert {(one.min_version, one.trial) for one in recorded} == {(1, 2), (2, 2)}
-            assert {f"hr-{one.id}" for one in recorded} == {one.id for one in done}
+            for number in range(12)
+        ]
+        async with stable.http(key) as http:
+            told = [await http.post("/v1/feedback", json={"answer_id": one.id, "value": 1}) for one in done]
+        assert {one.status_code for one in told} == {202}
+        recorded = await stable.recorded(len(done))
+        assert {(one.min_version, one.trial) for one in recorded} == {(1, 2), (2, 2)}
+        assert {f"hr-{one.id}" for one in recorded} == {one.id for one in done}
 
-            told_of: set[tuple[int, int]] = set()
-            async with asyncio.timeout(60):
-                async for message in stable.log.read_all(REPORTS, until_end=False):
-                    report = message.value
-                    answered = report.answered if isinstance(report, Progress) else ()
-                    told_of |= {(one.version, one.trial) for one in answered if one.answers}
-                    if told_of == {(1, 2), (2, 2)}:
-                        break
-
-    asyncio.run(check())
+        told_of: set[tuple[int, int]] = set()
+        async with asyncio.timeout(60):
+            async for message in stable.log.read_all(REPORTS, until_end=False):
+                report = message.value
+                answered = report.answered if isinstance(report, Progress) else ()
+                told_of |= {(one.version, one.trial) for one in answered if one.answers}
+                if told_of == {(1, 2), (2, 2)}:
+                    break
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stream: bool) -> None:
-    async def check() -> None:
-        bus, store = MemoryBus(), MemoryStore()
-        async with serving(tmp_path, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
-            there = CanaryShare(url=canary.url, share=1.0)
-            async with serving(
-                tmp_path, engine(says("Stable.")), bus=bus, store=store, topics=False, canary=there
-            ) as one:
-                key = one.key()
-                await one.keys_read(), await canary.keys_read()
-                await until(lambda: one.metrics.gauges().get("canary_there") == 1.0, seconds=60)
-                client = one.client(key)
-                assert await asked(client, stream=stream) == "Canary."
-                canary.stop.set()  # it may go at any moment of what follows
-                answers = {await asked(client, stream=stream) for _ in range(20)}
-                assert answers <= {"Canary.", "Stable."}
-                await until(lambda: one.metrics.gauges().get("canary_there") == 0.0, seconds=60)
-                assert await asked(client, stream=stream) == "Stable."
-
-    asyncio.run(check())
+async def test_a_canary_that_is_gone_costs_nobody_an_answer(tmp_path: Path, stream: bool) -> None:
+    bus, store = MemoryBus(), MemoryStore()
+    async with serving(tmp_path, engine(says("Canary.")), bus=bus, store=store, channel="canary") as canary:
+        there = CanaryShare(url=canary.url, share=1.0)
+        async with serving(tmp_path, engine(says("Stable.")), bus=bus, store=store, topics=False, canary=there) as one:
+            key = one.key()
+            await one.keys_read(), await canary.keys_read()
+            await until(lambda: one.metrics.gauges().get("canary_there") == 1.0, seconds=60)
+            client = one.client(key)
+            assert await asked(client, stream=stream) == "Canary."
+            canary.stop.set()  # it may go at any moment of what follows
+            answers = {await asked(client, stream=stream) for _ in range(20)}
+            assert answers <= {"Canary.", "Stable."}
+            await until(lambda: one.metrics.gauges().get("canary_there") == 0.0, seconds=60)
+            assert await asked(client, stream=stream) == "Stable."
 
 
 def replying(status: int = 200, channel: str = "canary", hang: bool = False) -> httpx.MockTransport:
@@ -160,23 +145,20 @@ def replying(status: int = 200, channel: str = "canary", hang: bool = False) -> 
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
-def test_anything_but_an_answer_is_no_answer(status: int) -> None:
-    async def check() -> None:
-        metrics = Metrics("serve")
-        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(status))
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(canary.watch())
-            await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-            assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-            assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
-            watching.cancel()
-        assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
-        await canary.close()
-
-    asyncio.run(check())
+async def test_anything_but_an_answer_is_no_answer(status: int) -> None:
+    metrics = Metrics("serve")
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(status))
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(canary.watch())
+        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
+        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
+        watching.cancel()
+    assert [value for name, value in metrics.counters().items() if f"status {status}" in name] == [2.0]
+    await canary.close()
 
 
-def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_ends_no_gateway() -> None:
+async def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_ends_no_gateway() -> None:
     closing = False
 
     async def handle(request: httpx.Request) -> httpx.Response:
@@ -184,22 +166,18 @@ def test_a_connection_that_is_closed_as_it_is_made_costs_nobody_an_answer_and_en
             raise AttributeError("'NoneType' object has no attribute 'getpeername'")  # anyio on uvloop
         return httpx.Response(200, json={"channel": "canary"})
 
-    async def check() -> None:
-        nonlocal closing
-        metrics = Metrics("serve")
-        transport = httpx.MockTransport(handle)
-        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
-        watching = asyncio.create_task(canary.watch())
-        await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
-        closing = True
-        await until(lambda: watching.done() or metrics.gauges().get("canary_there") == 0.0)
-        assert not watching.done()
-        watching.cancel()
-        await canary.close()
-
-    asyncio.run(check())
+    metrics = Metrics("serve")
+    transport = httpx.MockTransport(handle)
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
+    watching = asyncio.create_task(canary.watch())
+    await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
+    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=True) is None
+    closing = True
+    await until(lambda: watching.done() or metrics.gauges().get("canary_there") == 0.0)
+    assert not watching.done()
+    watching.cancel()
+    await canary.close()
 
 
 OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'data: {"error": {}}\n\n'
@@ -229,7 +207,7 @@ OPENING, WORD, FAULT = b'data: {"role": 1}\n\n', b'data: {"content": 1}\n\n', b'
     ],
 )
 @pytest.mark.parametrize("ends", ["closes", "breaks", "hangs"])
-def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
+async def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
     pieces: list[bytes], whole: bool, ends: str
 ) -> None:
     alive = True
@@ -249,93 +227,76 @@ def test_a_stream_that_breaks_before_its_first_word_is_answered_by_this_gateway(
             return httpx.Response(200, content=said())
         return httpx.Response(200 if alive else 503, json={"channel": "canary"})
 
-    async def check() -> None:
-        metrics = Metrics("serve")
-        transport = httpx.MockTransport(handle)
-        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
-        watching = asyncio.create_task(canary.watch())
+    metrics = Metrics("serve")
+    transport = httpx.MockTransport(handle)
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=transport, ask_every_s=0.01)
+    watching = asyncio.create_task(canary.watch())
+    await until(lambda: metrics.gauges().get("canary_there") == 1.0)
+    response = await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=True)
+    assert (response is not None) == whole
+    if isinstance(response, StreamingResponse):
+        told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
+        assert b"".join(told).startswith(b"".join(pieces))
+    watching.cancel()
+    await canary.close()
+
+
+async def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() -> None:
+    metrics, alive = Metrics("serve"), True
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/healthz" and alive:
+            return httpx.Response(200, json={"channel": "canary"})
+        if request.url.path == "/healthz":
+            raise httpx.ConnectError("gone")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=httpx.MockTransport(handle), ask_every_s=0.01)
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(canary.watch())
         await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-        response = await canary.answer("/v1/chat/completions", {}, b"{}", api=CHAT, stream=True)
-        assert (response is not None) == whole
-        if isinstance(response, StreamingResponse):
-            told = [bytes(piece) async for piece in response.body_iterator if not isinstance(piece, str)]
-            assert b"".join(told).startswith(b"".join(pieces))
+        waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        alive = False
+        assert await waiting is None
         watching.cancel()
-        await canary.close()
-
-    asyncio.run(check())
+    await canary.close()
 
 
-def test_a_canary_that_falls_silent_is_let_go_as_soon_as_it_is_missed() -> None:
-    async def check() -> None:
-        metrics, alive = Metrics("serve"), True
-
-        async def handle(request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/healthz" and alive:
-                return httpx.Response(200, json={"channel": "canary"})
-            if request.url.path == "/healthz":
-                raise httpx.ConnectError("gone")
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        canary = Canary(
-            CanaryShare(url="http://canary"), metrics, transport=httpx.MockTransport(handle), ask_every_s=0.01
-        )
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(canary.watch())
-            await until(lambda: metrics.gauges().get("canary_there") == 1.0)
-            waiting = group.create_task(canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            alive = False
-            assert await waiting is None
-            watching.cancel()
-        await canary.close()
-
-    asyncio.run(check())
+async def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_circles(tmp_path: Path) -> None:
+    metrics = Metrics("serve")
+    canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(channel="stable"))
+    watching = asyncio.create_task(canary.watch())
+    await until(lambda: "canary_there" in metrics.gauges())
+    assert metrics.gauges()["canary_there"] == 0.0
+    assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
+    watching.cancel()
+    await canary.close()
 
 
-def test_a_gateway_that_is_no_canary_is_never_asked_so_nothing_goes_round_in_circles(tmp_path: Path) -> None:
-    async def check() -> None:
-        metrics = Metrics("serve")
-        canary = Canary(CanaryShare(url="http://canary"), metrics, transport=replying(channel="stable"))
-        watching = asyncio.create_task(canary.watch())
-        await until(lambda: "canary_there" in metrics.gauges())
-        assert metrics.gauges()["canary_there"] == 0.0
-        assert await canary.answer("/v1/completions", {}, b"{}", api=TEXT, stream=False) is None
-        watching.cancel()
-        await canary.close()
-
-    asyncio.run(check())
-
-
-def test_a_canary_serves_what_is_on_trial_and_goes_back_with_the_others(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("a")), channel="canary") as served:
-            for version in (1, 2, 3):
-                await announce(served, version, bigram(version))
-            for event, version, channel, held in (
-                ("promoted", 1, "stable", 1), ("promoted", 2, "canary", 2), ("held", 2, "stable", 1),
-                ("promoted", 3, "canary", 3), ("rolled_back", 1, "stable", 1),
-            ):  # fmt: skip
-                move = PolicyEvent(event=event, policy="main", version=version, channel=channel)  # type: ignore[arg-type]
-                await served.log.publish(POLICIES, move)
-                await serves(served, held)
-
-    asyncio.run(check())
+async def test_a_canary_serves_what_is_on_trial_and_goes_back_with_the_others(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("a")), channel="canary") as served:
+        for version in (1, 2, 3):
+            await announce(served, version, bigram(version))
+        for event, version, channel, held in (
+            ("promoted", 1, "stable", 1), ("promoted", 2, "canary", 2), ("held", 2, "stable", 1),
+            ("promoted", 3, "canary", 3), ("rolled_back", 1, "stable", 1),
+        ):  # fmt: skip
+            move = PolicyEvent(event=event, policy="main", version=version, channel=channel)  # type: ignore[arg-type]
+            await served.log.publish(POLICIES, move)
+            await serves(served, held)
 
 
-def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, store = MemoryBus(), MemoryStore()
-        async with serving(tmp_path, engine(says("a")), bus=bus, store=store, channel="canary") as served:
-            await announce(served, 3, bigram(3))
-            await loaded(served, 3)
+async def test_a_stable_gateway_never_begins_with_what_a_canary_served_last(tmp_path: Path) -> None:
+    bus, store = MemoryBus(), MemoryStore()
+    async with serving(tmp_path, engine(says("a")), bus=bus, store=store, channel="canary") as served:
+        await announce(served, 3, bigram(3))
+        await loaded(served, 3)
 
-        assert (tmp_path / "spool" / "canary-0" / "policy.json").exists()
-        assert not (tmp_path / "spool" / "serve-0").exists()
-
-    asyncio.run(check())
+    assert (tmp_path / "spool" / "canary-0" / "policy.json").exists()
+    assert not (tmp_path / "spool" / "serve-0").exists()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8010", "ftp://canary", "http://", "http://canary/v1", ""])

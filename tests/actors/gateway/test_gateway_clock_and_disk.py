@@ -90,27 +90,24 @@ def test_a_spool_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_room
     assert Spool(tmp_path, max_bytes=1_000_000).oldest() == (1, [b"before", b"after"])
 
 
-def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-            client: AsyncOpenAI = served.client(served.key())
-            await served.keys_read()
-            bus.away = True
-            with full_disk():
-                for _ in range(3):
-                    done = await client.completions.create(model="main", prompt="Hi")
-                    assert done.choices[0].text == "Hello."
-                await until(lambda: served.count("shed") == 3, seconds=60)
-                async with served.http(served.key()) as http:
-                    await served.keys_read()
-                    said = await http.post("/v1/feedback", json={"answer_id": done.id, "value": 1})
-                    assert said.status_code == 503, "feedback that cannot be kept is told so"
-            assert (await client.completions.create(model="main", prompt="Hi")).choices[0].text == "Hello."
-            bus.away = False
-            assert len(await served.recorded(1)) == 1
-
-    asyncio.run(check())
+async def test_answers_on_a_full_disk_without_a_broker_are_given_shed_and_counted(tmp_path: Path) -> None:
+    bus = AwayBus()
+    async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+        client: AsyncOpenAI = served.client(served.key())
+        await served.keys_read()
+        bus.away = True
+        with full_disk():
+            for _ in range(3):
+                done = await client.completions.create(model="main", prompt="Hi")
+                assert done.choices[0].text == "Hello."
+            await until(lambda: served.count("shed") == 3, seconds=60)
+            async with served.http(served.key()) as http:
+                await served.keys_read()
+                said = await http.post("/v1/feedback", json={"answer_id": done.id, "value": 1})
+                assert said.status_code == 503, "feedback that cannot be kept is told so"
+        assert (await client.completions.create(model="main", prompt="Hi")).choices[0].text == "Hello."
+        bus.away = False
+        assert len(await served.recorded(1)) == 1
 
 
 def test_a_segment_that_can_neither_be_written_nor_cut_takes_no_more_and_the_next_does(tmp_path: Path) -> None:
@@ -233,38 +230,34 @@ def test_a_gateway_whose_disk_cannot_be_written_to_says_so_in_one_line(tmp_path:
         asyncio.run(start())
 
 
-def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_was_not_kept(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("a"))) as served:
-            with full_disk():
-                await announce(served, 3, bigram(3))
-                await loaded(served, 3)
-                assert served.count("policy_not_remembered") == 1
-            assert not (tmp_path / "spool" / "serve-0" / "policy.json").exists()
-            await announce(served, 4, bigram(4))
-            await loaded(served, 4)
-            assert (tmp_path / "spool" / "serve-0" / "policy.json").exists()
-
-    asyncio.run(check())
+async def test_a_reload_on_a_full_disk_serves_the_new_version_and_counts_what_was_not_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("a"))) as served:
+        with full_disk():
+            await announce(served, 3, bigram(3))
+            await loaded(served, 3)
+            assert served.count("policy_not_remembered") == 1
+        assert not (tmp_path / "spool" / "serve-0" / "policy.json").exists()
+        await announce(served, 4, bigram(4))
+        await loaded(served, 4)
+        assert (tmp_path / "spool" / "serve-0" / "policy.json").exists()
 
 
-def test_a_client_that_reads_nothing_of_its_stream_holds_no_engine_and_its_answer_is_recorded(tmp_path: Path) -> None:
-    async def check() -> None:
-        sampler = engine(says("x" * 3000))
-        async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3500)) as served:
-            key = await served.new_key()
-            slow = socket.socket()
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, so that little is taken
-            slow.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", served.port))
-            body = json.dumps({"model": "m", "prompt": "Hi", "stream": True, "n": 4}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
-            head += f"content-length: {len(body)}\r\n\r\n"
-            await asyncio.get_running_loop().sock_sendall(slow, head.encode() + body)
-            found = await served.recorded(4)
-            assert [one.num_sampled for one in found] == [3001] * 4 and sampler.num_running == 0
-            done = await served.client(key).completions.create(model="main", prompt="Hi")
-            assert done.choices[0].finish_reason == "stop", "others are served meanwhile"
-            slow.close()
-
-    asyncio.run(check())
+async def test_a_client_that_reads_nothing_of_its_stream_holds_no_engine_and_its_answer_is_recorded(
+    tmp_path: Path,
+) -> None:
+    sampler = engine(says("x" * 3000))
+    async with serving(tmp_path, sampler, limits=GatewayLimits(max_tokens=3500)) as served:
+        key = await served.new_key()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, so that little is taken
+        slow.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", served.port))
+        body = json.dumps({"model": "m", "prompt": "Hi", "stream": True, "n": 4}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        await asyncio.get_running_loop().sock_sendall(slow, head.encode() + body)
+        found = await served.recorded(4)
+        assert [one.num_sampled for one in found] == [3001] * 4 and sampler.num_running == 0
+        done = await served.client(key).completions.create(model="main", prompt="Hi")
+        assert done.choices[0].finish_reason == "stop", "others are served meanwhile"
+        slow.close()

@@ -1,6 +1,5 @@
 """Tool calls and thoughts of each family in each API, with the clients people have; vLLM reads them, any engine samples."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -78,36 +77,29 @@ async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: b
 @pytest.mark.parametrize(
     "name", ["qwen 3", *(pytest.param(one, marks=pytest.mark.full) for one in ("llama 3", "magistral", "gemma 4"))]
 )
-def test_clients_are_told_thoughts_words_and_calls_apart_in_every_api(tmp_path: Path, name: str) -> None:
+async def test_clients_are_told_thoughts_words_and_calls_apart_in_every_api(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     tokenizer = family_tokenizer(tmp_path / "model", family)
 
-    async def check() -> None:
-        async with serving(tmp_path / "gateway", samples(tokenizer, family.answer), tokenizer=tokenizer) as served:
-            key = await served.new_key()
-            client = served.client(key)
-            expected = (family.parsed.thought, family.parsed.said, [("weather", {"city": "Bern"})])
-            for ask in (chat, responses, messages):
-                for stream in (False, True):
-                    thought, said, calls = await ask(client, served, stream)
-                    assert (thought, said.strip(), calls) == expected, f"{ask.__name__}, streamed: {stream}"
-            sampled = [one.tokens[one.num_prompt :].tolist() for one in await served.recorded(6)]
-            assert all(one == sampled[0] and tokenizer.spell(one[:-1]) == family.answer for one in sampled)
-
-    asyncio.run(check())
+    async with serving(tmp_path / "gateway", samples(tokenizer, family.answer), tokenizer=tokenizer) as served:
+        client = await served.opened()
+        expected = (family.parsed.thought, family.parsed.said, [("weather", {"city": "Bern"})])
+        for ask in (chat, responses, messages):
+            for stream in (False, True):
+                thought, said, calls = await ask(client, served, stream)
+                assert (thought, said.strip(), calls) == expected, f"{ask.__name__}, streamed: {stream}"
+        sampled = [one.tokens[one.num_prompt :].tolist() for one in await served.recorded(6)]
+        assert all(one == sampled[0] and tokenizer.spell(one[:-1]) == family.answer for one in sampled)
 
 
-def test_a_call_that_breaks_off_is_told_as_text_and_counted(tmp_path: Path) -> None:
+async def test_a_call_that_breaks_off_is_told_as_text_and_counted(tmp_path: Path) -> None:
     family = FAMILIES["qwen 3"]
     tokenizer = family_tokenizer(tmp_path / "model", family)
 
-    async def check() -> None:
-        async with serving(tmp_path / "gateway", samples(tokenizer, family.half), tokenizer=tokenizer) as served:
-            key = await served.new_key()
-            for stream in (False, True):
-                thought, said, calls = await chat(served.client(key), served, stream)
-                assert thought == family.parsed.thought and not calls
-                assert said.strip() == family.half.partition("</think>")[2].strip()
-            assert served.count("calls_unread") == 2
-
-    asyncio.run(check())
+    async with serving(tmp_path / "gateway", samples(tokenizer, family.half), tokenizer=tokenizer) as served:
+        key = await served.new_key()
+        for stream in (False, True):
+            thought, said, calls = await chat(served.client(key), served, stream)
+            assert thought == family.parsed.thought and not calls
+            assert said.strip() == family.half.partition("</think>")[2].strip()
+        assert served.count("calls_unread") == 2

@@ -1,6 +1,5 @@
 """Feedback over HTTP: taken in with keys and signatures, read by sources, once each in `verified`."""
 
-import asyncio
 import base64
 import hashlib
 import hmac
@@ -128,42 +127,36 @@ def test_any_token_or_signature_that_is_not_ours_is_a_401(token: str, other: str
     assert forged.value.status == 401
 
 
-def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = MemoryStore()
-        async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
-            answer = served.answer()
-            body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": answer}).encode()
-            async with served.http() as http:
-                headers = {"x-signature": signature(body).hex()}
-                assert (await http.post("/zendesk", content=body, headers=headers)).status_code == 202
-                assert (await http.post("/zendesk", content=body)).status_code == 401
-                assert (await http.post("/zendesk", content=body + b" ", headers=headers)).status_code == 401
-                for broken in (b"{", b"\xff", b'{"a":' * 700 + b"1" + b"}" * 700, b"[" * 100_000):
-                    signed = {"x-signature": signature(broken).hex()}
-                    assert (await http.post("/zendesk", content=broken, headers=signed)).status_code == 400
-            (received,) = await served.received(1)
-            assert received.path == "/zendesk" and b"ticket" not in received.body
-            said = json.loads(open_event(received.body, Keys(store)))
-            assert said == {"ticket": 7, "mail": "[email]", "answer": answer}
-
-    asyncio.run(check())
+async def test_a_webhook_is_taken_redacted_and_sealed_and_a_forged_one_is_not(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with serving(tmp_path, store=store, webhooks=(HOOK,)) as served:
+        answer = served.answer()
+        body = json.dumps({"ticket": 7, "mail": "ada@x.example", "answer": answer}).encode()
+        async with served.http() as http:
+            headers = {"x-signature": signature(body).hex()}
+            assert (await http.post("/zendesk", content=body, headers=headers)).status_code == 202
+            assert (await http.post("/zendesk", content=body)).status_code == 401
+            assert (await http.post("/zendesk", content=body + b" ", headers=headers)).status_code == 401
+            for broken in (b"{", b"\xff", b'{"a":' * 700 + b"1" + b"}" * 700, b"[" * 100_000):
+                signed = {"x-signature": signature(broken).hex()}
+                assert (await http.post("/zendesk", content=broken, headers=signed)).status_code == 400
+        (received,) = await served.received(1)
+        assert received.path == "/zendesk" and b"ticket" not in received.body
+        said = json.loads(open_event(received.body, Keys(store)))
+        assert said == {"ticket": 7, "mail": "[email]", "answer": answer}
 
 
-def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_is_refused(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, webhooks=(HOOK,)) as served, served.http() as http:
-            for said in (
-                {"note": "nobody's"},
-                {f"{n}": f"hr-{session_name('acme', f's{n}')}.7-3.0-0-0" for n in range(17)},
-            ):
-                body = json.dumps(said).encode()
-                told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
-                assert told.status_code == (202 if "note" in said else 400)
-            assert served.metrics.counters()["feedback_unsealed{path=/zendesk}"] == 1
-            assert [json.loads(one.body) for one in await served.received(1)] == [{"note": "nobody's"}]
-
-    asyncio.run(check())
+async def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, webhooks=(HOOK,)) as served, served.http() as http:
+        for said in (
+            {"note": "nobody's"},
+            {f"{n}": f"hr-{session_name('acme', f's{n}')}.7-3.0-0-0" for n in range(17)},
+        ):
+            body = json.dumps(said).encode()
+            told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+            assert told.status_code == (202 if "note" in said else 400)
+        assert served.metrics.counters()["feedback_unsealed{path=/zendesk}"] == 1
+        assert [json.loads(one.body) for one in await served.received(1)] == [{"note": "nobody's"}]
 
 
 @pytest.mark.parametrize(
@@ -180,31 +173,23 @@ def test_a_webhook_that_names_no_answer_is_counted_and_one_that_names_too_many_i
         (f"hr-{session_name('acme', 'never')}.7-3.0-0-0", 202),
     ],
 )
-def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_waits_for_its_answer(
+async def test_an_id_that_is_none_or_anothers_is_told_and_one_that_was_never_given_waits_for_its_answer(
     tmp_path: Path, answer: str, status: int
 ) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
-            assert told.status_code == status
-            assert status == 202 or told.json()["error"]["param"] == "answer_id"
-            assert len(await served.received(int(status == 202))) == (status == 202)
-
-    asyncio.run(check())
+    async with serving(tmp_path) as served:
+        async with served.http(await served.new_key()) as http:
+            told = await http.post("/v1/feedback", json={"answer_id": answer, "value": 1})
+        assert told.status_code == status
+        assert status == 202 or told.json()["error"]["param"] == "answer_id"
+        assert len(await served.received(int(status == 202))) == (status == 202)
 
 
-def test_feedback_that_no_source_reads_is_not_recorded_and_says_so(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, reads_feedback=False) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
-            assert told["recorded"] is False and "no [[feedback]] source" in told["note"]
-            assert served.metrics.counters()["feedback_unread"] == 1 and await served.received() == []
-
-    asyncio.run(check())
+async def test_feedback_that_no_source_reads_is_not_recorded_and_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, reads_feedback=False) as served:
+        async with served.http(await served.new_key()) as http:
+            told = (await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})).json()
+        assert told["recorded"] is False and "no [[feedback]] source" in told["note"]
+        assert served.metrics.counters()["feedback_unread"] == 1 and await served.received() == []
 
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -215,80 +200,66 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("spelled", SPELLINGS.values(), ids=SPELLINGS)
-def test_a_webhook_that_spells_an_id_otherwise_is_sealed_or_refused_as_its_answer_says(
+async def test_a_webhook_that_spells_an_id_otherwise_is_sealed_or_refused_as_its_answer_says(
     tmp_path: Path, spelled: Callable[[str], str]
 ) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("a", "b")), webhooks=(HOOK,)) as served:
-            keys = [served.key(train="yes"), served.key(train="no", tenant="other")]
-            await served.keys_read()
-            async with served.http() as http:
-                for key in keys:
-                    done = await served.client(key).completions.create(model="m", prompt="Hi")
-                    body = json.dumps({"note": "WORDS", "answer": spelled(done.id)}).encode()
-                    told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
-                    assert told.status_code == 202
-            (received,) = await served.received(1)
-            assert b"WORDS" not in received.body
-            assert served.metrics.counters()["feedback_received{outcome=no consent,path=/zendesk}"] == 1
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(says("a", "b")), webhooks=(HOOK,)) as served:
+        keys = [served.key(train="yes"), served.key(train="no", tenant="other")]
+        await served.keys_read()
+        async with served.http() as http:
+            for key in keys:
+                done = await served.client(key).completions.create(model="m", prompt="Hi")
+                body = json.dumps({"note": "WORDS", "answer": spelled(done.id)}).encode()
+                told = await http.post("/zendesk", content=body, headers={"x-signature": signature(body).hex()})
+                assert told.status_code == 202
+        (received,) = await served.received(1)
+        assert b"WORDS" not in received.body
+        assert served.metrics.counters()["feedback_received{outcome=no consent,path=/zendesk}"] == 1
 
 
-def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, bus=bus) as served:
-            key = await served.new_key()
-            bus.away = True
-            async with served.http(key) as http:
-                said = {"answer_id": ANSWER, "value": 1, "id": "f-1", "choice": 2}
-                answer = await http.post("/v1/feedback", json=said)
-                assert answer.status_code == 202 and answer.json()["answer_id"] == nth_answer(ANSWER, 2)
-            assert spooled(tmp_path)
-            bus.away = False
-            await until(lambda: not spooled(tmp_path), seconds=30)
-            found = await served.received()
-            assert (found[0].ref, found[0].id, found[0].tenant) == (nth_answer(ANSWER, 2), answer.json()["id"], "acme")
-
-    asyncio.run(check())
-
-
-def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
+async def test_accepted_means_kept_also_while_the_broker_is_away(tmp_path: Path) -> None:
+    bus = AwayBus()
+    async with serving(tmp_path, bus=bus) as served:
+        key = await served.new_key()
         bus.away = True
-        async with serving(tmp_path, bus=bus, spool_mb=0) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
-                assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        async with served.http(key) as http:
+            said = {"answer_id": ANSWER, "value": 1, "id": "f-1", "choice": 2}
+            answer = await http.post("/v1/feedback", json=said)
+            assert answer.status_code == 202 and answer.json()["answer_id"] == nth_answer(ANSWER, 2)
+        assert spooled(tmp_path)
+        bus.away = False
+        await until(lambda: not spooled(tmp_path), seconds=30)
+        found = await served.received()
+        assert (found[0].ref, found[0].id, found[0].tenant) == (nth_answer(ANSWER, 2), answer.json()["id"], "acme")
 
-    asyncio.run(check())
+
+async def test_feedback_that_cannot_be_kept_is_a_503_to_send_again(tmp_path: Path) -> None:
+    bus = AwayBus()
+    bus.away = True
+    async with serving(tmp_path, bus=bus, spool_mb=0) as served, served.http(await served.new_key()) as http:
+        answer = await http.post("/v1/feedback", json={"answer_id": ANSWER, "value": 1})
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
 
 
-def test_what_people_write_is_masked_then_sealed_before_the_first_write_to_log_or_disk(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, store = AwayBus(), MemoryStore()
-        async with serving(tmp_path, bus=bus, store=store) as served:
-            key = await served.new_key()
-            bus.away = True
-            async with served.http(key) as http:
-                given = served.answer()
-                for name in ("correction", "label"):
-                    said = {"answer_id": given, name: "ask WILHELMINA at ada@x.example", "rater": "bob"}
-                    assert (await http.post("/v1/feedback", json=said)).status_code == 202
-            written = spooled(tmp_path)[0].read_bytes()
-            assert given.encode() in written and b"WILHELMINA" not in written and b"bob" not in written
-            bus.away = False
-            await until(lambda: not spooled(tmp_path), seconds=30)
-            bodies = [json.loads(one.body) for one in await served.received()]
-            texts = [body.get("correction") or body["label"] for body in bodies]
-            answer = given.removeprefix("hr-")
-            assert not any("WILHELMINA" in text for text in texts)
-            assert {open_text(text, Keys(store), answer) for text in texts} == {"ask WILHELMINA at [email]"}
-
-    asyncio.run(check())
+async def test_what_people_write_is_masked_then_sealed_before_the_first_write_to_log_or_disk(tmp_path: Path) -> None:
+    bus, store = AwayBus(), MemoryStore()
+    async with serving(tmp_path, bus=bus, store=store) as served:
+        key = await served.new_key()
+        bus.away = True
+        async with served.http(key) as http:
+            given = served.answer()
+            for name in ("correction", "label"):
+                said = {"answer_id": given, name: "ask WILHELMINA at ada@x.example", "rater": "bob"}
+                assert (await http.post("/v1/feedback", json=said)).status_code == 202
+        written = spooled(tmp_path)[0].read_bytes()
+        assert given.encode() in written and b"WILHELMINA" not in written and b"bob" not in written
+        bus.away = False
+        await until(lambda: not spooled(tmp_path), seconds=30)
+        bodies = [json.loads(one.body) for one in await served.received()]
+        texts = [body.get("correction") or body["label"] for body in bodies]
+        answer = given.removeprefix("hr-")
+        assert not any("WILHELMINA" in text for text in texts)
+        assert {open_text(text, Keys(store), answer) for text in texts} == {"ask WILHELMINA at [email]"}
 
 
 class KeysAway(MemoryStore):
@@ -302,19 +273,15 @@ class KeysAway(MemoryStore):
         super().put(key, data)
 
 
-def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = KeysAway()
-        async with serving(tmp_path, store=store) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                text = await http.post("/v1/feedback", json={"answer_id": served.answer(), "correction": "WILHELMINA"})
-            assert text.status_code == 202 and not await served.received()
-            assert b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
-            store.away = False
-            await until(lambda: not spooled(tmp_path), seconds=30)
-            (received,) = await served.received(1)
-            said = json.loads(received.body)["correction"]
-            assert open_text(said, Keys(store), served.answer().removeprefix("hr-")) == "WILHELMINA"
-
-    asyncio.run(check())
+async def test_what_people_write_waits_on_disk_sealed_until_the_store_has_its_key(tmp_path: Path) -> None:
+    store = KeysAway()
+    async with serving(tmp_path, store=store) as served:
+        async with served.http(await served.new_key()) as http:
+            text = await http.post("/v1/feedback", json={"answer_id": served.answer(), "correction": "WILHELMINA"})
+        assert text.status_code == 202 and not await served.received()
+        assert b"WILHELMINA" not in spooled(tmp_path)[0].read_bytes()
+        store.away = False
+        await until(lambda: not spooled(tmp_path), seconds=30)
+        (received,) = await served.received(1)
+        said = json.loads(received.body)["correction"]
+        assert open_text(said, Keys(store), served.answer().removeprefix("hr-")) == "WILHELMINA"

@@ -1,6 +1,5 @@
 """Pictures in requests, with the clients people have: shown to the engine, bounded, recorded by reference where they may be."""
 
-import asyncio
 import base64
 import io
 from pathlib import Path
@@ -85,60 +84,53 @@ async def messages(client: openai.AsyncOpenAI, served: RunningGateway, stream: b
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", [chat, responses, messages])
-def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(tmp_path: Path, api: Any, stream: bool) -> None:
-    async def check() -> None:
-        looking, store = looks(), MemoryStore()
-        async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
-            key = await served.new_key()
-            await api(served.client(key), served, stream)
-            found = await served.recorded(len(looking.seen))
-            for shown, experience in zip(looking.seen, found, strict=True):
-                assert np.array_equal(shown[0], decode_image(ONE.image, ONE.picture))
-                assert experience.messages[0].images == (ONE.image,)
-                assert experience.messages[0].content == "What is it?"
-            assert store.get(BLOBS + ONE.image.sha256) == ONE.picture, "where the trainer looks for it"
-
-    asyncio.run(check())
+async def test_a_picture_is_shown_to_the_engine_and_recorded_by_reference(
+    tmp_path: Path, api: Any, stream: bool
+) -> None:
+    looking, store = looks(), MemoryStore()
+    async with serving(tmp_path, looking, tokenizer=Eyes(), store=store, redact=KEEP) as served:
+        key = await served.new_key()
+        await api(served.client(key), served, stream)
+        found = await served.recorded(len(looking.seen))
+        for shown, experience in zip(looking.seen, found, strict=True):
+            assert np.array_equal(shown[0], decode_image(ONE.image, ONE.picture))
+            assert experience.messages[0].images == (ONE.image,)
+            assert experience.messages[0].content == "What is it?"
+        assert store.get(BLOBS + ONE.image.sha256) == ONE.picture, "where the trainer looks for it"
 
 
 @pytest.mark.parametrize(
     ("redact", "user", "reason"),
     [(RedactRules(), None, "pictures"), (KEEP, "ann@example.org", "pictures of a named user")],
 )
-def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_named_user(
+async def test_what_shows_pictures_is_not_written_unless_it_may_be_and_never_of_a_named_user(
     tmp_path: Path, redact: RedactRules, user: str | None, reason: str
 ) -> None:
-    async def check() -> None:
-        store = MemoryStore()
-        async with serving(tmp_path, looks(), tokenizer=Eyes(), store=store, redact=redact) as served:
-            key = await served.new_key()
-            more: Any = {} if user is None else {"user": user}
-            client = served.client(key)
-            answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), **more)
-            assert answer.choices[0].message.content == "A ring.", "it is served all the same"
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-            (written,) = await served.recorded(1)
-            assert written.messages[0].content == "Hi"
-            counted = {name: value for name, value in served.metrics.counters().items() if "not_recorded" in name}
-            assert [(reason in name, value) for name, value in counted.items()] == [(True, 1)]
-            assert not list(store.keys(BLOBS)), "nothing of it is kept"
-
-    asyncio.run(check())
+    store = MemoryStore()
+    async with serving(tmp_path, looks(), tokenizer=Eyes(), store=store, redact=redact) as served:
+        key = await served.new_key()
+        more: Any = {} if user is None else {"user": user}
+        client = served.client(key)
+        answer = await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)), **more)
+        assert answer.choices[0].message.content == "A ring.", "it is served all the same"
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+        (written,) = await served.recorded(1)
+        assert written.messages[0].content == "Hi"
+        counted = {name: value for name, value in served.metrics.counters().items() if "not_recorded" in name}
+        assert [(reason in name, value) for name, value in counted.items()] == [(True, 1)]
+        assert not list(store.keys(BLOBS)), "nothing of it is kept"
 
 
-def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, looks(), tokenizer=Eyes(), redact=KEEP) as served:
-            key = await served.new_key()
-            client = served.client(key).with_options(default_headers={"x-session-id": "s"})
-            await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
-            turn: list[Any] = [{"role": "assistant", "content": "A ring."}, {"role": "user", "content": "Sure?"}]
-            await client.chat.completions.create(model="m", messages=[*asked(url(OTHER.picture)), *turn])
-            await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
-            await client.chat.completions.create(model="m", messages=[*asked(url(ONE.picture)), *turn])
-            assert [one.carried for one in await served.recorded(4)] == [0, 0, 0, 1]
-
-    asyncio.run(check())
+async def test_a_session_goes_on_with_its_picture_and_not_with_another(tmp_path: Path) -> None:
+    async with serving(tmp_path, looks(), tokenizer=Eyes(), redact=KEEP) as served:
+        key = await served.new_key()
+        client = served.client(key).with_options(default_headers={"x-session-id": "s"})
+        await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
+        turn: list[Any] = [{"role": "assistant", "content": "A ring."}, {"role": "user", "content": "Sure?"}]
+        await client.chat.completions.create(model="m", messages=[*asked(url(OTHER.picture)), *turn])
+        await client.chat.completions.create(model="m", messages=asked(url(ONE.picture)))
+        await client.chat.completions.create(model="m", messages=[*asked(url(ONE.picture)), *turn])
+        assert [one.carried for one in await served.recorded(4)] == [0, 0, 0, 1]
 
 
 def flat(side: int) -> bytes:
@@ -161,30 +153,24 @@ def flat(side: int) -> bytes:
         ([url(ONE.picture)] * 9, None, "got 9 images, expected at most 8"),
     ],
 )
-def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
+async def test_a_picture_that_cannot_be_taken_is_refused_by_its_place(
     tmp_path: Path, pictures: list[str], code: str | None, words: str
 ) -> None:
-    async def check() -> None:
-        looking = looks()
-        async with serving(tmp_path, looking, tokenizer=Eyes()) as served:
-            key = await served.new_key()
-            with pytest.raises(openai.BadRequestError, match=words) as refused:
-                await served.client(key).chat.completions.create(model="m", messages=asked(*pictures))
-            assert (refused.value.code, str(refused.value.param)[:8]) == (code, "messages")
-            assert not looking.seen
-
-    asyncio.run(check())
+    looking = looks()
+    async with serving(tmp_path, looking, tokenizer=Eyes()) as served:
+        key = await served.new_key()
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            await served.client(key).chat.completions.create(model="m", messages=asked(*pictures))
+        assert (refused.value.code, str(refused.value.param)[:8]) == (code, "messages")
+        assert not looking.seen
 
 
-def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, looks()) as served:
-            key = await served.new_key()
-            create = served.client(key).chat.completions.create
-            with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
-                await create(model="m", messages=asked(url(ONE.picture)))
-            with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
-                shown: Any = {**asked(url(ONE.picture))[0], "role": "assistant"}
-                await create(model="m", messages=[shown])
-
-    asyncio.run(check())
+async def test_a_model_of_text_alone_is_shown_no_picture_and_an_assistant_shows_none(tmp_path: Path) -> None:
+    async with serving(tmp_path, looks()) as served:
+        key = await served.new_key()
+        create = served.client(key).chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="this model reads text alone"):
+            await create(model="m", messages=asked(url(ONE.picture)))
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content\[0\]: expected image_url"):
+            shown: Any = {**asked(url(ONE.picture))[0], "role": "assistant"}
+            await create(model="m", messages=[shown])

@@ -1,6 +1,5 @@
 """JSON mode as clients use it: an answer is JSON of the schema asked for, whatever the policy would have said."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -47,110 +46,95 @@ def assert_is_json(text: str, finish: str | None, schema: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [OBJECT, held(Weather.model_json_schema())], ids=["object", "schema"])
-def test_whatever_the_policy_would_say_the_answer_is_json_unless_it_ran_out_of_tokens(
+async def test_whatever_the_policy_would_say_the_answer_is_json_unless_it_ran_out_of_tokens(
     tmp_path: Path, form: Any
 ) -> None:
     schema = form.get("json_schema", {}).get("schema", {"type": "object"})
 
-    async def check() -> None:
-        async with serving(tmp_path, engine(seed=1)) as served:
-            client = await served.opened()
-            ask: Any = {"model": "m", "messages": ASK, "response_format": form, "n": 8, "max_tokens": 500}
-            whole = await client.chat.completions.create(**ask)
-            stream: Any = await client.chat.completions.create(**ask, stream=True)
-            texts, ends = [""] * 8, [""] * 8
-            async for chunk in stream:
-                for choice in chunk.choices:
-                    texts[choice.index] += choice.delta.content or ""
-                    ends[choice.index] = choice.finish_reason or ends[choice.index]
-            told = [(c.message.content or "", str(c.finish_reason)) for c in whole.choices]
-            told += list(zip(texts, ends, strict=True))
-            for text, finish in told:
-                assert_is_json(text, finish, schema)
-            assert sum(finish == "stop" for _, finish in told) >= 4
-            for one in await served.recorded(16):
-                assert not any(span.ratio for span in one.spans), "what the mask let through is not the policy's own"
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(seed=1)) as served:
+        client = await served.opened()
+        ask: Any = {"model": "m", "messages": ASK, "response_format": form, "n": 8, "max_tokens": 500}
+        whole = await client.chat.completions.create(**ask)
+        stream: Any = await client.chat.completions.create(**ask, stream=True)
+        texts, ends = [""] * 8, [""] * 8
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ends[choice.index] = choice.finish_reason or ends[choice.index]
+        told = [(c.message.content or "", str(c.finish_reason)) for c in whole.choices]
+        told += list(zip(texts, ends, strict=True))
+        for text, finish in told:
+            assert_is_json(text, finish, schema)
+        assert sum(finish == "stop" for _, finish in told) >= 4
+        for one in await served.recorded(16):
+            assert not any(span.ratio for span in one.spans), "what the mask let through is not the policy's own"
 
 
-def test_the_clients_typed_answers_are_parsed_and_a_policy_that_fits_is_left_alone(tmp_path: Path) -> None:
+async def test_the_clients_typed_answers_are_parsed_and_a_policy_that_fits_is_left_alone(tmp_path: Path) -> None:
     said = '{"sky": "bewölkt", "windy": true, "degrees": -7, "later": null}'
 
-    async def check() -> None:
-        async with serving(tmp_path, engine(says(said))) as served:
-            client = await served.opened()
-            answer = await client.chat.completions.parse(model="m", messages=ASK, response_format=Weather)
-            assert answer.choices[0].message.parsed == Weather(sky="bewölkt", windy=True, degrees=-7, later=None)
-            assert answer.choices[0].message.content == said
-            plain: Any = {"type": "text"}
-            await client.chat.completions.create(model="m", messages=ASK, response_format=plain)
-            assert [one.spans[0].ratio for one in await served.recorded(2)] == [False, True]
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(says(said))) as served:
+        client = await served.opened()
+        answer = await client.chat.completions.parse(model="m", messages=ASK, response_format=Weather)
+        assert answer.choices[0].message.parsed == Weather(sky="bewölkt", windy=True, degrees=-7, later=None)
+        assert answer.choices[0].message.content == said
+        plain: Any = {"type": "text"}
+        await client.chat.completions.create(model="m", messages=ASK, response_format=plain)
+        assert [one.spans[0].ratio for one in await served.recorded(2)] == [False, True]
 
 
-def test_a_reload_in_the_middle_of_an_answer_leaves_it_json(tmp_path: Path) -> None:
+async def test_a_reload_in_the_middle_of_an_answer_leaves_it_json(tmp_path: Path) -> None:
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 60, "maxItems": 60}
 
-    async def check() -> None:
-        async with serving(tmp_path, engine(seed=1, token_s=0.002)) as served:
-            client = await served.opened()
-            stream: Any = await client.chat.completions.create(
-                model="m", messages=ASK, stream=True, response_format=held(schema)
-            )
-            text, finish = "", None
-            async for chunk in stream:
-                if not text and chunk.choices[0].delta.content:
-                    await announce(served, 1, bigram(1))
-                    await loaded(served, 1)
-                text += chunk.choices[0].delta.content or ""
-                finish = chunk.choices[0].finish_reason or finish
-            assert finish == "stop" and len(json.loads(text)) == 60
-            (one,) = await served.recorded(1)
-            assert [span.version for span in one.spans] == [0, 1] and not any(span.ratio for span in one.spans)
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(seed=1, token_s=0.002)) as served:
+        client = await served.opened()
+        stream: Any = await client.chat.completions.create(
+            model="m", messages=ASK, stream=True, response_format=held(schema)
+        )
+        text, finish = "", None
+        async for chunk in stream:
+            if not text and chunk.choices[0].delta.content:
+                await announce(served, 1, bigram(1))
+                await loaded(served, 1)
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason or finish
+        assert finish == "stop" and len(json.loads(text)) == 60
+        (one,) = await served.recorded(1)
+        assert [span.version for span in one.spans] == [0, 1] and not any(span.ratio for span in one.spans)
 
 
 @pytest.mark.slow
-def test_the_torch_engine_holds_answers_to_json_over_its_models_own_vocabulary(tmp_path: Path) -> None:
+async def test_the_torch_engine_holds_answers_to_json_over_its_models_own_vocabulary(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
     from infra.cli.demo.char_model import build_char_model
     from infra.model.model import load_tokenizer
 
     folder = build_char_model(tmp_path / "model", seed=1)
 
-    async def check() -> None:
-        sampler = TorchEngine(model=str(folder), seed=3)
-        async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(folder)) as served:
-            client = await served.opened()
-            ask: Any = [{"role": "user", "content": "37+45="}]
-            schema = {"enum": ["82", 82, None], "description": "The sum."}
-            answer = await client.chat.completions.create(
-                model="m", messages=ask, response_format=held(schema), n=4, logprobs=True
-            )
-            for choice in answer.choices:
-                assert choice.finish_reason == "stop" and json.loads(choice.message.content or "") in ("82", 82, None)
-            with pytest.raises(openai.BadRequestError, match="vocabulary cannot spell it: 'ü' missing"):
-                await client.chat.completions.create(model="m", messages=ask, response_format=held({"enum": ["ü"]}))
-
-    asyncio.run(check())
+    sampler = TorchEngine(model=str(folder), seed=3)
+    async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(folder)) as served:
+        client = await served.opened()
+        ask: Any = [{"role": "user", "content": "37+45="}]
+        schema = {"enum": ["82", 82, None], "description": "The sum."}
+        answer = await client.chat.completions.create(
+            model="m", messages=ask, response_format=held(schema), n=4, logprobs=True
+        )
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop" and json.loads(choice.message.content or "") in ("82", 82, None)
+        with pytest.raises(openai.BadRequestError, match="vocabulary cannot spell it: 'ü' missing"):
+            await client.chat.completions.create(model="m", messages=ask, response_format=held({"enum": ["ü"]}))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte(tmp_path: Path, stream: bool) -> None:
-    async def check() -> None:
-        few = ScriptedEngine(num_vocabulary=100, max_model_len=4096)  # its last byte is "c"
-        asked: Any = [{"role": "user", "content": "!"}]
-        async with serving(tmp_path, few, tokenizer=_Few()) as served:
-            client = await served.opened()
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
-            assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
-            await client.chat.completions.create(model="m", messages=asked, max_tokens=3)
-
-    asyncio.run(check())
+async def test_a_vocabulary_that_cannot_spell_json_is_told_before_the_first_byte(tmp_path: Path, stream: bool) -> None:
+    few = ScriptedEngine(num_vocabulary=100, max_model_len=4096)  # its last byte is "c"
+    asked: Any = [{"role": "user", "content": "!"}]
+    async with serving(tmp_path, few, tokenizer=_Few()) as served:
+        client = await served.opened()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=asked, response_format=OBJECT, stream=stream)
+        assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
+        await client.chat.completions.create(model="m", messages=asked, max_tokens=3)
 
 
 class _Untried(ScriptedEngine):
@@ -166,16 +150,13 @@ class _Untried(ScriptedEngine):
         await super().prepare(json_schema)
 
 
-def test_a_schema_that_could_not_be_tried_may_be_asked_for_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, _Untried()) as served:
-            client = await served.opened()
-            with pytest.raises(openai.InternalServerError, match="no process") as caught:
-                await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
-            assert caught.value.status_code == 503
+async def test_a_schema_that_could_not_be_tried_may_be_asked_for_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, _Untried()) as served:
+        client = await served.opened()
+        with pytest.raises(openai.InternalServerError, match="no process") as caught:
             await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
-
-    asyncio.run(check())
+        assert caught.value.status_code == 503
+        await client.chat.completions.create(model="m", messages=ASK, response_format=OBJECT, max_tokens=40)
 
 
 class _Few(ByteTokenizer):
@@ -201,35 +182,29 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_response_format_that_cannot_be_kept_is_a_400_that_names_the_place(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            client = await served.opened()
-            for form, param in REFUSED:
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await client.chat.completions.create(model="m", messages=ASK, response_format=form)
-                assert caught.value.param == param, caught.value.message
-            assert served.count("refused") == len(REFUSED) and served.count("answers") == 0
-
-    asyncio.run(check())
+async def test_a_response_format_that_cannot_be_kept_is_a_400_that_names_the_place(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        client = await served.opened()
+        for form, param in REFUSED:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=ASK, response_format=form)
+            assert caught.value.param == param, caught.value.message
+        assert served.count("refused") == len(REFUSED) and served.count("answers") == 0
 
 
-def test_a_schema_without_end_is_cut_by_max_tokens_and_stalls_nobody(tmp_path: Path) -> None:
+async def test_a_schema_without_end_is_cut_by_max_tokens_and_stalls_nobody(tmp_path: Path) -> None:
     endless = {
         "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}},
         "$ref": "#/$defs/a",
     }
 
-    async def check() -> None:
-        async with serving(tmp_path, engine(seed=1)) as served:
-            client = await served.opened()
-            answer = await client.chat.completions.create(
-                model="m", messages=ASK, response_format=held(endless), max_tokens=100
-            )
-            assert answer.choices[0].finish_reason == "length"
-            assert (answer.choices[0].message.content or "").startswith('{"a": {"a": ')
-
-    asyncio.run(check())
+    async with serving(tmp_path, engine(seed=1)) as served:
+        client = await served.opened()
+        answer = await client.chat.completions.create(
+            model="m", messages=ASK, response_format=held(endless), max_tokens=100
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.choices[0].message.content or "").startswith('{"a": {"a": ')
 
 
 NAMES = st.sampled_from(["a", "b", "ü", 'q"', "", "line\n", "☃\\", "type", "title"])

@@ -1,6 +1,5 @@
 """Who may do what: every route with every kind of key, quotas, revocation, and browser tokens."""
 
-import asyncio
 import hashlib
 import hmac
 import time
@@ -11,7 +10,7 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from actors.gateway.access.authenticator import SCOPE_OF, Bucket
+from actors.gateway.access.authenticator import ROUTE_SCOPES, Bucket
 from actors.gateway.access.feedback_token import FeedbackToken, sign
 from actors.gateway.access.keys import FOLDER, KeyBook, Refused, create_key, list_keys, revoke_key
 from actors.gateway.config import GatewayConfig, Webhook
@@ -43,102 +42,90 @@ KEYLESS = {"/healthz", "/openapi.json"}
 CASES = ("right", "missing", "wrong", "almost", "revoked", "expired", "other scope", "other tenant")
 
 
-def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            keys = {scope: served.key(scopes=(scope,)) for scope in ("serve", "feedback", "admin")}
-            revoked = served.key(scopes=("serve", "feedback", "admin"))
-            revoke_key(served.store, revoked.split("-")[1])
-            presented = {
-                "missing": "",
-                "wrong": "sk-not-one-of-ours",
-                "revoked": revoked,
-                "expired": served.key(scopes=("serve", "feedback", "admin"), lives_s=1e-6),
-                "other tenant": served.key(tenant="globex", scopes=("serve", "feedback", "admin")),
+async def test_every_route_with_every_kind_of_key(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        keys = {scope: served.key(scopes=(scope,)) for scope in ("serve", "feedback", "admin")}
+        revoked = served.key(scopes=("serve", "feedback", "admin"))
+        revoke_key(served.store, revoked.split("-")[1])
+        presented = {
+            "missing": "",
+            "wrong": "sk-not-one-of-ours",
+            "revoked": revoked,
+            "expired": served.key(scopes=("serve", "feedback", "admin"), lives_s=1e-6),
+            "other tenant": served.key(tenant="globex", scopes=("serve", "feedback", "admin")),
+        }
+        await served.keys_read()
+        for method, path, body, scope in ROUTES:
+            other = "admin" if scope != "admin" else "serve"
+            per_case = {
+                **presented,
+                "right": keys[scope],
+                "almost": keys[scope][:-1] + "~",
+                "other scope": keys[other],
             }
-            await served.keys_read()
-            for method, path, body, scope in ROUTES:
-                other = "admin" if scope != "admin" else "serve"
-                per_case = {
-                    **presented,
-                    "right": keys[scope],
-                    "almost": keys[scope][:-1] + "~",
-                    "other scope": keys[other],
-                }
-                for case in CASES:
-                    async with served.http(per_case[case]) as http:
-                        answer = await http.request(method, path, json=body)
-                    about = "feedback" in path
-                    expected = 403 if case == "other scope" or (case == "other tenant" and about) else 401
-                    if case == "right" or (case == "other tenant" and not about):
-                        assert answer.status_code in (200, 202), (path, case, answer.text)
-                        continue
-                    assert answer.status_code == expected, (path, case, answer.text)
-                    error = answer.json()["error"]
-                    fields = {"message", "type"} if "messages" in path else {"message", "type", "param", "code"}
-                    assert set(error) == fields and error["message"]
-                    if case not in ("missing", "other scope", "other tenant"):
-                        assert error["message"] == "Incorrect API key provided.", "a client learns no more than that"
-            assert await served.received(1) and len(await served.recorded(1)) >= 1
-
-    asyncio.run(check())
+            for case in CASES:
+                async with served.http(per_case[case]) as http:
+                    answer = await http.request(method, path, json=body)
+                about = "feedback" in path
+                expected = 403 if case == "other scope" or (case == "other tenant" and about) else 401
+                if case == "right" or (case == "other tenant" and not about):
+                    assert answer.status_code in (200, 202), (path, case, answer.text)
+                    continue
+                assert answer.status_code == expected, (path, case, answer.text)
+                error = answer.json()["error"]
+                fields = {"message", "type"} if "messages" in path else {"message", "type", "param", "code"}
+                assert set(error) == fields and error["message"]
+                if case not in ("missing", "other scope", "other tenant"):
+                    assert error["message"] == "Incorrect API key provided.", "a client learns no more than that"
+        assert await served.received(1) and len(await served.recorded(1)) >= 1
 
 
-def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            with pytest.raises(openai.AuthenticationError):
-                await served.client("hr-nobody-x").models.list()
-            limited = await served.new_key(rpm=2)
-            client = served.client(limited)
-            for _ in range(2):
-                await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
-            with pytest.raises(openai.RateLimitError) as caught:
-                await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
-            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 31
-            assert caught.value.code == "rate_limit_exceeded"
-
-    asyncio.run(check())
+async def test_the_openai_client_raises_what_it_should(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        with pytest.raises(openai.AuthenticationError):
+            await served.client("hr-nobody-x").models.list()
+        limited = await served.new_key(rpm=2)
+        client = served.client(limited)
+        for _ in range(2):
+            await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 31
+        assert caught.value.code == "rate_limit_exceeded"
 
 
-def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path) as served:
-            first, second = await served.new_key(), await served.new_key()
+async def test_a_revoked_key_stops_working_and_the_others_go_on(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+        first, second = await served.new_key(), await served.new_key()
 
-            async def works(key: str) -> bool:
-                async with served.http(key) as http:
-                    return (await http.get("/v1/models")).status_code == 200
+        async def works(key: str) -> bool:
+            async with served.http(key) as http:
+                return (await http.get("/v1/models")).status_code == 200
 
-            assert await works(first) and await works(second)
-            assert revoke_key(served.store, first.split("-")[1])
-            await served.keys_read()
-            assert not await works(first) and await works(second)
-
-    asyncio.run(check())
+        assert await works(first) and await works(second)
+        assert revoke_key(served.store, first.split("-")[1])
+        await served.keys_read()
+        assert not await works(first) and await works(second)
 
 
-def test_while_the_store_is_away_known_keys_hold_and_it_is_logged_once(
+async def test_while_the_store_is_away_known_keys_hold_and_it_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def logged(words: str) -> int:
         return sum(words in record.message for record in caplog.records)
 
-    async def check() -> None:
-        store = StoreAway()
-        async with serving(tmp_path, store=store) as served:
-            key = await served.new_key()
-            for times in (1, 2):
-                store.away = True
-                failed = served.count("keys_not_read")
-                await until(lambda failed=failed: served.count("keys_not_read") >= failed + 5)
-                async with served.http(key) as http:
-                    assert (await http.get("/v1/models")).status_code == 200
-                store.away = False
-                await served.keys_read()
-                assert logged("keys_not_read") == logged("keys_read_again") == times
-
-    asyncio.run(check())
+    store = StoreAway()
+    async with serving(tmp_path, store=store) as served:
+        key = await served.new_key()
+        for times in (1, 2):
+            store.away = True
+            failed = served.count("keys_not_read")
+            await until(lambda failed=failed: served.count("keys_not_read") >= failed + 5)
+            async with served.http(key) as http:
+                assert (await http.get("/v1/models")).status_code == 200
+            store.away = False
+            await served.keys_read()
+            assert logged("keys_not_read") == logged("keys_read_again") == times
 
 
 def test_the_store_knows_no_secret_and_a_listing_shows_none() -> None:
@@ -188,7 +175,7 @@ def test_the_matrix_knows_every_route_that_is_served() -> None:
     assert routes == known | KEYLESS | {WEBHOOK.path}
     assert {shown(path) for path in routes} == set(document((WEBHOOK,))["paths"]), "what is served is described"
     scopes = {path.replace("/main", "/{model:path}"): scope for _, path, _, scope in ROUTES}
-    assert scopes == SCOPE_OF, "one table says what opens a route, and nothing else does"
+    assert scopes == ROUTE_SCOPES, "one table says what opens a route, and nothing else does"
 
 
 class GatewayStub:
@@ -197,22 +184,19 @@ class GatewayStub:
     config = GatewayConfig()
 
 
-def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, webhooks=(WEBHOOK,)) as served:
-            every = served.key(scopes=("serve", "feedback", "admin"))
-            other = served.key(tenant="globex", scopes=("serve", "feedback", "admin"))
-            expired = await served.new_key(scopes=("feedback",), lives_s=1e-6)
-            for key in ("", "sk-not-one-of-ours", expired, other, every):
-                async with served.http(key) as http:
-                    assert (await http.get("/healthz")).status_code == 200
-                    unsigned = await http.post(WEBHOOK.path, json={"value": 1})
-                    assert unsigned.status_code == 401, "a key opens no webhook"
-                    signed = hmac.new(WEBHOOK.secret, b"{}", hashlib.sha256).hexdigest()
-                    took = await http.post(WEBHOOK.path, content=b"{}", headers={WEBHOOK.header: signed})
-                    assert took.status_code == 202, "a signature needs no key"
-
-    asyncio.run(check())
+async def test_a_webhook_knows_no_key_only_its_signature(tmp_path: Path) -> None:
+    async with serving(tmp_path, webhooks=(WEBHOOK,)) as served:
+        every = served.key(scopes=("serve", "feedback", "admin"))
+        other = served.key(tenant="globex", scopes=("serve", "feedback", "admin"))
+        expired = await served.new_key(scopes=("feedback",), lives_s=1e-6)
+        for key in ("", "sk-not-one-of-ours", expired, other, every):
+            async with served.http(key) as http:
+                assert (await http.get("/healthz")).status_code == 200
+                unsigned = await http.post(WEBHOOK.path, json={"value": 1})
+                assert unsigned.status_code == 401, "a key opens no webhook"
+                signed = hmac.new(WEBHOOK.secret, b"{}", hashlib.sha256).hexdigest()
+                took = await http.post(WEBHOOK.path, content=b"{}", headers={WEBHOOK.header: signed})
+                assert took.status_code == 202, "a signature needs no key"
 
 
 async def answered(served: RunningGateway, key: str) -> str:
@@ -220,37 +204,34 @@ async def answered(served: RunningGateway, key: str) -> str:
     return str(answer.id)
 
 
-def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
-            key = await served.new_key()
-            first, second = await answered(served, key), await answered(served, key)
-            async with served.http(key) as http:
-                made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()
-            key_id = key.split("-")[1]
-            async with served.http() as http:
+async def test_a_browser_may_rate_the_one_answer_its_token_is_for(tmp_path: Path) -> None:
+    async with serving(tmp_path, cors_origins=("https://app.example",)) as served:
+        key = await served.new_key()
+        first, second = await answered(served, key), await answered(served, key)
+        async with served.http(key) as http:
+            made = (await http.post("/v1/feedback/tokens", json={"answer_id": first, "expires_in": 60})).json()
+        key_id = key.split("-")[1]
+        async with served.http() as http:
 
-                async def rate(token: str, answer: str) -> tuple[int, Any]:
-                    said = {"answer_id": answer, "value": True, "rater": "somebody else"}
-                    got = await http.post("/v1/feedback", json=said, headers={"x-feedback-token": token})
-                    return got.status_code, got.json()
+            async def rate(token: str, answer: str) -> tuple[int, Any]:
+                said = {"answer_id": answer, "value": True, "rater": "somebody else"}
+                got = await http.post("/v1/feedback", json=said, headers={"x-feedback-token": token})
+                return got.status_code, got.json()
 
-                assert (await rate(made["token"], first))[0] == 202
-                assert (await rate(made["token"], second))[0] == 403
-                forged = sign(FeedbackToken(second, key_id, time.time() + 60), b"guess")
-                assert (await rate(forged, second))[0] == 401
-                assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
-                assert (await rate("nonsense", first))[0] == 401
-                secret = served.store.get("gateway/secret")
-                old = sign(FeedbackToken(first, key_id, time.time() - 1), secret)
-                assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
-                origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
-                allowed = await http.options("/v1/feedback", headers=origin)
-                assert allowed.headers["access-control-allow-origin"] == "https://app.example"
-                revoke_key(served.store, key_id)
-                await served.keys_read()
-                assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
-            (received,) = await served.received(1)
-            assert received.rater == f"answer {first}" and b"somebody else" not in received.body
-
-    asyncio.run(check())
+            assert (await rate(made["token"], first))[0] == 202
+            assert (await rate(made["token"], second))[0] == 403
+            forged = sign(FeedbackToken(second, key_id, time.time() + 60), b"guess")
+            assert (await rate(forged, second))[0] == 401
+            assert (await rate(made["token"][:-2] + "AA", first))[0] == 401
+            assert (await rate("nonsense", first))[0] == 401
+            secret = served.store.get("gateway/secret")
+            old = sign(FeedbackToken(first, key_id, time.time() - 1), secret)
+            assert (await rate(old, first))[1]["error"]["code"] == "expired_token"
+            origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
+            allowed = await http.options("/v1/feedback", headers=origin)
+            assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+            revoke_key(served.store, key_id)
+            await served.keys_read()
+            assert (await rate(made["token"], first))[0] == 401, "a token dies with the key that asked for it"
+        (received,) = await served.received(1)
+        assert received.rater == f"answer {first}" and b"somebody else" not in received.body

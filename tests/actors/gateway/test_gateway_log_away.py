@@ -63,74 +63,62 @@ class HangingBus(MemoryBus):
         return await super().send(topic, value, key=key, headers=headers, partition=partition)
 
 
-def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = HangingBus()
-        async with serving(tmp_path, engine(says("late")), bus=bus, drain_s=1.0, send_s=30.0) as served:
-            key = await served.new_key()
-            (answer,) = await ask_many(served, key, 1)
-            await served.recorded(1)
-            bus.goes_on.clear()
-            async with served.http(key) as http:
-                said = asyncio.create_task(http.post("/v1/feedback", json={"answer_id": f"hr-{answer}", "value": 1.0}))
-                await until(lambda: bus.waiting > 0)
-                served.stop.set()
-                assert (await said).status_code == 503
-            bus.goes_on.set()
-
-    asyncio.run(check())
+async def test_feedback_that_a_stopping_gateway_cannot_wait_for_is_asked_for_again(tmp_path: Path) -> None:
+    bus = HangingBus()
+    async with serving(tmp_path, engine(says("late")), bus=bus, drain_s=1.0, send_s=30.0) as served:
+        key = await served.new_key()
+        (answer,) = await ask_many(served, key, 1)
+        await served.recorded(1)
+        bus.goes_on.clear()
+        async with served.http(key) as http:
+            said = asyncio.create_task(http.post("/v1/feedback", json={"answer_id": f"hr-{answer}", "value": 1.0}))
+            await until(lambda: bus.waiting > 0)
+            served.stop.set()
+            assert (await said).status_code == 503
+        bus.goes_on.set()
 
 
-def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is_back(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
-            key = await served.new_key()
-            ids = await ask_many(served, key, 5)
-            await served.recorded(5)
-            bus.away = True
-            for _ in range(5):
-                ids += await ask_many(served, key, 20)
-            assert spooled(tmp_path), "answers wait on disk"
-            assert len(await served.experiences()) == 5
-            bus.away = False
-            await served.recorded(105)
-            await drained(served)
-            ids += await ask_many(served, key, 5)
-            recorded = [one.id for one in await served.recorded(110)]
-            assert sorted(recorded) == sorted(ids)
-            assert served.count("shed") == 0
-
-    asyncio.run(check())
-
-
-def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, store = AwayBus(), MemoryStore()
+async def test_a_broker_that_goes_away_costs_no_answer_and_gets_all_of_them_when_it_is_back(tmp_path: Path) -> None:
+    bus = AwayBus()
+    async with serving(tmp_path, engine(says("Hello.")), bus=bus) as served:
+        key = await served.new_key()
+        ids = await ask_many(served, key, 5)
+        await served.recorded(5)
         bus.away = True
-        async with serving(tmp_path, bus=bus, store=store) as served:
-            key = await served.new_key()
-            ids = await ask_many(served, key, 10)
-        assert await served.experiences() == [], "stopped while the broker was away"
+        for _ in range(5):
+            ids += await ask_many(served, key, 20)
+        assert spooled(tmp_path), "answers wait on disk"
+        assert len(await served.experiences()) == 5
         bus.away = False
-        async with serving(tmp_path, bus=bus, store=store) as served:
-            assert sorted(one.id for one in await served.recorded(10)) == sorted(ids)
-            await drained(served)
+        await served.recorded(105)
+        await drained(served)
+        ids += await ask_many(served, key, 5)
+        recorded = [one.id for one in await served.recorded(110)]
+        assert sorted(recorded) == sorted(ids)
+        assert served.count("shed") == 0
 
-    asyncio.run(check())
+
+async def test_a_gateway_that_starts_without_a_broker_serves_and_writes_later(tmp_path: Path) -> None:
+    bus, store = AwayBus(), MemoryStore()
+    bus.away = True
+    async with serving(tmp_path, bus=bus, store=store) as served:
+        key = await served.new_key()
+        ids = await ask_many(served, key, 10)
+    assert await served.experiences() == [], "stopped while the broker was away"
+    bus.away = False
+    async with serving(tmp_path, bus=bus, store=store) as served:
+        assert sorted(one.id for one in await served.recorded(10)) == sorted(ids)
+        await drained(served)
 
 
-def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        bus.away = True
-        async with serving(tmp_path, bus=bus, spool_mb=0) as served:
-            key = await served.new_key()
-            await ask_many(served, key, 4)
-            await until(lambda: served.count("shed") == 4, seconds=30)
-            assert served.metrics.counters()["shed{reason=spool full}"] == 4
-
-    asyncio.run(check())
+async def test_what_does_not_fit_is_shed_and_counted_and_still_answered(tmp_path: Path) -> None:
+    bus = AwayBus()
+    bus.away = True
+    async with serving(tmp_path, bus=bus, spool_mb=0) as served:
+        key = await served.new_key()
+        await ask_many(served, key, 4)
+        await until(lambda: served.count("shed") == 4, seconds=30)
+        assert served.metrics.counters()["shed{reason=spool full}"] == 4
 
 
 def received(number: int) -> Received:
@@ -219,26 +207,23 @@ class SilentBus(AwayBus):
         return await super().end_offsets(topic)
 
 
-def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = SilentBus()
-        log = Log(bus, "test")
-        await log.create_topics(partitions=1, keep_ms=1000)
-        outbox = opened(tmp_path, log)
-        loops = [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
-        await until(lambda: outbox.direct)
-        bus.away = True
-        outbox.offer(outgoing(0))
-        await until(lambda: not outbox.direct)
-        await until(lambda: bus.num_questions >= 3, seconds=30)
-        assert bus.num_records == 1, "only the record that found it away was sent"
-        bus.away = False
-        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
-        for loop in loops:
-            loop.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
-
-    asyncio.run(check())
+async def test_a_broker_that_is_away_is_asked_without_a_record(tmp_path: Path) -> None:
+    bus = SilentBus()
+    log = Log(bus, "test")
+    await log.create_topics(partitions=1, keep_ms=1000)
+    outbox = opened(tmp_path, log)
+    loops = [asyncio.create_task(outbox.write()), asyncio.create_task(outbox.drain())]
+    await until(lambda: outbox.direct)
+    bus.away = True
+    outbox.offer(outgoing(0))
+    await until(lambda: not outbox.direct)
+    await until(lambda: bus.num_questions >= 3, seconds=30)
+    assert bus.num_records == 1, "only the record that found it away was sent"
+    bus.away = False
+    await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
 
 
 class RefusingBus(AwayBus):
@@ -257,73 +242,64 @@ class RefusingBus(AwayBus):
         super()._check()
 
 
-def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refused(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = RefusingBus()
-        log = Log(bus, "test")
-        await log.create_topics(partitions=1, keep_ms=1000)
-        before = opened(tmp_path, log)
-        for number in range(40):
-            before.offer(outgoing(number))
-        await before.flush()
-        assert before.num_waiting == 40, "until the first drain everything goes by way of the disk"
-        bus.num_refused = 3
-        outbox = opened(tmp_path, log)
-        draining = asyncio.create_task(outbox.drain())
-        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
-        draining.cancel()
-        await asyncio.gather(draining, return_exceptions=True)
-        seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
-        assert seen == [*range(3, 32), *range(3), *range(32, 40)]
-
-    asyncio.run(check())
+async def test_what_a_broker_took_of_a_batch_is_not_sent_again_for_what_it_refused(tmp_path: Path) -> None:
+    bus = RefusingBus()
+    log = Log(bus, "test")
+    await log.create_topics(partitions=1, keep_ms=1000)
+    before = opened(tmp_path, log)
+    for number in range(40):
+        before.offer(outgoing(number))
+    await before.flush()
+    assert before.num_waiting == 40, "until the first drain everything goes by way of the disk"
+    bus.num_refused = 3
+    outbox = opened(tmp_path, log)
+    draining = asyncio.create_task(outbox.drain())
+    await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    seen = [int(m.value.id) async for m in log.read_all(FEEDBACK) if isinstance(m.value, Received)]
+    assert seen == [*range(3, 32), *range(3), *range(32, 40)]
 
 
-def test_what_was_sent_of_a_segment_that_is_lost_then_is_not_counted_as_given_up(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, metrics = RefusingBus(), Metrics("t")
-        log = Log(bus, "test")
-        await log.create_topics(partitions=1, keep_ms=1000)
-        outbox = opened(tmp_path, log, metrics)
-        for number in range(40):
-            outbox.offer(outgoing(number))
-        await outbox.flush()
-        bus.num_refused, bus.on_refused = 3, lambda: (tmp_path / f"{1:012d}.spool").unlink(missing_ok=True)
-        draining = asyncio.create_task(outbox.drain())
-        await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
-        draining.cancel()
-        await asyncio.gather(draining, return_exceptions=True)
-        seen = [message async for message in log.read_all(FEEDBACK)]
-        assert len(seen) == 29 and metrics.counters()["shed{reason=spool unreadable}"] == 11
-
-    asyncio.run(check())
+async def test_what_was_sent_of_a_segment_that_is_lost_then_is_not_counted_as_given_up(tmp_path: Path) -> None:
+    bus, metrics = RefusingBus(), Metrics("t")
+    log = Log(bus, "test")
+    await log.create_topics(partitions=1, keep_ms=1000)
+    outbox = opened(tmp_path, log, metrics)
+    for number in range(40):
+        outbox.offer(outgoing(number))
+    await outbox.flush()
+    bus.num_refused, bus.on_refused = 3, lambda: (tmp_path / f"{1:012d}.spool").unlink(missing_ok=True)
+    draining = asyncio.create_task(outbox.drain())
+    await until(lambda: outbox.direct and not outbox.num_waiting, seconds=30)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    seen = [message async for message in log.read_all(FEEDBACK)]
+    assert len(seen) == 29 and metrics.counters()["shed{reason=spool unreadable}"] == 11
 
 
-def test_answers_go_on_between_two_records_of_a_batch(tmp_path: Path) -> None:
-    async def check() -> None:
-        turns, at = 0, []
+async def test_answers_go_on_between_two_records_of_a_batch(tmp_path: Path) -> None:
+    turns, at = 0, []
 
-        async def prepare() -> Control:
-            at.append(turns)
-            return received(len(at))
+    async def prepare() -> Control:
+        at.append(turns)
+        return received(len(at))
 
-        async def answers() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def answers() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        log = Log(MemoryBus(), "test")
-        await log.create_topics(partitions=1, keep_ms=1000)
-        outbox = opened(tmp_path, log)
-        for _ in range(10):
-            outbox.offer(Outgoing(FEEDBACK, prepare, 10))
-        others = asyncio.create_task(answers())
-        await outbox.flush()
-        others.cancel()
-        assert len(set(at)) == 10
-
-    asyncio.run(check())
+    log = Log(MemoryBus(), "test")
+    await log.create_topics(partitions=1, keep_ms=1000)
+    outbox = opened(tmp_path, log)
+    for _ in range(10):
+        outbox.offer(Outgoing(FEEDBACK, prepare, 10))
+    others = asyncio.create_task(answers())
+    await outbox.flush()
+    others.cancel()
+    assert len(set(at)) == 10
 
 
 @settings(max_examples=60, deadline=None)

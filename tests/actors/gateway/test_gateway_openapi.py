@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from actors.gateway.access.authenticator import SCOPE_OF
+from actors.gateway.access.authenticator import ROUTE_SCOPES
 from actors.gateway.config import Webhook
 from actors.gateway.http.app import APIS
 from actors.gateway.http.openapi import OPENAPI_PATH, ROUTES, document, shown
@@ -50,7 +50,7 @@ def test_each_route_of_the_app_is_in_the_document_and_nothing_else(tmp_path: Pat
 
     listed = asyncio.run(main())
     assert listed == {(one.method.lower(), shown(path)) for path, one in ROUTES.items()} | {("post", HOOK.path)}
-    assert set(APIS) | set(SCOPE_OF) <= set(ROUTES)
+    assert set(APIS) | set(ROUTE_SCOPES) <= set(ROUTES)
 
 
 def test_the_document_names_the_headers_and_the_scope_of_a_route() -> None:
@@ -71,34 +71,29 @@ def test_the_document_names_the_headers_and_the_scope_of_a_route() -> None:
     assert found["paths"]["/healthz"]["get"]["security"] == []
 
 
-def test_what_the_gateway_takes_and_replies_is_what_the_document_says(tmp_path: Path) -> None:
+async def test_what_the_gateway_takes_and_replies_is_what_the_document_says(tmp_path: Path) -> None:
     found = document()
 
-    async def main() -> None:
-        async with serving(tmp_path) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
+    async with serving(tmp_path) as served, served.http(await served.new_key()) as http:
 
-                async def check(method: str, path: str, body: Any = None, status: int = 200, at: str = "") -> Any:
-                    if body is not None and status < 400:
-                        content = found["paths"][path][method]["requestBody"]["content"]
-                        schema = {**content["application/json"]["schema"], "components": found["components"]}
-                        Draft202012Validator(schema).validate(body)
-                    answer = await http.request(method, at or path, json=body)
-                    assert answer.status_code == status, answer.text
-                    schema_at(found, path, method, status).validate(answer.json())
-                    return answer.json()
+        async def check(method: str, path: str, body: Any = None, status: int = 200, at: str = "") -> Any:
+            if body is not None and status < 400:
+                content = found["paths"][path][method]["requestBody"]["content"]
+                schema = {**content["application/json"]["schema"], "components": found["components"]}
+                Draft202012Validator(schema).validate(body)
+            answer = await http.request(method, at or path, json=body)
+            assert answer.status_code == status, answer.text
+            schema_at(found, path, method, status).validate(answer.json())
+            return answer.json()
 
-                for path, body in ASKED:
-                    await check("post", path, body)
-                    await check("post", path, {**body, "model": 5}, 400)
-                answer = (await check("post", *ASKED[0]))["id"]
-                said = {"answer_id": answer, "value": True, "rater": "ann"}
-                assert (await check("post", "/v1/feedback", said, 202))["recorded"]
-                await check("post", "/v1/feedback", {"answer_id": answer}, 400)
-                await check("post", "/v1/feedback/tokens", {"answer_id": answer, "expires_in": 60})
-                models = await check("get", "/v1/models")
-                await check("get", "/v1/models/{model}", at=f"/v1/models/{models['data'][0]['id']}")
-                await check("get", "/healthz")
-
-    asyncio.run(main())
+        for path, body in ASKED:
+            await check("post", path, body)
+            await check("post", path, {**body, "model": 5}, 400)
+        answer = (await check("post", *ASKED[0]))["id"]
+        said = {"answer_id": answer, "value": True, "rater": "ann"}
+        assert (await check("post", "/v1/feedback", said, 202))["recorded"]
+        await check("post", "/v1/feedback", {"answer_id": answer}, 400)
+        await check("post", "/v1/feedback/tokens", {"answer_id": answer, "expires_in": 60})
+        models = await check("get", "/v1/models")
+        await check("get", "/v1/models/{model}", at=f"/v1/models/{models['data'][0]['id']}")
+        await check("get", "/healthz")

@@ -116,36 +116,33 @@ async def collected(served: RunningGateway, num_said: int) -> None:
         ("all", "yes", True, True),
     ],
 )
-def test_content_is_written_only_with_consent(
+async def test_content_is_written_only_with_consent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, train_on: str, train: Any, store: bool | None, recorded: bool
 ) -> None:
-    async def check() -> None:
-        with caplog.at_level(logging.DEBUG, logger="actors"):
-            async with serving(tmp_path, engine(says("SALTED ANSWER")), train_on=train_on, report_s=0.05) as served:
-                key = await served.new_key(train=train)
-                more = {} if store is None else {"store": store}
-                async with served.http(key) as http:
-                    answer = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user="u1", **more))
-                    assert answer.status_code == 200
-                    said = {"answer_id": answer.json()["id"], "correction": "SUGARED CORRECTION"}
-                    told = await http.post("/v1/feedback", json=said)
-                assert told.json()["recorded"] == (recorded or (store is False and train == "yes"))
-                if recorded:
-                    await served.recorded(1)
-                    assert (await served.received(1))[0].body
-                else:
-                    await until(lambda: served.count("not_recorded") == 1)
-                    if store is None:
-                        assert await served.received() == []
-                found = await stored(served)
-                for words in (b"SALTED", b"PEPPERED"):
-                    assert (words in found) == recorded
-                if not recorded and store is None:
-                    assert b"SUGARED" not in found
-        for words in ("SALTED", "PEPPERED", "SUGARED"):
-            assert words not in caplog.text
-
-    asyncio.run(check())
+    with caplog.at_level(logging.DEBUG, logger="actors"):
+        async with serving(tmp_path, engine(says("SALTED ANSWER")), train_on=train_on, report_s=0.05) as served:
+            key = await served.new_key(train=train)
+            more = {} if store is None else {"store": store}
+            async with served.http(key) as http:
+                answer = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user="u1", **more))
+                assert answer.status_code == 200
+                said = {"answer_id": answer.json()["id"], "correction": "SUGARED CORRECTION"}
+                told = await http.post("/v1/feedback", json=said)
+            assert told.json()["recorded"] == (recorded or (store is False and train == "yes"))
+            if recorded:
+                await served.recorded(1)
+                assert (await served.received(1))[0].body
+            else:
+                await until(lambda: served.count("not_recorded") == 1)
+                if store is None:
+                    assert await served.received() == []
+            found = await stored(served)
+            for words in (b"SALTED", b"PEPPERED"):
+                assert (words in found) == recorded
+            if not recorded and store is None:
+                assert b"SUGARED" not in found
+    for words in ("SALTED", "PEPPERED", "SUGARED"):
+        assert words not in caplog.text
 
 
 def seeded(count: int) -> list[str]:
@@ -165,118 +162,105 @@ def seeded(count: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["mask", "drop"])
-def test_no_seeded_secret_is_found_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture, action: Any) -> None:
+async def test_no_seeded_secret_is_found_anywhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, action: Any
+) -> None:
     secrets = seeded(1000)
     questions, answers, arguments, said = secrets[:300], secrets[300:600], secrets[600:800], secrets[800:]
 
-    async def check() -> None:
-        script = says(*(f"It is {secret}, I think." for secret in answers))
-        bus = AwayBus()
-        rules = RedactRules(action=action)
-        caplog.set_level(logging.DEBUG, logger="streams")
-        with caplog.at_level(logging.DEBUG, logger="actors"):
-            async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
-                key = await served.new_key()
-                async with served.http(key) as http:
+    script = says(*(f"It is {secret}, I think." for secret in answers))
+    bus = AwayBus()
+    rules = RedactRules(action=action)
+    caplog.set_level(logging.DEBUG, logger="streams")
+    with caplog.at_level(logging.DEBUG, logger="actors"):
+        async with serving(tmp_path, engine(script), bus=bus, redact=rules) as served:
+            async with served.http(await served.new_key()) as http:
 
-                    async def ask(index: int) -> httpx.Response:
-                        secret, argument = questions[index], arguments[index % 200]
-                        call = {"name": "f", "arguments": f'{{"x": "{argument}"}}'}
-                        messages = [
-                            {"role": "user", "content": f"My secret is {secret} !", "name": "n"},
-                            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
-                            {"role": "tool", "tool_call_id": "1", "content": f"got {argument} there"},
-                        ]
-                        asked = {"model": secret, "messages": messages, "user": secret, "metadata": {"m": secret}}
-                        return await http.post("/v1/chat/completions", json=asked)
+                async def ask(index: int) -> httpx.Response:
+                    secret, argument = questions[index], arguments[index % 200]
+                    call = {"name": "f", "arguments": f'{{"x": "{argument}"}}'}
+                    messages = [
+                        {"role": "user", "content": f"My secret is {secret} !", "name": "n"},
+                        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+                        {"role": "tool", "tool_call_id": "1", "content": f"got {argument} there"},
+                    ]
+                    asked = {"model": secret, "messages": messages, "user": secret, "metadata": {"m": secret}}
+                    return await http.post("/v1/chat/completions", json=asked)
 
-                    for first in range(0, len(questions), 10):
-                        bus.away = first % 20 == 10  # half of it goes by way of the disk
-                        given = await asyncio.gather(*(ask(index) for index in range(first, first + 10)))
-                        assert {answer.status_code for answer in given} == {200}
+                for first in range(0, len(questions), 10):
+                    bus.away = first % 20 == 10  # half of it goes by way of the disk
+                    given = await asyncio.gather(*(ask(index) for index in range(first, first + 10)))
+                    assert {answer.status_code for answer in given} == {200}
 
-                    async def say(secret: str) -> int:
-                        body = {"answer_id": given[-1].json()["id"], "correction": f"no, {secret} it is", "id": secret}
-                        return (await http.post("/v1/feedback", json=body)).status_code
+                async def say(secret: str) -> int:
+                    body = {"answer_id": given[-1].json()["id"], "correction": f"no, {secret} it is", "id": secret}
+                    return (await http.post("/v1/feedback", json=body)).status_code
 
-                    assert set(await asyncio.gather(*map(say, said))) == {202}
-                bus.away = False
-                await until(lambda: not list(tmp_path.glob("spool/*/*.spool")), seconds=60)
-                if action == "mask":
-                    assert len(await served.recorded(300)) == 300
-                else:
-                    assert served.metrics.counters()["not_recorded{reason=personal data}"] == 300
-                await collected(served, len(said))
-                assert databases(tmp_path), "collect keeps what waits for feedback in a database"
-                found = await stored(served)
-                left = [secret for secret in secrets if secret.encode() in found]
-                assert not left, left[:5]
-                assert len(await served.received(len(said))) == len(said)
-        assert not [secret for secret in secrets if secret in caplog.text]
-
-    asyncio.run(check())
-
-
-def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_keep_theirs(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("Fine.", "Write to ada@lovelace.example", "Fine."))) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                for content in ("I am x@y.example", "who?", "plain"):
-                    await http.post("/v1/chat/completions", json=chat(content))
-            asked, answered, plain = await served.recorded(3)
-            assert asked.messages[0].content == "I am [email]" and answered.response == "Write to [email]"
-            for one in (asked, answered, plain):
-                spelled = ByteTokenizer().decode(one.tokens.tolist())
-                assert spelled == f"<user>{one.messages[0].content}<assistant>{one.response}"
-            assert [one.spans[0].ratio for one in (asked, answered, plain)] == [False, False, True]
-            assert asked.tokens[asked.num_prompt :].tolist() == plain.tokens[plain.num_prompt :].tolist()
-
-    asyncio.run(check())
-
-
-def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
-    async def check() -> None:
-        use = (Use(use=f"{HERE}:no_names"),)
-        async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                for content in ("who?", "what?", "Ada?"):
-                    await http.post("/v1/chat/completions", json=chat(content))
-            recorded = await served.recorded(2)
-            said = {(one.messages[0].content, one.response) for one in recorded}
-            assert said == {("who?", "[name] it is"), ("[name]?", "fine")}
+                assert set(await asyncio.gather(*map(say, said))) == {202}
+            bus.away = False
+            await until(lambda: not list(tmp_path.glob("spool/*/*.spool")), seconds=60)
+            if action == "mask":
+                assert len(await served.recorded(300)) == 300
+            else:
+                assert served.metrics.counters()["not_recorded{reason=personal data}"] == 300
+            await collected(served, len(said))
+            assert databases(tmp_path), "collect keeps what waits for feedback in a database"
             found = await stored(served)
-            assert b"Ada" not in found and b"forbidden" not in found
-            assert served.metrics.counters()["not_recorded{reason=forbidden}"] == 1
+            left = [secret for secret in secrets if secret.encode() in found]
+            assert not left, left[:5]
+            assert len(await served.received(len(said))) == len(said)
+    assert not [secret for secret in secrets if secret in caplog.text]
 
-    asyncio.run(check())
+
+async def test_masked_answers_are_other_tokens_without_a_ratio_and_clean_ones_keep_theirs(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("Fine.", "Write to ada@lovelace.example", "Fine."))) as served:
+        async with served.http(await served.new_key()) as http:
+            for content in ("I am x@y.example", "who?", "plain"):
+                await http.post("/v1/chat/completions", json=chat(content))
+        asked, answered, plain = await served.recorded(3)
+        assert asked.messages[0].content == "I am [email]" and answered.response == "Write to [email]"
+        for one in (asked, answered, plain):
+            spelled = ByteTokenizer().decode(one.tokens.tolist())
+            assert spelled == f"<user>{one.messages[0].content}<assistant>{one.response}"
+        assert [one.spans[0].ratio for one in (asked, answered, plain)] == [False, False, True]
+        assert asked.tokens[asked.num_prompt :].tolist() == plain.tokens[plain.num_prompt :].tolist()
+
+
+async def test_custom_processors_run_before_the_first_write(tmp_path: Path) -> None:
+    use = (Use(use=f"{HERE}:no_names"),)
+    async with serving(tmp_path, engine(says("Ada it is", "forbidden", "fine")), processor=use) as served:
+        async with served.http(await served.new_key()) as http:
+            for content in ("who?", "what?", "Ada?"):
+                await http.post("/v1/chat/completions", json=chat(content))
+        recorded = await served.recorded(2)
+        said = {(one.messages[0].content, one.response) for one in recorded}
+        assert said == {("who?", "[name] it is"), ("[name]?", "fine")}
+        found = await stored(served)
+        assert b"Ada" not in found and b"forbidden" not in found
+        assert served.metrics.counters()["not_recorded{reason=forbidden}"] == 1
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["in the log", "in the spool"])
-def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_path: Path, away: bool) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, engine(says("SALTED ANSWER")), bus=bus, train_on="all") as served:
-            key = await served.new_key()
-            bus.away = away
-            async with served.http(key) as http:
-                for user in ("ann@example.org", "bob@example.org"):
-                    asked = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user=user))
-                    assert asked.status_code == 200
-            await until(lambda: served.count("recorded") == 2)
-            files = list(served.folder.rglob("*"))
-            written = b"".join([path.read_bytes() for path in files if path.is_file() and "keys" not in path.parts])
-            assert b"SALTED" not in written and b"PEPPERED" not in written
-            bus.away = False
-            ann, bob = await served.recorded(2)
-            assert ann.key_id != bob.key_id and ann.response == bob.response == "SALTED ANSWER"
-            for message in [one async for one in served.log.read_all(EXPERIENCES)]:
-                assert b"SALTED" not in message.record.value and b"PEPPERED" not in message.record.value
-            Keys(served.store).destroy(ann.subject)
-            later = Log(bus, "test", store=served.store)
-            blocks = [one.value async for one in later.read_all(EXPERIENCES)]
-            lost = {one.subject: one.lost for block in blocks for one in getattr(block, "experiences", ())}
-            assert lost == {ann.subject: "forgotten", bob.subject: ""}
-
-    asyncio.run(check())
+async def test_what_a_named_user_says_is_readable_nowhere_without_their_key(tmp_path: Path, away: bool) -> None:
+    bus = AwayBus()
+    async with serving(tmp_path, engine(says("SALTED ANSWER")), bus=bus, train_on="all") as served:
+        key = await served.new_key()
+        bus.away = away
+        async with served.http(key) as http:
+            for user in ("ann@example.org", "bob@example.org"):
+                asked = await http.post("/v1/chat/completions", json=chat("PEPPERED QUESTION", user=user))
+                assert asked.status_code == 200
+        await until(lambda: served.count("recorded") == 2)
+        files = list(served.folder.rglob("*"))
+        written = b"".join([path.read_bytes() for path in files if path.is_file() and "keys" not in path.parts])
+        assert b"SALTED" not in written and b"PEPPERED" not in written
+        bus.away = False
+        ann, bob = await served.recorded(2)
+        assert ann.key_id != bob.key_id and ann.response == bob.response == "SALTED ANSWER"
+        for message in [one async for one in served.log.read_all(EXPERIENCES)]:
+            assert b"SALTED" not in message.record.value and b"PEPPERED" not in message.record.value
+        Keys(served.store).destroy(ann.subject)
+        later = Log(bus, "test", store=served.store)
+        blocks = [one.value async for one in later.read_all(EXPERIENCES)]
+        lost = {one.subject: one.lost for block in blocks for one in getattr(block, "experiences", ())}
+        assert lost == {ann.subject: "forgotten", bob.subject: ""}

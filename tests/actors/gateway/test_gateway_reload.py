@@ -103,19 +103,16 @@ async def reload_under_load(
 
 
 @pytest.mark.full
-def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
-    async def check() -> None:
-        sampler = engine(seed=0)
-        async with serving(tmp_path, sampler, queue_records=100_000, spool_mb=4096) as served:
-            first = sampler.tensors
-            tensors = lambda version: bigram(version) if version else first  # noqa: E731
-            await reload_under_load(served, 100, tensors, bigram_reference, 60)
-
-    asyncio.run(check())
+async def test_a_hundred_versions_under_sixteen_streams(tmp_path: Path) -> None:
+    sampler = engine(seed=0)
+    async with serving(tmp_path, sampler, queue_records=100_000, spool_mb=4096) as served:
+        first = sampler.tensors
+        tensors = lambda version: bigram(version) if version else first  # noqa: E731
+        await reload_under_load(served, 100, tensors, bigram_reference, 60)
 
 
 @pytest.mark.full
-def test_the_torch_engine_too(tmp_path: Path) -> None:
+async def test_the_torch_engine_too(tmp_path: Path) -> None:
     from actors.engines.torch import TorchEngine
     from infra.model.model import load_tokenizer
 
@@ -125,73 +122,58 @@ def test_the_torch_engine_too(tmp_path: Path) -> None:
         scale = np.float32(1.02**version)
         return {name: from_numpy(to_numpy(one) * scale) if len(one.shape) > 1 else one for name, one in tensors.items()}
 
-    async def check() -> None:
-        sampler = TorchEngine(model=str(model), seed=3)
-        as_sampled = RedactRules(on=False)  # a model that learned nothing writes an address now and then
-        async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(model), redact=as_sampled) as served:
-            await reload_under_load(served, 8, changed, reference, 40)
-
-    asyncio.run(check())
+    sampler = TorchEngine(model=str(model), seed=3)
+    as_sampled = RedactRules(on=False)  # a model that learned nothing writes an address now and then
+    async with serving(tmp_path / "run", sampler, tokenizer=load_tokenizer(model), redact=as_sampled) as served:
+        await reload_under_load(served, 8, changed, reference, 40)
 
 
-def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus, store = AwayBus(), MemoryStore()
-        async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
-            await announce(served, 3, bigram(3))
-            await loaded(served, 3)
-        bus.away = True
-        async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
-            assert served.engine.version == 3
-
-    asyncio.run(check())
+async def test_a_restart_without_the_log_serves_the_version_served_last(tmp_path: Path) -> None:
+    bus, store = AwayBus(), MemoryStore()
+    async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
+        await announce(served, 3, bigram(3))
+        await loaded(served, 3)
+    bus.away = True
+    async with serving(tmp_path, engine(says("a")), bus=bus, store=store) as served:
+        assert served.engine.version == 3
 
 
-def test_a_store_that_lost_it_leaves_the_model_folders_version(tmp_path: Path) -> None:
-    async def check() -> None:
-        bus = AwayBus()
-        async with serving(tmp_path, engine(says("a")), bus=bus) as served:
-            await announce(served, 3, bigram(3))
-            await loaded(served, 3)
-        bus.away = True
-        empty: Store = MemoryStore()
-        async with serving(tmp_path, engine(says("a")), bus=bus, store=empty) as served:
-            assert served.engine.version == 0
-
-    asyncio.run(check())
+async def test_a_store_that_lost_it_leaves_the_model_folders_version(tmp_path: Path) -> None:
+    bus = AwayBus()
+    async with serving(tmp_path, engine(says("a")), bus=bus) as served:
+        await announce(served, 3, bigram(3))
+        await loaded(served, 3)
+    bus.away = True
+    empty: Store = MemoryStore()
+    async with serving(tmp_path, engine(says("a")), bus=bus, store=empty) as served:
+        assert served.engine.version == 0
 
 
 @pytest.mark.parametrize(("channel", "held"), [("stable", 2), ("candidate", 3)])
-def test_stable_follows_promotions_once_there_is_one(tmp_path: Path, channel: str, held: int) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("a")), channel=channel) as served:
-            await announce(served, 1, bigram(1))
-            await loaded(served, 1)
-            await served.log.publish(POLICIES, stable("promoted", 2))
-            await announce(served, 3, bigram(3))
-            await announce(served, 2, bigram(2))
-            await loaded(served, held)
-            assert served.engine.version == held
-
-    asyncio.run(check())
+async def test_stable_follows_promotions_once_there_is_one(tmp_path: Path, channel: str, held: int) -> None:
+    async with serving(tmp_path, engine(says("a")), channel=channel) as served:
+        await announce(served, 1, bigram(1))
+        await loaded(served, 1)
+        await served.log.publish(POLICIES, stable("promoted", 2))
+        await announce(served, 3, bigram(3))
+        await announce(served, 2, bigram(2))
+        await loaded(served, held)
+        assert served.engine.version == held
 
 
-def test_customers_are_taken_back_and_held_where_somebody_said_so(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path, engine(says("a")), channel="stable") as served:
-            for version in (1, 2, 3):
-                await announce(served, version, bigram(version))
-            await served.log.publish(POLICIES, stable("promoted", 3))
-            await serves(served, 3)
-            await served.log.publish(POLICIES, stable("rolled_back", 1))
-            await serves(served, 1)
-            await served.log.publish(POLICIES, stable("pinned", 2))
-            await served.log.publish(POLICIES, stable("promoted", 3))
-            await serves(served, 2)
-            await served.log.publish(POLICIES, stable("pinned", -1))
-            await serves(served, 3)
-
-    asyncio.run(check())
+async def test_customers_are_taken_back_and_held_where_somebody_said_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine(says("a")), channel="stable") as served:
+        for version in (1, 2, 3):
+            await announce(served, version, bigram(version))
+        await served.log.publish(POLICIES, stable("promoted", 3))
+        await serves(served, 3)
+        await served.log.publish(POLICIES, stable("rolled_back", 1))
+        await serves(served, 1)
+        await served.log.publish(POLICIES, stable("pinned", 2))
+        await served.log.publish(POLICIES, stable("promoted", 3))
+        await serves(served, 2)
+        await served.log.publish(POLICIES, stable("pinned", -1))
+        await serves(served, 3)
 
 
 async def serves(served: RunningGateway, version: int) -> None:

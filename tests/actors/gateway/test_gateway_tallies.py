@@ -97,7 +97,7 @@ def test_of_one_session_one_answer_counts_for_its_client_and_clients_are_bounded
     assert len(clients) == MAX_CLIENTS + 1 and clients[-1] == Client(client="", sessions=100 - MAX_CLIENTS + 1)
 
 
-def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(tmp_path: Path) -> None:
+async def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(tmp_path: Path) -> None:
     said = iter(["Hello.", "I'm sorry, I can't.", None, "Bye."])
 
     def script(prompt: tuple[int, ...]) -> list[int]:
@@ -106,48 +106,41 @@ def test_answers_that_fail_or_refuse_are_told_of_everybody_also_without_consent(
             raise RuntimeError("the kernel broke")
         return [*text.encode(), 256]
 
-    async def check() -> None:
-        async with serving(tmp_path, engine(script), train_on="nothing", report_s=0.05) as served:
-            key = served.key(train="no")
-            client = served.client(key)
-            await served.keys_read()
-            for fails in (False, False, True, False):
-                asking = client.completions.create(model="main", prompt="Hi")
-                if fails:
-                    with pytest.raises(APIStatusError) as error:
-                        await asking
-                    assert error.value.status_code == 500
-                else:
+    async with serving(tmp_path, engine(script), train_on="nothing", report_s=0.05) as served:
+        key = served.key(train="no")
+        client = served.client(key)
+        await served.keys_read()
+        for fails in (False, False, True, False):
+            asking = client.completions.create(model="main", prompt="Hi")
+            if fails:
+                with pytest.raises(APIStatusError) as error:
                     await asking
-            with pytest.raises(APIStatusError):
-                await client.completions.create(model="main", prompt="Hi" * 3000)  # too long: not the engine's fault
-            clients = (Client(client=TENANT, sessions=4, failed=1, refused=1),)
-            wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
-            async with asyncio.timeout(60):
-                async for message in served.log.read_all(REPORTS, until_end=False):
-                    if isinstance(message.value, Progress) and of_a_tenant(message.value.answered) == wanted:
-                        break
+                assert error.value.status_code == 500
+            else:
+                await asking
+        with pytest.raises(APIStatusError):
+            await client.completions.create(model="main", prompt="Hi" * 3000)  # too long: not the engine's fault
+        clients = (Client(client=TENANT, sessions=4, failed=1, refused=1),)
+        wanted = (Answered(version=0, answers=4, failed=1, refused=1, clients=clients),)
+        async with asyncio.timeout(60):
+            async for message in served.log.read_all(REPORTS, until_end=False):
+                if isinstance(message.value, Progress) and of_a_tenant(message.value.answered) == wanted:
+                    break
 
-    asyncio.run(check())
 
-
-def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tmp_path: Path) -> None:
+async def test_what_failed_with_an_engine_that_died_is_told_before_the_gateway_ends(tmp_path: Path) -> None:
     def script(prompt: tuple[int, ...]) -> list[int]:
         raise EngineStopped("it is gone")
 
-    async def check() -> None:
-        bus = MemoryBus()
-        with pytest.raises(EngineStopped):
-            async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
-                key = await served.new_key()
-                async with served.http(key) as http:
-                    answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
-                assert answer.status_code == 503
-        reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
-        clients = (Client(client=TENANT, sessions=1, failed=1),)
-        assert of_a_tenant(reports[-1].answered) == (Answered(version=0, answers=1, failed=1, clients=clients),)
-
-    asyncio.run(check())
+    bus = MemoryBus()
+    with pytest.raises(EngineStopped):
+        async with serving(tmp_path, engine(script), bus=bus, report_s=60.0) as served:
+            async with served.http(await served.new_key()) as http:
+                answer = await http.post("/v1/completions", json={"model": "main", "prompt": "Hi"})
+            assert answer.status_code == 503
+    reports = [m.value async for m in served.log.read_all(REPORTS) if isinstance(m.value, Progress)]
+    clients = (Client(client=TENANT, sessions=1, failed=1),)
+    assert of_a_tenant(reports[-1].answered) == (Answered(version=0, answers=1, failed=1, clients=clients),)
 
 
 def test_a_pattern_that_is_none_is_told() -> None:
@@ -155,14 +148,11 @@ def test_a_pattern_that_is_none_is_told() -> None:
         GatewayConfig(refusals=("(",))
 
 
-def test_a_gateway_that_stops_says_so_last_of_all(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, report_s=0.01) as served:
-            await asyncio.sleep(0.1)
-        said = [one.value async for one in served.log.read_all(REPORTS)]
-        states = [(one.state, one.life) for one in said if isinstance(one, Progress)]
-        assert len(states) > 1 and set(states[:-1]) == {("serving", "working")}
-        assert states[-1] == ("stopped", "ended")
-        assert {one.release for one in said if isinstance(one, Progress)} == {full_release()}
-
-    asyncio.run(main())
+async def test_a_gateway_that_stops_says_so_last_of_all(tmp_path: Path) -> None:
+    async with serving(tmp_path, report_s=0.01) as served:
+        await asyncio.sleep(0.1)
+    said = [one.value async for one in served.log.read_all(REPORTS)]
+    states = [(one.state, one.life) for one in said if isinstance(one, Progress)]
+    assert len(states) > 1 and set(states[:-1]) == {("serving", "working")}
+    assert states[-1] == ("stopped", "ended")
+    assert {one.release for one in said if isinstance(one, Progress)} == {full_release()}

@@ -100,11 +100,13 @@ def test_a_failure_of_the_engine_is_a_span_that_says_so(collector: TraceReceiver
         raise RuntimeError("cuda")
 
     async def scene() -> None:
-        async with serving(tmp_path, engine(gone), traces=TracesConfig(endpoint=collector.url)) as served:
-            key = await served.new_key()
-            async with served.http(key) as http:
-                body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
-                assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
+        traces = TracesConfig(endpoint=collector.url)
+        async with (
+            serving(tmp_path, engine(gone), traces=traces) as served,
+            served.http(await served.new_key()) as http,
+        ):
+            body = {"model": "main", "messages": [{"role": "user", "content": "x"}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code >= 500
 
     asyncio.run(scene())
     (span,) = collector.spans
@@ -121,8 +123,7 @@ def test_no_answer_waits_for_a_collector_and_what_is_not_delivered_is_counted(
 
     async def scene() -> dict[str, float]:
         async with serving(tmp_path, traces=TracesConfig(endpoint=endpoint, queue=2)) as served:
-            key = await served.new_key()
-            client = served.client(key)
+            client = await served.opened()
             for _ in range(8):
                 await client.completions.create(model="main", prompt="x")
             metrics = served.metrics

@@ -1,6 +1,5 @@
 """Whose a turn is, and what becomes of named users' answers while the object store is away."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from infra.ledger.forget import complete, destroy
 from infra.ledger.index import LogIndex
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.store.directory import DirectoryStore
 from infra.store.memory import MemoryStore
 from infra.store.seal import Keys, sealed
 from schemas import Block, decode, encode
@@ -64,66 +62,60 @@ async def ask(served: RunningGateway, key: str, *contents: str, session: str = "
         assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
 
 
-def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_session_whichever_gateway_served_it(
+async def test_a_turn_that_names_nobody_is_forgotten_with_the_user_of_its_session_whichever_gateway_served_it(
     tmp_path: Path,
 ) -> None:
-    async def check() -> None:
-        bus, store = MemoryBus(), MemoryStore()
-        async with serving(tmp_path / "a", engine(says("FINE")), bus=bus, store=store) as first:
-            key = first.key()
-            await first.keys_read()
-            await ask(first, key, "I am WILHELMINA", session="chat", user=ANN)
-            await ask(first, key, "I am WILHELMINA", "FINE", "and now?", session="chat")
-            await ask(first, key, "I am BOB", session="other", user="bob")
-            await first.recorded(3)
-        async with serving(tmp_path / "b", engine(says("FINE")), bus=bus, store=store, topics=False) as second:
-            await second.keys_read()
-            await ask(second, key, "I am WILHELMINA", "FINE", "and here?", session="chat")
-            await ask(second, key, "NOBODY'S", session="third")
-            found = await second.recorded(5)
-            assert [bool(one.key_id) for one in found].count(False) == 1
-            raw = b"".join([m.record.value async for m in second.log.read_all(EXPERIENCES)])
-            assert b"WILHELMINA" not in raw
-            keys = Keys(store)
-            key_ids = destroy(keys, "acme", ANN)
-            index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
-            report = await complete(second.log, index, keys, "9f", key_ids)
-            index.close()
-            assert (len(key_ids), report.groups, report.texts) == (1, 3, 1)
-            blocks = [m.value async for m in Log(bus, "test", store=store).read_all(EXPERIENCES)]
-            members = [one for block in blocks if isinstance(block, Block) for one in block.experiences]
-            assert sorted(one.lost for one in members) == ["", "", "forgotten", "forgotten", "forgotten"]
-            assert {one.messages[0].content for one in members if not one.lost} == {"I am BOB", "NOBODY'S"}
-
-    asyncio.run(check())
+    bus, store = MemoryBus(), MemoryStore()
+    async with serving(tmp_path / "a", engine(says("FINE")), bus=bus, store=store) as first:
+        key = first.key()
+        await first.keys_read()
+        await ask(first, key, "I am WILHELMINA", session="chat", user=ANN)
+        await ask(first, key, "I am WILHELMINA", "FINE", "and now?", session="chat")
+        await ask(first, key, "I am BOB", session="other", user="bob")
+        await first.recorded(3)
+    async with serving(tmp_path / "b", engine(says("FINE")), bus=bus, store=store, topics=False) as second:
+        await second.keys_read()
+        await ask(second, key, "I am WILHELMINA", "FINE", "and here?", session="chat")
+        await ask(second, key, "NOBODY'S", session="third")
+        found = await second.recorded(5)
+        assert [bool(one.key_id) for one in found].count(False) == 1
+        raw = b"".join([m.record.value async for m in second.log.read_all(EXPERIENCES)])
+        assert b"WILHELMINA" not in raw
+        keys = Keys(store)
+        key_ids = destroy(keys, "acme", ANN)
+        index = LogIndex(tmp_path / "trace.sqlite", run="t", policy="main")
+        report = await complete(second.log, index, keys, "9f", key_ids)
+        index.close()
+        assert (len(key_ids), report.groups, report.texts) == (1, 3, 1)
+        blocks = [m.value async for m in Log(bus, "test", store=store).read_all(EXPERIENCES)]
+        members = [one for block in blocks if isinstance(block, Block) for one in block.experiences]
+        assert sorted(one.lost for one in members) == ["", "", "forgotten", "forgotten", "forgotten"]
+        assert {one.messages[0].content for one in members if not one.lost} == {"I am BOB", "NOBODY'S"}
 
 
-def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_readable_when_it_is_back(
+async def test_while_the_store_is_away_answers_of_named_users_wait_sealed_and_are_readable_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    async def check() -> None:
-        store = StoreAway()
-        async with serving(tmp_path, engine(says("SALTED")), store=store) as served:
-            key = await served.new_key()
-            store.away = True
-            for user in (ANN, "bob", ANN):
-                await ask(served, key, "PEPPERED", user=user)
-            await until(lambda: served.count("spooled") == 3)
-            assert not await served.experiences() and not served.count("not_recorded")
-            files = files_in(tmp_path)
-            held = [path for path in files if path.parent.name == "keys"]
-            assert len(held) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in held)
-            assert not [path for path in files if b"SALTED" in path.read_bytes() or b"PEPPERED" in path.read_bytes()]
-        async with serving(tmp_path, store=store, bus=served.bus, topics=False) as again:
-            assert not await again.experiences(), "a restart sends nothing that nobody could open"
-            store.away = False
-            found = await again.recorded(3)
-            assert [one.response for one in found] == ["SALTED"] * 3 and len({one.key_id for one in found}) == 2
-            assert not [path for path in files_in(tmp_path) if path.parent.name == "keys"], (
-                "the store has them, so they are nowhere else"
-            )
-
-    asyncio.run(check())
+    store = StoreAway()
+    async with serving(tmp_path, engine(says("SALTED")), store=store) as served:
+        key = await served.new_key()
+        store.away = True
+        for user in (ANN, "bob", ANN):
+            await ask(served, key, "PEPPERED", user=user)
+        await until(lambda: served.count("spooled") == 3)
+        assert not await served.experiences() and not served.count("not_recorded")
+        files = files_in(tmp_path)
+        held = [path for path in files if path.parent.name == "keys"]
+        assert len(held) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in held)
+        assert not [path for path in files if b"SALTED" in path.read_bytes() or b"PEPPERED" in path.read_bytes()]
+    async with serving(tmp_path, store=store, bus=served.bus, topics=False) as again:
+        assert not await again.experiences(), "a restart sends nothing that nobody could open"
+        store.away = False
+        found = await again.recorded(3)
+        assert [one.response for one in found] == ["SALTED"] * 3 and len({one.key_id for one in found}) == 2
+        assert not [path for path in files_in(tmp_path) if path.parent.name == "keys"], (
+            "the store has them, so they are nowhere else"
+        )
 
 
 def test_who_was_forgotten_meanwhile_stays_so(tmp_path: Path) -> None:
@@ -208,20 +200,3 @@ def test_keys_that_wait_are_bounded_and_one_that_was_cut_short_is_not_used(tmp_p
     (path,) = tmp_path.iterdir()
     path.write_bytes(b"cut")
     assert HeldKeys(store, tmp_path).num_held == 0 and not list(tmp_path.iterdir())
-
-
-def test_the_keys_of_one_subject_are_found_without_a_look_at_the_others(tmp_path: Path) -> None:
-    class WatchedStore(DirectoryStore):
-        looked_at: list[str] = []
-
-        def _walk(self, top: Path) -> Any:
-            self.looked_at.append(top.name)
-            return super()._walk(top)
-
-    store = WatchedStore(tmp_path)
-    keys = Keys(store)
-    others = [keyed_subject(b"secret", "acme", f"u{number}") for number in range(50)]
-    for subject in (*others, SUBJECT):
-        keys.of(subject)
-    assert store.looked_at == [*others, SUBJECT], "each in a folder of its own"
-    assert list(keys.named(SUBJECT)) == [keys.of(SUBJECT).key_id]
