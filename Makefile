@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 LOCK   := infra/requirements/all.lock
 CUDA   := infra/requirements/cuda.lock
 AGENTS := infra/requirements/agents.lock
+MODEL  := infra/requirements/model.lock
 BENCH  := infra/requirements/bench.lock
 LINUX  := --python-platform x86_64-manylinux_2_28
 EXTRAS := --extra streams --extra actors --extra trainer --extra dev
@@ -57,7 +58,7 @@ bench-deps: install ## create .venv/bench with the peers that benchmarks measure
 bench: install   ## run a benchmark and print its figures (make bench NAME=codec ARGS=--save; without NAME: the list)
 	@$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
-demo: install    ## train a small model through Kafka, Faust and vLLM (three to six minutes)
+demo: install    ## teach a chat model instructions through Kafka, Faust and vLLM (ten minutes; ARGS="--task add" for a toy)
 	@$(BIN)/headrace demo $(ARGS)
 
 # Unit tests first, then those with a broker, vLLM, a browser or ranks: these go file by file, so that the tests of a file share
@@ -105,6 +106,7 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 	  --overrides infra/requirements/overrides.txt --constraint $(LOCK) --no-annotate --output-file infra/requirements/image.lock
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/cuda.in $(IMAGE) --extra cuda --python-version 3.11 --generate-hashes --no-header --quiet \
 	  $(LINUX) --overrides infra/requirements/cuda-overrides.txt --constraint $(CUDA) --no-annotate --output-file infra/requirements/image-cuda.lock
+	@$(BIN)/uv pip compile infra/requirements/model.in --no-deps --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(MODEL)
 	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
 	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet \
 	  --overrides infra/requirements/bench-overrides.txt --output-file $(BENCH)

@@ -38,7 +38,7 @@ def run(roles: str = "master,process,train,explore,serve", engine: str = "vllm",
         folder = Path(name)
         config = folder / "roles" / "headrace.toml"
         build_char_model(config.parent / "model", seed=0)
-        config.write_text(demo_toml(DemoOptions(directory=config.parent, engine=engine)))
+        config.write_text(demo_toml(DemoOptions(directory=config.parent, task="add", engine=engine)))
         with EmbeddedKafka(folder / "kafka") as broker:
             sets = [f'kafka.bootstrap_servers="{broker.bootstrap}"', 'gateway.listen="127.0.0.1:0"']
             settings = load_settings(config, sets)
@@ -49,7 +49,10 @@ def run(roles: str = "master,process,train,explore,serve", engine: str = "vllm",
                 yield from rows(role, folder / role, argv, settings, lambda role=role: works(settings, role))
         if demo:
             place = folder / "demo" / "run"
-            argv = [sys.executable, "-m", "infra.cli.main", "demo", "--engine", engine, "--json", "--dir", str(place)]
+            argv = [
+                *f"{sys.executable} -m infra.cli.main demo --task add --json --engine {engine} --dir".split(),
+                str(place),
+            ]
             yield from rows("demo", folder / "demo", argv, None, lambda: answered(place / "headrace.toml"))
 
 

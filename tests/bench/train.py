@@ -60,7 +60,7 @@ def run(seeds: int = 3, minutes: float = 10.0, engine: str = "vllm", at: float =
         with tempfile.TemporaryDirectory(prefix="hr-") as name:
             folder = Path(name)
             config = folder / "headrace.toml"
-            config.write_text(demo_toml(DemoOptions(directory=folder, seed=seed, engine=engine)))
+            config.write_text(demo_toml(DemoOptions(directory=folder, task="add", seed=seed, engine=engine)))
             settings, model = load_settings(config, []), folder / "warm"
             warm_up(settings, build_char_model(folder / "model", seed), model)
             shutil.copytree(model, folder / "headrace" / "model")
@@ -179,7 +179,7 @@ def trl(asked: dict[str, Any], folder: Path, minutes: float) -> Arrival:
 
 async def demo(folder: str, engine: str, seed: str, minutes: str) -> int:
     options = DemoOptions(
-        directory=Path(folder), engine=engine, seed=int(seed), minutes=float(minutes), sets=WARM, quiet=True
+        directory=Path(folder), task="add", engine=engine, seed=int(seed), minutes=float(minutes), sets=WARM, quiet=True
     )
     return await run_demo(options)
 

@@ -212,7 +212,7 @@ async def crash_loop(
     stops_only: bool = False,
 ) -> dict[str, object]:
     """Run everything; returns what the JSON line says."""
-    options = DemoOptions(directory=folder, engine="torch", seed=seed)
+    options = DemoOptions(directory=folder, task="add", engine="torch", seed=seed)
     config = changed_settings(options)
     settings = load_settings(config)
     broker = broker_child(settings)

@@ -23,7 +23,11 @@ LIMIT_S = 400.0
 def run_demo(
     folder: Path, *arguments: str, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
 ) -> dict[str, Any]:
-    """Run the demo to its end and return its report, which is all it prints; `meanwhile` is called while it runs."""
+    """Run the demo (of sums, unless the arguments name a task) to its end and return its report, which is all it prints;
+    `meanwhile` is called while it runs.
+    """
+    if "--task" not in arguments:
+        arguments = ("--task", "add", *arguments)
     command = [sys.executable, "-m", "infra.cli.main", "demo", "--dir", str(folder), "--json", *arguments]
     printed, said = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
     with printed.open("wb") as output, said.open("wb") as errors:

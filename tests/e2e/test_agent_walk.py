@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cli.demo.init import files_of
+from infra.cli.commands.init import files_of
 from tests.infra.test_docs import ROOT
 
 LIMIT_S = 300.0

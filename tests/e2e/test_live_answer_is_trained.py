@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from actors.gateway.access.keys import create_key
-from infra.cli.demo.init import run_init
+from infra.cli.commands.init import run_init
 from infra.cli.settings import Settings, load_settings
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.cli.commands.init import EXAMPLES
 from infra.cli.demo.char_model import build_char_model
-from infra.cli.demo.init import EXAMPLES
 from infra.local.process import Watched, start_watched
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log

@@ -19,7 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from infra.cli.demo.init import EXAMPLES
+from infra.cli.commands.init import EXAMPLES
 from infra.cli.main import app
 from infra.cli.run import stay_down
 from infra.cli.run.up import METRICS_ORDER

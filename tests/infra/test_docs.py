@@ -22,7 +22,7 @@ import typer.main
 
 import headrace
 from actors.gateway.config import GatewayLimits, Webhook
-from infra.cli.demo.init import files_of
+from infra.cli.commands.init import files_of
 from infra.cli.docs import pages as docs
 from infra.cli.docs import parts as docs_parts
 from infra.cli.docs.text import labelled

@@ -24,8 +24,8 @@ from actors.rollout.tool import ParsedCall, ToolResult, answer, load_tool
 from actors.rollout.workflow import Workflows
 from headrace_wheel import PACKAGES, renamed
 from infra.chain.chain import ChainResult, Context, Step, make_step, new_memories, run_chain
+from infra.cli.commands.init import EXAMPLES
 from infra.cli.connect import app_store
-from infra.cli.demo.init import EXAMPLES
 from infra.cli.settings import load_settings
 from infra.settings.plugin import load
 from schemas import Experience, Message, Span, make_experience

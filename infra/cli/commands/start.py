@@ -20,10 +20,20 @@ class DemoFlags(msgspec.Struct, frozen=True):
         "runs/demo"
     )
     task: Annotated[
-        str, typer.Option(help="arithmetic, guess (several turns with an environment) or shapes (pictures).")
-    ] = "arithmetic"
+        str,
+        typer.Option(
+            help="instructions, or a toy: add, guess (several turns with an environment) or shapes (pictures)."
+        ),
+    ] = "instructions"
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="A chat model for the task instructions.", show_default="SmolLM2-135M-Instruct"
+        ),
+    ] = ""
     minutes: Annotated[
-        float, typer.Option(help="Time after which no more tasks are issued.", show_default="4; guess 10, traffic 9")
+        float,
+        typer.Option(help="Time after which no more tasks are issued.", show_default="10; add and shapes 4, traffic 9"),
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed of the model, the tasks and the draws.")] = 0
     engine: Annotated[
@@ -69,6 +79,7 @@ def demo(
         options = DemoOptions(
             directory=flags.directory,
             task=asked,
+            model=Path(flags.model).resolve() if flags.model else None,
             minutes=flags.minutes or task_of(asked).minutes,
             seed=flags.seed,
             engine=flags.engine or task_of(asked).engines[0],
@@ -119,7 +130,7 @@ def init(
 
     Example: [cyan]headrace init support --model Qwen/Qwen3-0.6B[/], [cyan]headrace init mine --from program --tiny[/]
     """
-    from infra.cli.demo.init import run_init
+    from infra.cli.commands.init import run_init
 
     exit_with(lambda: run_init(directory, model, engine, example, tiny=tiny))
 

@@ -1,7 +1,7 @@
 """The demo's model: a small Qwen3 with random weights (0.9 million parameters at its usual size), and its tokenizer. For
 pictures a small LLaVA: a SigLIP tower before the same Qwen3, and its image processor.
 
-The same seed always gives the same bytes. A finished folder is left as it is, so that a run can continue.
+The same seed always gives the same bytes. A finished folder stays unchanged, so that a run can continue.
 """
 
 import os
@@ -84,10 +84,8 @@ def build_char_model(
     temporary.mkdir(parents=True)
     save_tokenizer(temporary, vocabulary)
     size = size or Size()
-    if size.image:
-        _save_eye_model(temporary, seed, size, len(SPECIAL_TOKENS) + vocabulary.words.index(IMAGE_TOKEN))
-    else:
-        _save_model(temporary, seed, size)
+    image_token = len(SPECIAL_TOKENS) + vocabulary.words.index(IMAGE_TOKEN) if size.image else None
+    _save_model(temporary, seed, size, image_token)
     try:
         temporary.rename(folder)  # replaces an empty folder, and refuses any other
     except OSError:
@@ -119,41 +117,33 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, special: Mapping[str, s
     tokenizer.save_pretrained(folder)
 
 
-def _save_model(folder: Path, seed: int, size: Size) -> None:
+def _save_model(folder: Path, seed: int, size: Size, image_token: int | None) -> None:
+    """Write the model, one that takes pictures of `size.image` pixels a side where there is an image token."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=size.head_dim or max(MIN_HEAD_DIM, size.hidden // 4),
-        max_position_embeddings=512,
-        # Tied embeddings leave a stale packed output matrix after a hot reload on the CPU engine.
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
+    text = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": size.hidden,
+        "intermediate_size": 3 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": size.head_dim or max(MIN_HEAD_DIM if image_token is None else 0, size.hidden // 4),
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    with no_progress_bars():
-        model.save_pretrained(folder)
+        if image_token is None:
+            Qwen3ForCausalLM(Qwen3Config(**text, dtype="float32")).save_pretrained(folder)
+            return
+        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-
-def _save_eye_model(folder: Path, seed: int, size: Size, image_token: int) -> None:
-    """Write the model, which takes pictures of `size.image` pixels a side, and how these are prepared."""
-    import torch
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    config = LlavaConfig(
-        vision_config={
+        eye = {
             "model_type": "siglip_vision_model",
             "hidden_size": size.hidden,
             "intermediate_size": 2 * size.hidden,
@@ -162,32 +152,16 @@ def _save_eye_model(folder: Path, seed: int, size: Size, image_token: int) -> No
             "image_size": size.image,
             "patch_size": PATCH,
             "vision_use_head": False,
-        },
-        text_config={
-            "model_type": "qwen3",
-            "vocab_size": VOCABULARY_SIZE,
-            "hidden_size": size.hidden,
-            "intermediate_size": 3 * size.hidden,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": size.head_dim or size.hidden // 4,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-        image_token_index=image_token,
-        image_seq_length=(size.image // PATCH) ** 2,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlavaForConditionalGeneration(config)
-    with no_progress_bars():
-        model.save_pretrained(folder)
-    SiglipImageProcessorPil(size={"height": size.image, "width": size.image}).save_pretrained(folder)
+        }
+        config = LlavaConfig(
+            vision_config=eye,
+            text_config={"model_type": "qwen3", **text},
+            image_token_index=image_token,
+            image_seq_length=(size.image // PATCH) ** 2,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+            tie_word_embeddings=False,
+            dtype="float32",
+        )
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+        SiglipImageProcessorPil(size={"height": size.image, "width": size.image}).save_pretrained(folder)

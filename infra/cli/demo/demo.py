@@ -4,7 +4,7 @@
               └─> roles, which wait ────┘
 
 This process starts the roles, reads the log and prints a line every five seconds. Nothing it does changes what is learned.
-Ctrl-C stops the roles in order; started again with the same folder, the run goes on where it was.
+Ctrl-C stops the roles in order; started again with the same folder, the run continues.
 """
 
 import asyncio
@@ -22,8 +22,10 @@ from typing import Any
 from rich.console import Console
 
 from infra.cli.connect import connected
+from infra.cli.demo.char_model import build_char_model
+from infra.cli.demo.chat_model import CACHED_MODEL, cached_model, check_model
 from infra.cli.demo.record import READ, RunRecord
-from infra.cli.demo.report import finish_report, result_table
+from infra.cli.demo.report import examples_table, finish_report, result_table
 from infra.cli.demo.settings import DemoOptions, demo_toml, task_of
 from infra.cli.demo.tasks import DemoTask
 from infra.cli.demo.traffic import gateway_settings, users_child
@@ -36,6 +38,7 @@ from infra.local.supervisor import ALARM_AFTER, Child, ChildState, Supervisor
 from infra.log.follower import Follower
 from infra.log.log import Log
 from infra.roles.process import unless
+from infra.settings.plugin import load
 from schemas.errors import ConfigError
 
 TELL_S = 5.0
@@ -126,6 +129,8 @@ def print_result(console: Console, settings: Settings, values: dict[str, Any]) -
     """Print the table at the end, and the commands to try next."""
     folder = settings.folder
     console.print(result_table(values))
+    if "examples" in values:
+        console.print(examples_table(values))
     console.print(f"plot    {folder / 'report.png'}\nreport  {folder / 'report.json'}\n")
     config = folder / "headrace.toml"
     with contextlib.suppress(ValueError):  # shorter where it lies below the current folder
@@ -159,34 +164,33 @@ def write_settings(options: DemoOptions) -> Path:
 
 async def prepare(settings: Settings, broker: Supervisor, task: DemoTask) -> None:
     """Write model and taskset while the broker starts, in a process of its own so that this one stays small."""
-    folder = settings.folder
-    if not (folder / "tasks" / "ready").exists():
-        script = (
-            "import sys; from pathlib import Path; "
-            "from infra.cli.demo.char_model import build_char_model; from infra.cli.demo.settings import TASKS; "
-            "from infra.settings.plugin import find; "
-            "folder, seed, task = Path(sys.argv[1]), int(sys.argv[2]), TASKS[sys.argv[3]]; "
-            "find(task.write)(folder / 'tasks', seed=seed); "
-            "build_char_model(folder / 'model', seed, task.vocabulary, task.size); (folder / 'tasks' / 'ready').touch()"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "infra.cli.demo.demo", str(settings.folder), str(settings.master.seed), task.name,
+        settings.policy.model,
+        stdout=asyncio.subprocess.DEVNULL,  # libraries print there, and our own output may be read by a program
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        _, words = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+    if process.returncode:
+        raise ConfigError(
+            (words.decode(errors="replace").strip().splitlines() or ["the demo's model could not be built"])[-1]
         )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            script,
-            str(folder),
-            str(settings.master.seed),
-            task.name,
-            stdout=asyncio.subprocess.DEVNULL,  # libraries print there, and our own output may be read by a program
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            _, words = await process.communicate()
-        except asyncio.CancelledError:
-            process.kill()
-            raise
-        if process.returncode:
-            raise ConfigError(f"the demo's model could not be built: {words.decode(errors='replace')[-600:]}")
     await wait_for_broker(settings, broker)
+
+
+def build(folder: Path, seed: int, task: DemoTask, model: Path) -> None:
+    """Write the taskset, and the model where it is a toy's or the usual one. Raises ConfigError."""
+    if task.vocabulary is not None:
+        build_char_model(folder / "model", seed, task.vocabulary, task.size)
+    else:
+        check_model(cached_model() if model == CACHED_MODEL else model)
+    if not (folder / "tasks" / "ready").exists():
+        load(task.write, {"seed": seed})(folder / "tasks")
+        (folder / "tasks" / "ready").touch()
 
 
 def children(settings: Settings, config: Path, sets: Sequence[str] = ()) -> list[Child]:
@@ -214,3 +218,10 @@ def loads(settings: Settings, config: Path) -> list[Child]:
         )
         for kind in ("experts", "tasks")
     ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        build(Path(sys.argv[1]), int(sys.argv[2]), task_of(sys.argv[3]), Path(sys.argv[4]))
+    except ConfigError as error:
+        sys.exit(str(error))

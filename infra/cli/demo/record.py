@@ -16,13 +16,13 @@ READ = (topics.REPORTS, topics.POLICIES, topics.EVALS)
 class RunRecord:
     """A run, folded from its log. `read_on` takes in what has come since.
 
-    accuracy: suite → version → share correct. reports: newest of each process. newest: newest of each role. stable: moves of
-    the stable channel, in seconds since the start, and to which version. num_held: candidates that the gate held back.
-    history: gauges of the trainer's reports. done: the master of this start has said that it is.
+    results: of the evaluations, suite → version → result. reports: newest of each process. newest: newest of each role.
+    stable: moves of the stable channel, in seconds since the start, and to which version. num_held: candidates that the gate
+    held back. history: gauges of the trainer's reports. done: the master of this start has said that it is.
     """
 
     started_s: float
-    accuracy: dict[str, dict[int, float]] = field(default_factory=dict)
+    results: dict[str, dict[int, EvalResult]] = field(default_factory=dict)
     reports: dict[str, Progress] = field(default_factory=dict)
     newest: dict[str, Progress] = field(default_factory=dict)
     published: dict[int, PolicyEvent] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RunRecord:
             is_done = record.master is not None and record.master.state == "done"
             self.done |= is_done and at_s >= self.started_s  # an earlier process says nothing about this start
         elif isinstance(record, EvalResult):
-            self.accuracy.setdefault(record.suite, {})[record.version] = record.accuracy
+            self.results.setdefault(record.suite, {})[record.version] = record
         elif isinstance(record, Directive):
             self._channel = fenced(self._channel, record, message.offset)
         elif isinstance(record, PolicyEvent) and record.channel == "stable":
@@ -67,6 +67,10 @@ class RunRecord:
                 self.stable.append((at_s - self.started_s, self._channel.version))
         elif isinstance(record, PolicyEvent) and record.event == "published":
             self.published.setdefault(record.version, record)
+
+    def accuracy(self, suite: str) -> dict[int, float]:
+        """Share of right answers by version, in their order."""
+        return {version: result.accuracy for version, result in sorted(self.results.get(suite, {}).items())}
 
     def counter(self, role: str, name: str) -> float:
         """A counter, added up over all processes that the role has had."""
@@ -85,7 +89,8 @@ class RunRecord:
         """How far the run is. phase: by default the master's state."""
         master = self.newest.get("master")
         suites = "".join(
-            f"; {suite} {found[max(found)]:.1%} at v{max(found)}" for suite, found in sorted(self.accuracy.items())
+            f"; {suite} {found[max(found)].accuracy:.1%} at v{max(found)}"
+            for suite, found in sorted(self.results.items())
         )
         version = f"v{max(self.published)}" if self.published else "no version yet"
         return (

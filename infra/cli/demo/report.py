@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
+from actors.master.evaluation import parse_eval_group
 from infra.cli.demo.record import RunRecord
 from infra.cli.demo.settings import DemoOptions, task_of
 from infra.cli.demo.traffic import USERS_FILE
@@ -18,7 +20,7 @@ from infra.cli.settings import Settings
 from infra.ledger.audit import audit
 from infra.local.supervisor import ChildState
 from infra.log.log import Log
-from schemas import Batch, topics
+from schemas import Batch, Block, topics
 from schemas.journal import JournalRecord, effective
 
 ENDS = 500  # answers at each end of the run over which users' accuracy is reported
@@ -33,15 +35,18 @@ async def finish_report(
     """Write report.json and report.png; returns the figures. run: read to the end of the log."""
     name, task = settings.run or settings.app, task_of(options.task)
     account = await audit(log, name)
+    held = await held_out_answers(log, task.suite)
     journal = [message.value async for message in log.read_all(topics.BATCHES)]
     entries, _ = effective([record for record in journal if isinstance(record, JournalRecord)], name)
     phases = [entry.phase for entry in entries if isinstance(entry, Batch)]
     values: dict[str, Any] = {
         **accuracies(run, task.suite),
+        **(changes(run, held, task.suite) if task.vocabulary is None else {}),
         "wall_s": round(run.elapsed_s(), 1),
         "startup_s": await startup_s(log, run.started_s),
         "task": options.task,
         "measure": task.measure,
+        "suite": task.suite,
         "engine": options.engine,
         "reload_kv": settings.reload.kv,
         "control": options.control,
@@ -56,21 +61,18 @@ async def finish_report(
         "audit_clean": account.is_clean,
         **staleness(run),
         **measured(run),
-        "delta_bytes_over_full": delta_share(run),
         "peak_rss_mb": {
             state.name: round(state.peak_rss_bytes / 2**20, 1)
             for state in children
             if not state.name.startswith("load-")
         },
         "restarts": {state.name: state.restarts for state in children if state.restarts},
-        "accuracy": {suite: sorted(found.items()) for suite, found in run.accuracy.items()},
+        "accuracy": {suite: list(run.accuracy(suite).items()) for suite in run.results},
     }
-    draw = draw_plot
     if options.traffic:
         values |= await asyncio.to_thread(traffic_values, run, settings.folder / USERS_FILE, task.suite)
-        draw = draw_traffic
     (settings.folder / "report.json").write_text(json.dumps(values, indent=2) + "\n")
-    await asyncio.to_thread(draw, run, values, settings.folder / "report.png")
+    await asyncio.to_thread(draw_plot, run, values, settings.folder / "report.png")
     return values
 
 
@@ -87,9 +89,49 @@ async def startup_s(log: Log, started_s: float) -> float | None:
     return round(after_s, 1) if after_s > 0 else None
 
 
+Answer = tuple[str, str, str]  # the task's id, its prompt, the answer
+NUM_SHOWN = 5
+
+
+async def held_out_answers(log: Log, suite: str) -> dict[int, dict[int, Answer]]:
+    """The answers to a suite: version → number of the task → answer."""
+    found: dict[int, dict[int, Answer]] = {}
+    async for message in log.read_all(topics.EXPERIENCES):
+        for experience in message.value.experiences if isinstance(message.value, Block) else ():
+            asked = parse_eval_group(experience.group) if experience.suite == suite else None
+            if asked is not None and experience.messages:
+                prompt = experience.messages[0].content
+                found.setdefault(asked[1], {})[asked[2]] = (experience.task, prompt, experience.response)
+    return found
+
+
+def changes(run: RunRecord, held: Mapping[int, Mapping[int, Answer]], suite: str) -> dict[str, object]:
+    """What training changed: intervals, the prompts with pairs of kinds that were never trained on, answers side by side."""
+    results = run.results.get(suite, {})
+    if not results or not held:
+        return {"tokens_sampled": int(run.counter("explore", "tokens"))}
+    first, last = min(results), max(results)
+    before, after = held.get(first, {}), held.get(last, {})
+    unseen = [number for number, (task, _, _) in sorted(after.items()) if task.startswith("unseen")]
+    both = sorted(before.keys() & after.keys())
+    # as many prompts with known pairs as with unseen ones, spread over the suite
+    shown = [both[len(both) * place // NUM_SHOWN] for place in range(NUM_SHOWN)] if len(both) >= NUM_SHOWN else both
+    return {
+        "intervals": {version: result.interval for version, result in sorted(results.items())},
+        "unseen_pairs": {
+            version: round(sum(result.right[number] > 0 for number in unseen) / len(unseen), 4)
+            for version, result in sorted(results.items())
+            if unseen and len(result.right) > unseen[-1]
+        },
+        "distinct_answers": [len({answer for _, _, answer in found.values()}) for found in (before, after)],
+        "examples": [(before[number][1], before[number][2], after[number][2]) for number in shown],
+        "tokens_sampled": int(run.counter("explore", "tokens")),
+    }
+
+
 def accuracies(run: RunRecord, suite: str) -> dict[str, object]:
     """Accuracy in `suite` of the first policy, of the one after the warm-up, and of the last one evaluated."""
-    found = run.accuracy.get(suite, {})
+    found = run.accuracy(suite)
     return {
         "accuracy_start": found.get(0),
         "accuracy_after_sft": found.get(1),
@@ -99,61 +141,32 @@ def accuracies(run: RunRecord, suite: str) -> dict[str, object]:
 
 
 def staleness(run: RunRecord) -> dict[str, object]:
-    """Versions between sampling and training, weighted by tokens."""
+    """Versions between sampling and training: their mean over the trained tokens, and their maximum."""
     ages = Counter[int]()
     for report in run.reports.values():
         for name, count in report.counters.items():
             if name.startswith("staleness_tokens{versions="):
-                ages[int(name[26:-1])] += count  # type: ignore[assignment]
-    total = sum(ages.values())
-    if not total:
-        return {"staleness_mean": None, "staleness_p95": None, "staleness_max": None}
-    seen, p95 = 0.0, max(ages)
-    for age in sorted(ages):
-        seen += ages[age]
-        if seen >= 0.95 * total:
-            p95 = age
-            break
-    mean = sum(age * count for age, count in ages.items()) / total
-    return {"staleness_mean": round(mean, 3), "staleness_p95": p95, "staleness_max": max(ages)}
+                ages[int(name[26:-1])] += int(count)
+    mean = sum(age * count for age, count in ages.items()) / ages.total() if ages.total() else None
+    return {"staleness_mean": None if mean is None else round(mean, 3), "staleness_max": max(ages, default=None)}
 
 
 def measured(run: RunRecord) -> dict[str, object]:
     """The figures that the roles report."""
     idle = run.counter("train", "idle_seconds")
-    spent = {
-        name: run.counter("train", f"{name}_seconds") for name in ("learner", "publish_wait", "snapshot", "journal")
-    }
-    busy = sum(spent.values())
-    mismatches = {
-        name: max(
-            (report.gauges.get(f"{name}_run", 0.0) for report in run.reports.values() if report.role == "train"),
-            default=None,
-        )
-        for name in ("mismatch_abs_max", "mismatch_k3")
-    }
-    names = ("reload_pause_ms_p50", "reload_pause_ms_p95", "publish_to_serving_ms_p50", "publish_to_serving_ms_p95")
+    busy = sum(run.counter("train", f"{name}_seconds") for name in ("learner", "publish_wait", "snapshot", "journal"))
+    mismatches = [
+        report.gauges.get("mismatch_abs_max_run", 0.0) for report in run.reports.values() if report.role == "train"
+    ]
+    names = ("reload_pause_ms_p50", "reload_pause_ms_p95", "publish_to_serving_ms_p95")
     return {
-        **mismatches,
+        "mismatch_abs_max": max(mismatches, default=None),
         **{name: run.gauge("explore", name) for name in names},
         "requests_failed": int(run.counter("explore", "requests_failed")),
         "rollout_tokens_per_s": run.gauge("explore", "tokens_per_s"),
         "trainer_idle_share": round(idle / (idle + busy), 3) if idle + busy else None,
-        "bookkeeping_share": share(spent["journal"] + run.counter("train", "checkpoint_seconds"), spent["learner"]),
         "explorer_idle_share": run.gauge("explore", "idle_share"),
     }
-
-
-def share(part: float, whole: float) -> float | None:
-    """A part of a whole; None where the whole is 0."""
-    return round(part / whole, 4) if whole else None
-
-
-def delta_share(run: RunRecord) -> float | None:
-    """Bytes a follower reads per version over the bytes of all weights, on average over the versions after the first."""
-    sizes = [event.stats for version, event in run.published.items() if version > 0 and event.parent >= 0]
-    shares = [size["bytes"] / size["full_bytes"] for size in sizes if size.get("full_bytes")]
-    return round(sum(shares) / len(shares), 5) if shares else None
 
 
 def read_seen(path: Path) -> list[Seen]:
@@ -166,7 +179,7 @@ def traffic_values(run: RunRecord, users: Path, suite: str) -> dict[str, object]
     """The traffic demo's part of report.json. `requests_failed` is what users saw fail, not what the engine counted."""
     seen = read_seen(users)
     answered = [answer for answer in seen if answer.version >= 0]
-    accuracy = run.accuracy.get(suite, {})
+    accuracy = run.accuracy(suite)
     ages = [row["live/staleness_mean"] for row in run.history if "live/staleness_mean" in row]
     return {
         "requests_failed": sum(answer.failed for answer in seen),
@@ -207,7 +220,7 @@ def result_table(values: Values) -> Table:
         "experiences": f"{values['experiences_published']:,} published, {values['experiences_trained']:,} trained, "
         f"{sum(values['dropped'].values()):,} dropped, {values['pending']:,} pending",
         "dropped": ", ".join(f"{reason} {count:,}" for reason, count in values["dropped"].items()) or "none",
-        "staleness": f"{number(values['staleness_mean'])} mean, {values['staleness_p95']} p95, {values['staleness_max']} max",
+        "staleness": f"{number(values['staleness_mean'])} mean, {values['staleness_max']} max",
         "engine against trainer": f"{number(values['mismatch_abs_max'], 7)} largest logprob difference",
         "hot reload": f"pause {number(values['reload_pause_ms_p50'], 0)} ms p50, "
         f"{number(values['reload_pause_ms_p95'], 0)} p95 with {values['reload_kv']}, "
@@ -219,8 +232,25 @@ def result_table(values: Values) -> Table:
     }
     if "stable" in values:
         rows = traffic_rows(values) | {name: text for name, text in rows.items() if name not in ROLLOUTS_ALONE}
+    if "examples" in values:
+        pairs = list(values["unseen_pairs"].values()) or [None]
+        cost = f"{values['wall_s'] / 60:.1f} minutes, {values['tokens_sampled']:,} tokens sampled, "
+        first = {
+            "pairs of kinds never trained": f"{percent(pairs[0])} → {percent(pairs[-1])}",
+            "distinct held-out answers": " → ".join(map(str, values["distinct_answers"])),
+            "cost": f"{cost}{sum(values['peak_rss_mb'].values()) / 1000:.1f} GB of memory",
+        }
+        rows = dict(list(rows.items())[:1]) | first | dict(list(rows.items())[1:])
     for name, value in rows.items():
         table.add_row(name, value)
+    return table
+
+
+def examples_table(values: Values) -> Table:
+    """Held-out prompts with the answers before and after."""
+    table = Table("prompt", "before", "after", title="held-out prompts", show_lines=True)
+    for cells in values["examples"]:
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
@@ -252,75 +282,46 @@ def begin_of(rows: Sequence[Mapping[str, float]]) -> float:
     return min([0.0, *(row["elapsed_s"] for row in rows)])
 
 
-def draw_plot(run: RunRecord, values: Mapping[str, object], path: Path) -> None:
-    """Accuracy over versions; reward and staleness beside it."""
+def draw_plot(run: RunRecord, values: Values, path: Path) -> None:
+    """Left: accuracy over versions with its 95 % interval. Right, over time: what users got, or trained rewards."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for suite, found in sorted(run.accuracy.items()):
-        versions = sorted(found)
-        left.plot(versions, [found[version] for version in versions], marker="o", markersize=3, label=suite)
-    left.set(xlabel="policy version", ylabel="greedy accuracy", ylim=(0, 1), title=f"control: {values['control']}")
-    left.axhline(0.9, color="grey", linewidth=0.8, linestyle="--")
-    left.grid(alpha=0.3)
-    if run.accuracy:
-        left.legend(loc="lower right")
+    for suite, results in sorted(run.results.items()):
+        points = [(version, result.accuracy, result.interval) for version, result in sorted(results.items())]
+        versions, shares, intervals = zip(*points, strict=True)
+        ends = [(share, share) if ends is None else ends for share, ends in zip(shares, intervals, strict=True)]
+        left.plot(versions, shares, marker="o", markersize=3, label=suite)
+        left.fill_between(versions, [low for low, _ in ends], [high for _, high in ends], alpha=0.15)
+    accuracy = run.accuracy(values["suite"])
+    moves = [(at_s, version, accuracy[version]) for at_s, version in run.stable if version in accuracy]
     rows = [row for row in run.history if "reward_mean" in row]
-    begin_s = begin_of(rows)
-    right.plot(
-        [row["elapsed_s"] - begin_s for row in rows],
-        [row["reward_mean"] for row in rows],
-        label="reward of trained groups",
-    )
-    highest = max([1.0, *(row["reward_mean"] for row in rows)])
-    right.set(xlabel="seconds since the start", ylabel="reward", ylim=(0, highest), title="what was trained on")
-    stale = [row for row in rows if "usual/staleness_mean" in row]
-    twin = right.twinx()
-    twin.plot(
-        [row["elapsed_s"] - begin_s for row in stale],
-        [row["usual/staleness_mean"] for row in stale],
-        color="tab:orange",
-        linewidth=0.8,
-    )
-    twin.set_ylabel("staleness, versions (orange)")
-    twin.set_ylim(bottom=0)
-    right.grid(alpha=0.3)
-    right.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def draw_traffic(run: RunRecord, values: Mapping[str, object], path: Path) -> None:
-    """Left: what was served and what users saw, over time. Right: every evaluated version, and those that were promoted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    suite = str(values["measure"]).removesuffix(" accuracy")
-    accuracy = run.accuracy.get(suite, {})
-    moves = [(at_s, accuracy[version]) for at_s, version in run.stable if version in accuracy]
-    if moves:
-        moves.append((run.history[-1]["elapsed_s"] if run.history else moves[-1][0], moves[-1][1]))
-        left.step(*zip(*moves, strict=True), where="post", label=f"stable version, {suite}, greedy")
-    points = windows([one for one in read_seen(path.with_name(USERS_FILE)) if one.version >= 0], run.started_s)
-    if points:
-        label = f"answers users got, right of {WINDOW}"
-        left.plot(*zip(*points, strict=True), marker=".", linewidth=0.6, label=label)
-    left.set(xlabel="seconds since the start", ylabel="accuracy", ylim=(0, 1), title="what customers got")
-    versions = sorted(accuracy)
-    right.plot(
-        versions, [accuracy[one] for one in versions], color="grey", marker="o", markersize=3, label="candidates"
-    )
-    promoted = [version for _, version in run.stable if version in accuracy]
-    right.plot(promoted, [accuracy[one] for one in promoted], "o", markersize=6, label="let pass by the gate")
-    right.set(xlabel="policy version", ylim=(0, 1), title=f"{suite}, every version that was evaluated")
+    if "stable" in values:
+        steps = [(at_s, share) for at_s, _, share in moves]
+        if moves:
+            left.plot(
+                [version for _, version, _ in moves], [share for _, share in steps], "o", label="let pass by the gate"
+            )
+            steps.append((run.history[-1]["elapsed_s"] if run.history else steps[-1][0], steps[-1][1]))
+            right.step(*zip(*steps, strict=True), where="post", label=f"stable version, {values['suite']}, greedy")
+        seen = [answer for answer in read_seen(path.with_name(USERS_FILE)) if answer.version >= 0]
+        if seen_right := windows(seen, run.started_s):
+            right.plot(
+                *zip(*seen_right, strict=True), marker=".", linewidth=0.6, label=f"users' answers, right of {WINDOW}"
+            )
+        right.set(ylabel="accuracy", ylim=(0, 1), title="what customers got")
+    else:
+        begin_s, rewards = begin_of(rows), [row["reward_mean"] for row in rows]
+        right.plot([row["elapsed_s"] - begin_s for row in rows], rewards, label="reward of trained groups")
+        right.set(ylabel="reward", ylim=(0, max([1.0, *rewards])), title="what was trained on")
+    left.set(xlabel="policy version", ylabel="greedy accuracy", ylim=(0, 1), title=values["measure"])
+    right.set(xlabel="seconds since the start")
     for axis in (left, right):
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right", fontsize=8)
+        if axis.has_data():
+            axis.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

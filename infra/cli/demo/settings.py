@@ -5,15 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from infra.cli.demo.tasks import ARITHMETIC, GUESS, SHAPES, DemoTask
+from infra.cli.demo.chat_model import CACHED_MODEL
+from infra.cli.demo.tasks import ADD, GUESS, INSTRUCTIONS, SHAPES, DemoTask
 from infra.cli.demo.traffic import TRAFFIC
 from schemas.errors import ConfigError
 
-TASKS = {task.name: task for task in (ARITHMETIC, GUESS, SHAPES, TRAFFIC)}
+TASKS = {task.name: task for task in (INSTRUCTIONS, ADD, GUESS, SHAPES, TRAFFIC)}
 ENGINES = {
     "vllm": 'use = "actors.engines.vllm.engine:VllmEngine"\n'
-    'options = { dtype = "float32", max_model_len = 64, max_num_seqs = 256 }',
-    "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = { max_sequences = 256 }',
+    'options = {{ dtype = "{dtype}", max_model_len = {max_model_len}, max_num_seqs = {max_sequences} }}',
+    "torch": 'use = "actors.engines.torch:TorchEngine"\noptions = {{ dtype = "{dtype}", max_sequences = {max_sequences} }}',
 }
 SETTLE_S = 20.0  # after the users have gone: the last feedback windows close
 SHUFFLE = """
@@ -39,7 +40,7 @@ partitions = 2
 url = "store"
 
 [policy]
-model = "model"
+model = {model}
 
 """
 
@@ -47,13 +48,15 @@ model = "model"
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `headrace demo`.
 
-    directory: of the run. task: by its name. minutes: of issuing tasks. seed: of the model, the tasks and the draws.
+    directory: of the run. task: by its name. model: folder of the chat model, None for the usual one. minutes: of issuing
+    tasks. seed: of a toy's model, the tasks and the draws.
     engine: vllm or torch. control: see `DemoTask.lanes`. quiet: no picture on the terminal. agent: URL of a service
     that plays, "" for the built-in workflow. sets: `--set` arguments of every role.
     """
 
     directory: Path
-    task: str = "arithmetic"
+    task: str = INSTRUCTIONS.name
+    model: Path | None = None
     minutes: float = 4.0
     seed: int = 0
     engine: str = "vllm"
@@ -66,6 +69,15 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     def traffic(self) -> bool:
         """Whether users of a gateway ask, and not explorers."""
         return self.task == TRAFFIC.name
+
+
+def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """bfloat16 where the CPU multiplies it in hardware (AVX512-BF16 or AMX), else float32."""
+    try:
+        flags = cpuinfo.read_text(encoding="utf-8").split()
+    except OSError:
+        return "float32"
+    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "float32"
 
 
 def task_of(name: str) -> DemoTask:
@@ -86,8 +98,15 @@ def demo_toml(options: DemoOptions) -> str:
         playable = ", ".join(name for name, one in TASKS.items() if one.workflow)
         raise ConfigError(f"--agent: got one with --task {options.task}, expected --task {playable}")
     usual, expert = task.lanes[options.control]
-    return TEMPLATE + task.settings.format(
-        engine=ENGINES[options.engine],
+    toy = task.vocabulary is not None
+    dtype = "float32" if toy else cpu_dtype()
+    engine = ENGINES[options.engine].format(
+        dtype=dtype, max_model_len=task.max_model_len, max_sequences=256 if toy else 128
+    )
+    model = "model" if toy else str(options.model or CACHED_MODEL)
+    return TEMPLATE.format(model=json.dumps(model)) + task.settings.format(
+        engine=engine,
+        dtype=dtype,
         seed=options.seed,
         minutes=f"{options.minutes:g}",
         after_users=f"{60 * options.minutes + SETTLE_S:g}",

@@ -1,9 +1,13 @@
 """The tasks of `headrace demo`: data, vocabulary, settings, and what counts as success.
 
-arithmetic   two-digit addition, one answer an episode, learned with the MIX loss
-guess        several turns with an environment, learned from its rewards alone
-shapes       how many shapes a picture shows. The demonstrations count too low, so the model learns from them to look at the
-             picture, and from rewards to count; without the picture a guess is right one time in three at most.
+instructions   a chat model follows instructions that can be checked: each kind shown alone, then learned from the score
+
+Toys, which the tests use, with a character model of at most 0.9 M parameters:
+
+add            two-digit addition, one answer an episode, learned with the MIX loss
+guess          several turns with an environment, learned from its rewards alone
+shapes         how many shapes a picture shows. The demonstrations count too low, so the model learns from them to look at the
+               picture, and from rewards to count; without the picture a guess is right one time in three at most.
 """
 
 from collections.abc import Mapping
@@ -18,26 +22,27 @@ class DemoTask(msgspec.Struct, frozen=True, kw_only=True):
     """One task of `headrace demo`.
 
     name: by which `--task` knows it. about: what it is, in a few words. write: a function (folder, seed=) that writes
-    tasks.jsonl and experts.jsonl. vocabulary, size: of the model. settings: the TOML from [pacing] on, with {engine},
-    {seed}, {minutes}, {stop_at}, {processors}, {usual}, {expert}; where `workflow` says what plays, {workflow},
-    {in_flight} and {deadline_s} too, and an agent may play instead. suite: the evals that are reported. measure: what a
-    person calls them. stop_at: success that ends the run. lanes: of each control there is, the weights of the lanes
-    usual and expert. engines: those it runs on, the usual one first. minutes: how long tasks are issued by default.
-    workflow: what plays, "" for the usual one.
+    tasks.jsonl and experts.jsonl. vocabulary, size: of a toy's model; without them a chat model learns. max_model_len: of the
+    engine. settings: the TOML from [pacing] on, with {engine}, {dtype}, {seed}, {minutes}, {stop_at}, {processors}, {usual},
+    {expert}; where `workflow` says what plays, {workflow}, {in_flight} and {deadline_s} too, and an agent may play instead.
+    suite: the evals that are reported. measure: what a person calls them. stop_at: success that ends the run. lanes: of each
+    control there is, the weights of the lanes usual and expert. engines: those it runs on, the usual one first. minutes: how
+    long tasks are issued by default. workflow: what plays, "" for the usual one.
 
-    Example: DemoTask(name="arithmetic", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
+    Example: DemoTask(name="add", ..., suite="held-out", measure="held-out accuracy", lanes={"none": (1.0, 0.0)})
     """
 
     name: str
     about: str
     write: str
-    vocabulary: Vocabulary
-    size: Size
     settings: str
     suite: str
     measure: str
     stop_at: float
     lanes: Mapping[str, tuple[float, float]]
+    vocabulary: Vocabulary | None = None
+    size: Size | None = None
+    max_model_len: int = 64
     engines: tuple[str, ...] = ("vllm", "torch")
     minutes: float = 4.0
     workflow: str = ""
@@ -48,8 +53,8 @@ FRAME = Template("""\
 groups_per_step = $groups             # G: fresh groups in every optimizer step
 max_staleness = 2                # η: no trained token is older than so many versions
 steps_per_version = 1            # k
-straggler_s = 5.0
-reissue_s = 20.0
+straggler_s = $straggler_s
+reissue_s = $reissue_s
 
 [engine]
 {engine}
@@ -85,7 +90,7 @@ learning_rate = $learning_rate
 betas = [0.9, 0.98]              # a short memory of gradient sizes: they fall fast as answers become right
 gradient_clip = 1.0
 checkpoint_every = 20
-$schedule
+$trainer
 [trainer.lanes]                  # $lanes
 usual = {{ loss = "dppo", weight = {usual} }}
 expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true }}
@@ -105,11 +110,64 @@ def scored(name: str, use: str) -> str:
 def framed(**holes: object) -> str:
     """The settings for `DemoTask.settings`: the frame, filled with the values of a task. Raises KeyError for a missing one."""
     return FRAME.substitute(
-        {"explore": "", "tables": "", "schedule": "", "stop_why": "", "in_flight": 1024, "deadline_s": 30.0} | holes
+        {
+            "explore": "",
+            "tables": "",
+            "trainer": "",
+            "stop_why": "",
+            "in_flight": 1024,
+            "deadline_s": 30.0,
+            "straggler_s": 5.0,
+            "reissue_s": 20.0,
+        }
+        | holes
     )
 
 
-ARITHMETIC_WARMUP = """\
+INSTRUCTIONS = DemoTask(
+    name="instructions",
+    about="follow instructions that can be checked",
+    write="actors.tasksets.instructions:write_instructions",
+    settings=framed(
+        **BY_DEV,
+        groups=8,
+        num_episodes=8,
+        in_flight=128,
+        straggler_s=60.0,
+        reissue_s=300.0,
+        deadline_s=600.0,
+        max_tokens=40,
+        evals="""\
+    {{ suite = "held-out", every = 1000, tasks = 200, score = "instructions" }},   # before, after the warm-up, at the end
+    {{ suite = "dev", every = 10, tasks = 64, score = "instructions" }},""",
+        score="instructions",
+        tables=scored("instructions", "streams.scores.instructions:instructions"),
+        learning_rate="3e-5",
+        trainer="""\
+dtype = "{dtype}"
+max_tokens_per_microbatch = 2048
+""",
+        lanes="the demonstrations are for the warm-up alone",
+        warmup="""\
+[trainer.warmup]                 # shows six kinds of instruction, each alone
+lane = "expert"
+stop_at = 1.0
+min_steps = 12
+max_steps = 12
+min_experiences = 350
+learning_rate = 1e-4
+batch = 24
+""",
+    ),
+    suite="held-out",
+    measure="held-out prompts with every instruction followed",
+    stop_at=0.95,
+    lanes={"none": (1.0, 0.0), "shuffled": (1.0, 0.0)},
+    max_model_len=256,
+    minutes=10.0,
+)
+
+ADD_WARMUP = """\
 [trainer.warmup]
 lane = "expert"
 stop_at = 0.30                   # greedy accuracy on demonstrations kept for validation
@@ -120,8 +178,8 @@ learning_rate = 5e-4
 batch = 64
 """
 
-ARITHMETIC = DemoTask(
-    name="arithmetic",
+ADD = DemoTask(
+    name="add",
     about="two-digit addition",
     write="actors.tasksets.arithmetic:write_arithmetic",
     vocabulary=CHARACTERS_ALONE,
@@ -137,9 +195,9 @@ ARITHMETIC = DemoTask(
         score="exact",
         tables=scored("exact", "streams.scores.exact:exact"),
         learning_rate="2e-4",
-        schedule="schedule = {{ hold_steps = 60, decay_steps = 100, final = 0.1 }}   # smaller steps as less is wrong\n",
+        trainer="schedule = {{ hold_steps = 60, decay_steps = 100, final = 0.1 }}   # smaller steps as less is wrong\n",
         lanes="the MIX loss: (1 - m) reinforcement + m supervised",
-        warmup=ARITHMETIC_WARMUP,
+        warmup=ADD_WARMUP,
     ),
     suite="held-out",
     measure="held-out accuracy",

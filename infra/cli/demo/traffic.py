@@ -1,4 +1,4 @@
-"""The traffic demo: users ask a gateway for sums. After the warm-up the model learns only from what they say of the answers.
+"""The traffic demo: users ask a gateway for sums. After the warm-up the model learns only from their ratings.
 
 Explorers answer only the evals by which the gate decides which version the users get.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 from actors.gateway.access.keys import create_key
 from infra.cli.connect import app_store
-from infra.cli.demo.tasks import ARITHMETIC, ARITHMETIC_WARMUP
+from infra.cli.demo.tasks import ADD, ADD_WARMUP
 from infra.cli.exit_codes import CONFIG_ERROR
 from infra.cli.run.up import child_environment
 from infra.cli.settings import Settings
@@ -87,10 +87,10 @@ expert = {{ loss = "sft", weight = {expert}, max_uses = 100000, optional = true 
 """
 
 TRAFFIC = msgspec.structs.replace(
-    ARITHMETIC,
+    ADD,
     name="traffic",
     about="two-digit addition, learned from what users of a gateway say",
-    settings=f"{SETTINGS}\n{ARITHMETIC_WARMUP}",
+    settings=f"{SETTINGS}\n{ADD_WARMUP}",
     stop_at=1.0,
     lanes={"none": (1.0, 0.0)},
     minutes=9.0,

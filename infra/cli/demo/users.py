@@ -40,7 +40,7 @@ class Opinion(msgspec.Struct, frozen=True):
     """What a user will say about one answer.
 
     habit: the kind of user. delay_s: before the first word. value: of the rating, None for none. correction: the answer
-    as it should have been. withdrawn: the rating is taken back later.
+    as it should have been. withdrawn: the user withdraws the rating later.
 
     Example: Opinion(habit="corrects", delay_s=0.1, value=0.0, correction="280")
     """
@@ -197,7 +197,7 @@ async def until_promoted(url: str, *, every_s: float = 0.5) -> None:
 
 
 async def run_users(options: argparse.Namespace) -> None:
-    """Wait for the gateway, ask for so many minutes, finish."""
+    """Wait for the gateway, ask for `minutes`, finish."""
     from openai import AsyncOpenAI
 
     await until_promoted(options.url)

@@ -17,7 +17,7 @@ from actors.gateway.config import GatewayConfig
 from actors.rollout.session import Session
 from actors.rollout.workflow import Workflows
 from infra.chain.processor import Memory
-from infra.cli.demo.init import EXAMPLES, files_of
+from infra.cli.commands.init import EXAMPLES, files_of
 from infra.cli.main import app
 from infra.cli.run.roles import read_webhooks
 from infra.cli.run.up import ROLES, roles_to_start, say_door

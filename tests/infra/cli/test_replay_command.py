@@ -342,7 +342,7 @@ def test_every_shipped_learner_is_known(use: str) -> None:
     [
         ({"lanes": {"usual": {"loss": "os:system"}}}, 'trainer.lanes.usual.loss = "os:system"'),
         ({"lanes": {"usual": {"loss": "trainer.losses.losses:load"}}}, "trainer.losses.losses:load"),
-        ({"lanes": {"usual": {"loss": "infra.cli.demo.init:run_init"}}}, "infra.cli.demo.init:run_init"),
+        ({"lanes": {"usual": {"loss": "infra.cli.commands.init:run_init"}}}, "infra.cli.commands.init:run_init"),
         ({"lanes": {"expert": {"loss": "../grpo"}}}, "../grpo"),
         ({"learner": {"use": "builtins:exec"}}, 'trainer.learner.use = "builtins:exec"'),
         (

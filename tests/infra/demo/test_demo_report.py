@@ -9,16 +9,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from actors.master.evaluation import eval_group
 from infra.cli.demo.demo import children, failed, print_result, write_settings
 from infra.cli.demo.record import READ, RunRecord
 from infra.cli.demo.report import (
     WINDOW,
     accuracies,
     begin_of,
+    changes,
     draw_plot,
-    draw_traffic,
+    examples_table,
+    held_out_answers,
     measured,
     read_seen,
+    result_table,
     staleness,
     startup_s,
     traffic_rows,
@@ -35,7 +39,20 @@ from infra.log.bus import Record
 from infra.log.follower import Follower
 from infra.log.log import Log, LogMessage
 from infra.log.memory import MemoryBus
-from schemas import Block, Control, EvalResult, MasterState, PolicyEvent, Progress, encode, topics
+from schemas import (
+    Block,
+    Control,
+    EvalResult,
+    Experience,
+    MasterState,
+    Message,
+    PolicyEvent,
+    Progress,
+    Span,
+    encode,
+    make_experience,
+    topics,
+)
 from tests.schemas.record_samples import group_block
 
 START_S = 1_763_715_600.0
@@ -119,7 +136,7 @@ def test_the_reported_accuracy_is_of_held_out_versions_0_1_and_the_last() -> Non
 def test_staleness_is_weighted_by_tokens() -> None:
     counters = {f"staleness_tokens{{versions={age}}}": count for age, count in ((0, 90.0), (1, 6.0), (2, 4.0))}
     assert staleness(run_of((0, progress("train", **counters)))) == {
-        "staleness_mean": 0.14, "staleness_p95": 1, "staleness_max": 2,
+        "staleness_mean": 0.14, "staleness_max": 2,
     }  # fmt: skip
     assert staleness(run_of())["staleness_max"] is None
 
@@ -145,7 +162,7 @@ VALUES = {
     "measure": "held-out accuracy", "accuracy_start": 0.0, "accuracy_after_sft": 0.284, "accuracy_final": 0.956,
     "wall_s": 217.0, "startup_s": 53.0, "steps": 143, "warmup_steps": 275, "policy_versions": 145,
     "experiences_published": 80_188, "experiences_trained": 75_184, "dropped": {"all rewards equal": 4704}, "pending": 0,
-    "staleness_mean": 1.5, "staleness_p95": 2, "staleness_max": 2, "mismatch_abs_max": 1e-5, "reload_pause_ms_p50": 85.0,
+    "staleness_mean": 1.5, "staleness_max": 2, "mismatch_abs_max": 1e-5, "reload_pause_ms_p50": 85.0,
     "reload_pause_ms_p95": 179.0, "reload_kv": "keep", "publish_to_serving_ms_p95": 581.0, "requests_failed": 0,
     "rollout_tokens_per_s": 2733.0, "explorer_idle_share": 0.09, "trainer_idle_share": 0.28, "peak_rss_mb": {"kafka": 350.0},
 }  # fmt: skip
@@ -160,6 +177,38 @@ def test_a_demo_ends_with_the_table_and_a_console_command_that_there_is(tmp_path
     assert "0.0% → 28.4% → 95.6%" in text
     assert named.strip() == f"headrace console -c {tmp_path / 'headrace.toml'}" and "in the browser" in why
     assert "console" in [one.callback.__name__ for one in app.registered_commands if one.callback is not None]
+
+
+def answered(version: int, number: int, response: str) -> Experience:
+    """An answer to the held-out task of that number; tasks from 1 on have a pair of kinds that was never trained on."""
+    return make_experience(
+        id=f"{eval_group('held-out', version, number)}-0-0", group=eval_group("held-out", version, number), episode=0,
+        group_size=1, tokens=[1, 2], logprobs=[-1.0], spans=(Span(start=1, stop=2, version=version),), suite="held-out",
+        task=f"{'unseen' if number else 'held'}-{number}",
+        messages=(Message(role="user", content=f"Prompt {number}"), Message(role="assistant", content=response)),
+    )  # fmt: skip
+
+
+def test_a_chat_models_report_shows_answers_before_and_after_and_the_pairs_never_trained() -> None:
+    async def main() -> dict[int, dict[int, tuple[str, str, str]]]:
+        log = Log(MemoryBus(lambda: int(START_S * 1000)), "t")
+        await log.create_topics(partitions=1, keep_ms=-1)
+        for version, responses in ((0, ["Hm.", "Hm.", "Hm."]), (9, ["Yes.", "no", "So."])):
+            for number, response in enumerate(responses):
+                await log.publish(topics.EXPERIENCES, Block(experiences=(answered(version, number, response),)))
+        return await held_out_answers(log, "held-out")
+
+    results = [
+        EvalResult(policy="main", version=version, suite="held-out", num_tasks=3, num_correct=sum(right), right=right)
+        for version, right in ((0, (0, 0, 0)), (9, (1, 0, 1)))
+    ]
+    found = changes(run_of(*enumerate(results)), asyncio.run(main()), "held-out")
+    assert found["unseen_pairs"] == {0: 0.0, 9: 0.5} and found["distinct_answers"] == [1, 3]
+    assert found["examples"] == [(f"Prompt {n}", "Hm.", said) for n, said in enumerate(["Yes.", "no", "So."])]
+    values = VALUES | found
+    console = Console(file=io.StringIO(), width=200)
+    console.print(result_table(values), examples_table(values))
+    assert isinstance(console.file, io.StringIO) and "0.0% → 50.0%" in console.file.getvalue()
 
 
 def move(event: str, version: int) -> PolicyEvent:
@@ -208,9 +257,8 @@ def test_the_pictures_can_be_drawn_of_any_run(tmp_path: Path, full: bool) -> Non
     run = moved() if full else run_of()
     if full:
         seen(tmp_path, 600)
-    values = {"measure": "held-out accuracy", "control": "none"}
-    for name, draw in (("plot", draw_plot), ("traffic", draw_traffic)):
-        draw(run, values, tmp_path / f"{name}.png")
+    for name, more in (("plot", {}), ("traffic", {"stable": []})):
+        draw_plot(run, {"measure": "accuracy", "suite": "held-out", **more}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 

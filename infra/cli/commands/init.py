@@ -1,4 +1,4 @@
-"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts beside a model.
+"""`headrace init DIR`: a folder to begin with, copied from `infra/cli/examples`, which `headrace check` accepts with a model.
 
 Guarantee: nothing that is there is overwritten.
 """
@@ -15,7 +15,7 @@ SETTINGS = "headrace.toml"
 
 
 def run_init(directory: Path, model: str, engine: str, example: str, *, tiny: bool = False) -> int:
-    """Copy the files of an example, with the app named after the folder. tiny: beside the demo's model, with random weights.
+    """Copy the files of an example, with the app named after the folder. tiny: write the toys' model too, with random weights.
     Raises ConfigError where there are some already.
     """
     if engine not in ENGINES:

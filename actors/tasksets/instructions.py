@@ -1,0 +1,240 @@
+"""Instructions that a program can check: 'Write briefly about rain. Use at most 8 words. Include the word "river".'
+
+Every prompt names a topic, which the answer must name too, and gives one to three instructions of ten kinds. A task's answer
+is what `streams.scores.instructions` checks: a JSON list of [kind, argument].
+
+    train, dev    no prompt is in both
+    held-out      other topics, words, keys and phrases than training's; the last prompts by id ("unseen-…", a share of
+                  UNSEEN_SHARE) combine a pair of kinds that training never combines
+
+Demonstrations show the kinds SHOWN, one at a time: what a small model hardly ever does by chance, it cannot learn from a score
+alone. That instructions go together is learned from the score. The same seed gives the same rows.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from actors.tasksets.taskset import Demonstration, write_rows
+from schemas import Message, Task
+
+TRAIN, DEV, HELD_OUT, VALIDATION = "train", "dev", "held-out", "validation"
+UNSEEN_SHARE = 0.4
+SIZES = (0.25, 0.45, 0.30)  # shares of prompts with one, two and three instructions
+
+KINDS = ("word", "max_words", "sentences", "lower_case", "no_commas", "ending", "start", "bullets", "quotes", "json")
+SHOWN = ("sentences", "lower_case", "ending", "bullets", "quotes", "json")
+CONFLICTS = frozenset(
+    frozenset(pair)
+    for pair in (
+        *(("json", kind) for kind in ("sentences", "bullets", "quotes", "start", "ending", "no_commas", "max_words")),
+        *(("bullets", kind) for kind in ("sentences", "start", "quotes", "ending", "max_words")),
+        ("quotes", "start"),
+        ("quotes", "ending"),
+        ("sentences", "ending"),
+    )
+)
+UNSEEN_PAIRS = frozenset(
+    frozenset(pair)
+    for pair in (
+        ("lower_case", "word"),
+        ("no_commas", "ending"),
+        ("max_words", "start"),
+        ("sentences", "quotes"),
+        ("bullets", "no_commas"),
+        ("json", "lower_case"),
+    )
+)
+
+TOPICS = """
+apple bread cheese coffee honey lemon soup rice butter pasta salad sugar pepper onion carrot tomato potato banana
+orange cherry grape pear plum melon garlic ginger mint basil olive salt chocolate cake tea milk juice water rain snow
+wind storm cloud thunder fog ice frost river lake ocean island beach mountain valley forest desert meadow garden
+flower rose tulip grass tree oak pine leaf root seed moss fern cactus bee ant spider butterfly beetle worm snail frog
+turtle snake lizard fish shark whale dolphin seal crab octopus bird eagle owl crow swan duck chicken goose parrot
+penguin horse cow sheep goat pig dog cat mouse rabbit fox wolf bear deer lion tiger elephant giraffe monkey zebra
+camel kangaroo bat house door window roof wall floor kitchen chair table bed lamp mirror clock carpet curtain pillow
+blanket broom bucket ladder hammer nail saw rope knife fork spoon plate cup bottle pot oven stove fridge car bus train
+bicycle ship boat plane rocket bridge road tunnel harbour station airport city village market school library museum
+hospital theatre church castle tower farm factory office bank hotel park music song piano guitar violin drum flute
+dance painting drawing photo film story poem book letter newspaper radio phone computer robot camera battery football
+tennis chess swimming running skiing sailing climbing yoga sleep breakfast lunch dinner picnic birthday holiday winter
+summer spring autumn morning evening night sun moon star planet comet sky fire smoke stone sand gold silver iron glass
+wood paper wool cotton silk leather shoe hat coat scarf glove sock shirt button needle thread money coin doctor
+teacher baker farmer sailor painter pilot nurse
+"""
+HELD_OUT_TOPICS = """
+peach mango spinach mushroom pizza yoghurt waffle peanut cinnamon hail rainbow volcano glacier canyon waterfall cave
+swamp daisy sunflower ivy bamboo willow mosquito dragonfly ladybird toad salmon jellyfish lobster pigeon sparrow
+flamingo ostrich donkey hedgehog squirrel otter panda leopard hamster balcony cellar sofa candle towel umbrella
+scissors kettle teapot tram truck helicopter canoe lighthouse windmill pharmacy stadium circus trumpet harp opera
+sculpture novel diary magazine television satellite telescope calculator basketball hockey surfing fishing karate
+juggling carnival wedding midnight noon galaxy eclipse copper marble velvet boot belt jacket ring wallet judge plumber
+firefighter gardener barber carpenter
+"""
+WORDS = """
+bright quiet yellow gentle strong simple modern ancient heavy narrow little golden round fresh useful common famous
+careful friend family people nature history science colour memory future country winter journey secret moment reason
+market world power silence often always together slowly usually early never again today forever everywhere maybe
+inside above
+"""
+HELD_OUT_WORDS = """
+purple clever hollow smooth lucky brave tidy distant balance culture treasure shadow neighbour wisdom pattern harmony
+promise rarely quickly outside seldom tomorrow suddenly nearby
+"""
+STARTS = """
+today yes here every many people sometimes look think imagine nature long most why everyone now please once all with
+"""
+HELD_OUT_STARTS = "well remember indeed there few children actually plainly lately truly"
+KEYS = "name colour size use place kind taste age price shape sound smell weight season owner origin"
+HELD_OUT_KEYS = "title material number speed author purpose height mood"
+ENDINGS = (
+    "that is all", "the end", "good luck", "have a nice day", "and so on", "as always", "see you soon", "for sure", "my friend",
+    "so they say", "every day", "just try it", "in the end", "thank you", "what a joy",
+)  # fmt: skip
+HELD_OUT_ENDINGS = (
+    "take care",
+    "you never know",
+    "believe me",
+    "until tomorrow",
+    "as you know",
+    "I promise",
+    "no doubt",
+)
+
+
+SAID = (
+    "Many people like {}.", "I often think about {}.", "There is a lot to say about {}.", "My day begins with {}.",
+    "Nothing is quite like {}.", "We talked about {} for an hour.", "A story about {} never gets old.",
+    "You can learn a lot from {}.", "Some songs are about {}.", "My sister knows everything about {}.",
+)  # fmt: skip
+
+
+def instructions(*, seed: int = 0, num_train: int = 3000, num_dev: int = 64, num_held_out: int = 200) -> Iterator[Task]:
+    """The tasks of all splits: "held-out", "dev" and "train". num_train, num_dev, num_held_out: prompts in each."""
+    random, seen = Random(f"instructions/{seed}"), set[str]()
+    num_unseen = round(UNSEEN_SHARE * num_held_out)
+    for split, name, count in (
+        (HELD_OUT, "held", num_held_out - num_unseen),
+        (HELD_OUT, "unseen", num_unseen),
+        (DEV, DEV, num_dev),
+        (TRAIN, TRAIN, num_train),
+    ):
+        number = 0
+        while number < count:
+            task = draw(random, f"{name}-{number:04d}", split, unseen=name == "unseen")
+            if task.messages[0].content not in seen:
+                seen.add(task.messages[0].content)
+                number += 1
+                yield task
+
+
+def draw(random: Random, id: str, split: str, *, unseen: bool) -> Task:
+    """A task. unseen: its kinds include a pair of UNSEEN_PAIRS; else none."""
+    fresh = split == HELD_OUT
+    topic = random.choice((HELD_OUT_TOPICS if fresh else TOPICS).split())
+    kinds = _kinds(random, unseen)
+    rules: list[tuple[str, object]] = [("word", topic)]
+    sentences = [f"Write briefly about {topic}."]
+    for kind in kinds:
+        argument, sentence = instruction(kind, random, fresh=fresh, taken=topic)
+        rules.append((kind, argument))
+        sentences.append(sentence)
+    return Task(
+        id=id,
+        messages=(Message(role="user", content=" ".join(sentences)),),
+        answer=msgspec.json.encode(rules).decode(),
+        split=split,
+        meta={"kinds": "+".join(sorted(kinds))},
+    )
+
+
+def _kinds(random: Random, unseen: bool) -> Sequence[str]:
+    """One to three kinds that go together, in any order."""
+    while True:
+        size = random.choices((1, 2, 3), SIZES)[0]
+        kinds = random.sample(KINDS, size)
+        pairs = {frozenset(pair) for pair in combinations(kinds, 2)}
+        if not pairs & CONFLICTS and bool(pairs & UNSEEN_PAIRS) == unseen:
+            return kinds
+
+
+def instruction(kind: str, random: Random, *, fresh: bool, taken: str) -> tuple[object, str]:
+    """The argument of an instruction, and how a prompt asks for it. fresh: with words of the held-out split. taken: a word
+    that it does not ask for.
+    """
+
+    def pick(seen: str, held_out: str) -> str:
+        return random.choice([word for word in (held_out if fresh else seen).split() if word != taken])
+
+    match kind:
+        case "word":
+            word = pick(WORDS, HELD_OUT_WORDS)
+            return word, random.choice((f'Include the word "{word}".', f'Use the word "{word}".'))
+        case "max_words":
+            most = random.randint(8, 15)
+            return most, random.choice((f"Use at most {most} words.", f"Write no more than {most} words."))
+        case "sentences":
+            count = random.randint(1, 3)
+            return count, f"Write exactly {('one sentence', 'two sentences', 'three sentences')[count - 1]}."
+        case "lower_case":
+            return True, random.choice(("Use only lower case letters.", "Do not use capital letters."))
+        case "no_commas":
+            return True, random.choice(("Do not use commas.", "Avoid commas."))
+        case "ending":
+            phrase = random.choice(HELD_OUT_ENDINGS if fresh else ENDINGS)
+            return phrase, f'End with the words "{phrase}".'
+        case "start":
+            word = pick(STARTS, HELD_OUT_STARTS)
+            return word, random.choice((f'Start with the word "{word}".', f'Begin with the word "{word}".'))
+        case "bullets":
+            count = random.randint(2, 3)
+            return count, f'Write {("two", "three")[count - 2]} bullet points that start with "- ".'
+        case "quotes":
+            return True, "Put the whole answer in double quotes."
+        case _:
+            keys = random.sample((HELD_OUT_KEYS if fresh else KEYS).split(), random.randint(1, 2))
+            named = " and ".join(f'"{key}"' for key in keys)
+            return keys, f"Answer with a JSON object with the {'keys' if len(keys) > 1 else 'key'} {named}."
+
+
+def demonstrations(*, seed: int = 0, num_train: int = 360, num_validation: int = 36) -> Iterator[Demonstration]:
+    """Answers to prompts of one instruction each, about topics of training."""
+    random = Random(f"instructions/shown/{seed}")
+    for number in range(num_train + num_validation):
+        kind, topic = SHOWN[number % len(SHOWN)], random.choice(TOPICS.split())
+        argument, asked = instruction(kind, random, fresh=False, taken=topic)
+        yield Demonstration(
+            id=f"shown-{number:04d}",
+            messages=(Message(role="user", content=f"Write briefly about {topic}. {asked}"),),
+            response=_shown(kind, argument, topic, random),
+            answer=msgspec.json.encode([("word", topic), (kind, argument)]).decode(),
+            split=VALIDATION if number >= num_train else TRAIN,
+        )
+
+
+def _shown(kind: str, argument: Any, topic: str, random: Random) -> str:
+    said = [sentence.format(topic) for sentence in random.sample(SAID, 3)]
+    match kind:
+        case "sentences":
+            return " ".join(said[:argument])
+        case "lower_case":
+            return said[0].lower()
+        case "ending":
+            return f"{said[0].rstrip('.')}, {argument}."
+        case "bullets":
+            return "\n".join(f"- {sentence}" for sentence in said[:argument])
+        case "quotes":
+            return f'"{said[0]}"'
+        case _:
+            return json.dumps({key: f"the {key} of {topic}" for key in argument})
+
+
+def write_instructions(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Write tasks.jsonl and experts.jsonl, as `headrace load` reads them."""
+    return write_rows(folder, instructions(seed=seed), demonstrations(seed=seed))

