@@ -31,7 +31,7 @@ install:         ## create .venv and install the hash-locked packages
 	if [ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$sum" ]; then \
 	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python: got {v[0]}.{v[1]}, expected 3.11 or newer; point PYTHON=… at one")' \
 	  && { [ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); } \
-	  && { [ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet uv; } \
+	  && { [ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet --require-hashes --requirement infra/requirements/uv.lock; } \
 	  && $(BIN)/uv pip sync --python $(BIN)/python --require-hashes --compile-bytecode $(LOCK) \
 	  && $(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable . \
 	  && echo "$$sum" > $(VENV)/.installed; \
@@ -110,6 +110,7 @@ lock:            ## compile the locks anew from pyproject.toml and infra/require
 	@$(BIN)/uv pip compile infra/requirements/agents.in --python-version 3.11 --generate-hashes --no-header --quiet --output-file $(AGENTS)
 	@$(BIN)/uv pip compile infra/requirements/bench.in --python-version 3.11 --generate-hashes --no-header --quiet \
 	  --overrides infra/requirements/bench-overrides.txt --output-file $(BENCH)
+	@echo uv | $(BIN)/uv pip compile - --constraint $(LOCK) --generate-hashes --no-header --no-annotate --quiet --output-file infra/requirements/uv.lock
 
 extras-check: install ## each extra of the wheel resolves alone, and every package of the CUDA lock is there by its hash
 	@$(BIN)/uv pip sync --dry-run --quiet --require-hashes --python-version 3.11 $(LINUX) --target $(VENV)/cuda-lock $(CUDA)

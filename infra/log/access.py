@@ -5,6 +5,7 @@ Secrets come from the environment or from a file, never from the settings; no te
 
 import asyncio
 import inspect
+import os
 import ssl
 import traceback
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from schemas.errors import ConfigError
 EMBEDDED_FOLDER = "kafka"  # beside the TOML
 EMBEDDED_PASSWORD = "password"  # file in the folder of an embedded broker
 EMBEDDED_USER = "headrace"
+USERNAME_VARIABLE = "HEADRACE_KAFKA_USERNAME"  # comes before kafka.sasl_username: each role has a user, all one file
 TOKEN_S = 20.0  # for a plugin to give a token
 Token = Callable[[], str | Awaitable[str]]
 
@@ -63,7 +65,7 @@ def access_of(floor: Floor) -> Access:
     return Access(
         protocol=kafka.security_protocol,
         mechanism=kafka.sasl_mechanism,
-        username=kafka.sasl_username,
+        username=os.environ.get(USERNAME_VARIABLE) or kafka.sasl_username,
         password=password,
         context=_context(kafka, floor.folder) if kafka.security_protocol.endswith("SSL") else None,
         token=load(kafka.sasl_token, {}, "kafka.sasl_token") if asks_token else None,

@@ -79,11 +79,12 @@ class Kafka(Section, frozen=True):
     an unreachable broker is retried.
 
     The keys from security_protocol on are Kafka's own names, for a cluster with authentication. A password is never written
-    here. security_protocol: how clients connect. sasl_mechanism: how they say who they are, under SASL. sasl_username: as
-    whom. sasl_password_env: variable of the environment that holds the password. sasl_password_file: a file that holds it,
-    instead. sasl_token: `module:name` of a function that returns a bearer token, called for each connection. ssl_ca_file:
-    certificates of the authorities that sign for the brokers, "" for the system's; ssl_cert_file, ssl_key_file: the client's
-    own certificate, for brokers that want one. Files are PEM, relative to the TOML.
+    here. security_protocol: how clients connect. sasl_mechanism: how they say who they are, under SASL. sasl_username: the
+    user; HEADRACE_KAFKA_USERNAME in the environment of a role comes before it. sasl_password_env: variable of the environment
+    that holds the password. sasl_password_file: a file that holds it, instead. sasl_token: `module:name` of a function that
+    returns a bearer token, called for each connection. ssl_ca_file: certificates of the authorities that sign for the
+    brokers, "" for the system's; ssl_cert_file, ssl_key_file: the client's own certificate, for brokers that want one. Files
+    are PEM, relative to the TOML.
 
     Example: Kafka(bootstrap_servers="kafka-1:9093", security_protocol="SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
                    sasl_username="headrace", partitions=12)

@@ -50,7 +50,7 @@ SCRIPTS = {
     "kafka-acls.sh": f'exec {sys.executable} -m tests.e2e.compose_tools kafka-acls "$@"',
 }
 ASKS = {"mc ready local": "http://minio:9000/minio/health/ready"}  # what a health check asks that is none over HTTP
-COMMAND_S = 120.0
+COMMAND_S = 300.0
 WELL_S = 600.0
 STOPS_S = 60.0
 
@@ -148,7 +148,7 @@ class ComposeStack:
         else:
             log = self.folder / "logs" / f"{service}.log"
             self.running[service] = start_watched(
-                self._command(service), log=log, env=self._environment(service), cwd=self._home(service)
+                self._command(service), log=log, env=self.environment(service), cwd=self.home(service)
             )
 
     def kill(self, service: str) -> None:
@@ -225,8 +225,8 @@ class ComposeStack:
     def _call(self, service: str, argv: list[str]) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             argv,
-            env={**os.environ, **self._environment(service)},
-            cwd=self._home(service),
+            env={**os.environ, **self.environment(service)},
+            cwd=self.home(service),
             capture_output=True,
             text=True,
             timeout=COMMAND_S,
@@ -251,7 +251,7 @@ class ComposeStack:
         one = self.services[service]
         command = list(arguments) or one.get("command", [])
         command = shlex.split(command) if isinstance(command, str) else command
-        image = one["image"].rpartition(":")[0]
+        image = one["image"].partition("@")[0].rpartition(":")[0]
         if image == "headrace":
             assert 'ENTRYPOINT ["headrace"]' in DOCKERFILE
             command = [*command, *self._more] if not arguments else command
@@ -260,14 +260,15 @@ class ComposeStack:
         entrypoint = one.get("entrypoint") or IMAGES.get(image, ())
         return [*entrypoint, *(self._placed(word, service) for word in command), *listens]
 
-    def _environment(self, service: str) -> dict[str, str]:
+    def environment(self, service: str) -> dict[str, str]:
+        """Variables of a container's processes."""
         own = {
             name: self._placed(str(value), service)
             for name, value in self.services[service].get("environment", {}).items()
         }
         return {
             "PATH": f"{self._bin}:{os.environ['PATH']}",
-            "HOME": str(self._home(service)),
+            "HOME": str(self.home(service)),
             "XDG_CACHE_HOME": "",
             "COLUMNS": "200",
             "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'infra' / 'sdk'}",
@@ -278,7 +279,7 @@ class ComposeStack:
     def _root(self, service: str) -> Path:
         return self.folder / "containers" / service
 
-    def _home(self, service: str) -> Path:
+    def home(self, service: str) -> Path:
         """The working folder: that of our image, else the container's root."""
         workdir = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)[-1]
         is_ours = self.services[service]["image"].startswith("headrace:")
@@ -291,7 +292,7 @@ class ComposeStack:
             yield source, target
 
     def _mount(self, service: str) -> None:
-        self._home(service).mkdir(parents=True, exist_ok=True)
+        self.home(service).mkdir(parents=True, exist_ok=True)
         for source, target in self._mounts(service):
             path = self._root(service) / target.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.e2e.acls import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, remove_rules, rules_of
-
 ALIASES = Path(".mc.json")  # in the working folder
 REGION = "us-east-1"
 
@@ -64,23 +62,26 @@ def mc(words: list[str]) -> None:
 
 def kafka_acls(words: list[str]) -> None:
     """Kafka's tool for its rules: --add, --remove and --list, of topics and groups."""
+    from tests.e2e.acls import ALLOW, DENY, LITERAL, PREFIXED, Rule, add_rules, remove_rules, rules_of
+
     parser = argparse.ArgumentParser("kafka-acls.sh")
     parser.add_argument("--bootstrap-server", required=True)
     for flag in ("--add", "--remove", "--list", "--force"):
         parser.add_argument(flag, action="store_true")
     for option in ("--topic", "--group", "--operation"):
         parser.add_argument(option, action="append", default=[])
-    parser.add_argument("--allow-principal")
-    parser.add_argument("--deny-principal")
+    parser.add_argument("--allow-principal", action="append", default=[])
+    parser.add_argument("--deny-principal", action="append", default=[])
     parser.add_argument("--resource-pattern-type", choices=["literal", "prefixed"], default="literal")
     given = parser.parse_intermixed_args(words)
     if given.list:
         print("\n".join(asyncio.run(rules_of(given.bootstrap_server))))
         return
     pattern = PREFIXED if given.resource_pattern_type == "prefixed" else LITERAL
-    who, permission = (given.deny_principal, DENY) if given.deny_principal else (given.allow_principal, ALLOW)
+    users = [(user, DENY) for user in given.deny_principal] + [(user, ALLOW) for user in given.allow_principal]
     rules = [
-        Rule(kind, name, pattern, who, operation.lower(), permission)
+        Rule(kind, name, pattern, user, operation.lower(), permission)
+        for user, permission in users
         for kind, names in (("topic", given.topic), ("group", given.group))
         for name in names
         for operation in given.operation or ["all"]

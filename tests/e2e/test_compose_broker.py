@@ -1,74 +1,144 @@
-"""Broker and bucket of infra/deploy/compose.yml as processes: who has the password is let in, to what is the app's alone."""
+"""Broker and bucket of infra/deploy/compose.yml as processes: each role's user has the rights of its row, and no others."""
 
-from pathlib import Path
+import asyncio
+from collections.abc import Iterator
 
 import pytest
 
+from infra.cli.settings import load_settings
+from infra.log.access import access_of
+from infra.log.rights import asking
+from infra.roles.rights import PREFIXES, RIGHTS
+from infra.store.s3 import open_s3
+from infra.store.store import Store
+from schemas import topics
+from schemas.errors import NotInStore, StoreError
 from tests import minio
-from tests.e2e.compose_stack import ComposeStack, keytool, programs
+from tests.e2e.compose_stack import ComposeStack, programs
+from tests.variables import variables
 
 pytestmark = pytest.mark.full
 
-VARIABLES = {"KAFKA_PASSWORD": "one2three4", "MINIO_PASSWORD": "five6seven", "MINIO_ADMIN_PASSWORD": "eight9ten",
-             "GRAFANA_PASSWORD": "eleven12", "MODEL": "/"}  # fmt: skip
+USERS = ("MASTER", "TRAIN", "PROCESS", "EXPLORE", "SERVE", "OPERATOR", "TLS", "MINIO_ADMIN", "GRAFANA")
+VARIABLES = {
+    **{f"{user}_PASSWORD": f"password{number}of{user.lower()}" for number, user in enumerate(USERS)},
+    **{f"{image}_DIGEST": f"sha256:{'0' * 64}" for image in ("KAFKA", "MINIO", "MC", "PROMETHEUS", "GRAFANA", "PYTHON")},
+    "MODEL": "/",
+}  # fmt: skip
+GROUPS = ("tasks", "explore", "verify", "collect", "feedback", "feedback.tickets")
 
 
-def test_the_broker_of_the_containers_lets_in_who_has_the_password_and_nobody_else_and_to_topics_of_the_app_alone(
-    tmp_path: Path,
-) -> None:
-    with ComposeStack(tmp_path, VARIABLES, programs={"keytool": keytool()}) as stack:
-        for name in ("certificate", "kafka", "rights"):
-            stack.start(name)
-
-        def create(*sets: str) -> tuple[int, str]:
-            more = [word for one in (f"store.url={tmp_path / 'store'}", *sets) for word in ("--set", one)]
-            done = stack.run("topics", "check", "--create", *more)
-            return done.returncode, done.stdout + done.stderr
-
-        code, said = create()
-        assert code == 0, said
-        code, said = create("app=other", "kafka.deadline_s=3")
-        assert code != 0 and "other." in said, said
-        code, said = create("kafka.security_protocol=SASL_PLAINTEXT", "kafka.ssl_ca_file=", "kafka.deadline_s=3")
-        assert code != 0, said
-        code, said = create("kafka.ssl_ca_file=", "kafka.deadline_s=3")
-        assert code == 2 and "certificate" in said, said
-        stack.services["topics"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = "one2four5"
-        code, said = create()
-        assert code == 2 and 'does not let "headrace" with this password in (PLAIN)' in said, said
-
-
-def test_a_connection_of_the_containers_finds_every_right_and_no_other_bucket_and_names_what_is_taken_away(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     program = minio.find_or_build(minio.default_cache())
     if program is None:
         pytest.skip("no minio on PATH, no Go")
-    with ComposeStack(tmp_path, VARIABLES, programs=programs(program)) as stack:
-        for name in ("certificate", "kafka", "rights", "minio", "bucket", "topics"):
+    with ComposeStack(tmp_path_factory.mktemp("compose"), VARIABLES, programs=programs(program)) as stack:
+        for name in ("certificate", "kafka", "rights", "minio", "bucket", "operator"):
             stack.start(name)
+        yield stack
 
-        def connected(*more: str) -> tuple[int, str]:
-            done = stack.run("serve", "check", "--connect", *more)
-            return done.returncode, done.stdout + done.stderr
 
-        code, said = connected()
+def called(stack: ComposeStack, service: str, *words: str) -> tuple[int, str]:
+    done = stack.run(service, *words)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+def test_a_roles_user_may_do_at_the_broker_what_its_row_says_and_nothing_else(role: str, stack: ComposeStack) -> None:
+    rights, environment = RIGHTS[role], stack.environment(role)
+    with variables(**{name: environment[name] for name in ("HEADRACE_KAFKA_USERNAME", "HEADRACE_KAFKA_PASSWORD")}):
+        settings = load_settings(stack.home(role) / "headrace.toml")
+        settings_access = access_of(settings)
+
+    async def look() -> tuple[dict[str, tuple[str, ...]], set[str], tuple[str, ...]]:
+        async with asking(settings.kafka.bootstrap_servers, settings_access) as broker:
+            denied = {
+                topic.name: (await broker.of_topic(f"headrace.{topic.name}", ("read", "write", "delete"), 1)).denied
+                for topic in topics.ALL
+            }
+            groups = {group for group in GROUPS if not (await broker.of_group(f"headrace.{group}")).denied}
+            return denied, groups, (await broker.of_topic("other.buffer", ("read",), 1)).denied
+
+    denied, groups, elsewhere = asyncio.run(look())
+    for topic in topics.ALL:
+        assert set(denied[topic.name]) == {"read", "write", "delete"} - set(rights.at_topic(topic)), topic.name
+    assert groups == {group for group in GROUPS if any(group.startswith(one) for one in rights.groups)}
+    assert elsewhere == ("describe",)
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+def test_a_roles_user_may_do_in_the_bucket_what_its_row_says_and_nothing_else(role: str, stack: ComposeStack) -> None:
+    store, admin = (store_of(stack, user) for user in (role, "operator"))
+    for prefix in PREFIXES:
+        key = f"{prefix}tried-by-{role}" if prefix.endswith("/") else prefix
+        admin.put(key, b"there")
+        may = [
+            verb
+            for verb, step in (
+                ("get", lambda key=key: store.get(key)),
+                ("put", lambda key=key: store.put(key, b"there")),
+                ("delete", lambda key=key: store.delete(key)),
+            )
+            if not is_denied(step)
+        ]
+        assert tuple(may) == RIGHTS[role].at_prefix(prefix), prefix
+        assert list(store.keys(prefix)) == ([] if "delete" in may else [key]), "every role lists names"
+        admin.delete(key)
+    with pytest.raises(NotInStore):
+        store.get("identity/nothing")
+    assert is_denied(lambda: store_of(stack, role, bucket="others").put("checks/x", b"x"))
+
+
+def is_denied(step: object) -> bool:
+    try:
+        step()  # type: ignore[operator]
+    except StoreError:
+        return True
+    return False
+
+
+def store_of(stack: ComposeStack, role: str, bucket: str = "headrace") -> Store:
+    return open_s3(bucket, "main", stack.environment(role))
+
+
+def test_the_broker_of_the_containers_lets_in_its_users_by_password_over_tls_alone(stack: ComposeStack) -> None:
+    def create(*sets: str) -> tuple[int, str]:
+        return called(stack, "operator", "check", "--create", *(word for one in sets for word in ("--set", one)))
+
+    code, said = create()
+    assert code == 0, said
+    code, said = create("app=other", "kafka.deadline_s=3")
+    assert code != 0 and "other." in said, said
+    code, said = create("kafka.security_protocol=SASL_PLAINTEXT", "kafka.ssl_ca_file=", "kafka.deadline_s=3")
+    assert code != 0, said
+    code, said = create("kafka.ssl_ca_file=", "kafka.deadline_s=3")
+    assert code == 2 and "certificate" in said, said
+    password = stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"]
+    stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = "one2four5"
+    code, said = create()
+    stack.services["operator"]["environment"]["HEADRACE_KAFKA_PASSWORD"] = password
+    assert code == 2 and 'does not let "operator" with this password in (PLAIN)' in said, said
+
+
+def test_check_connect_finds_every_right_of_a_role_and_names_what_is_taken_away(stack: ComposeStack) -> None:
+    for role in RIGHTS:
+        code, said = called(stack, role, "check", "--connect", "--role", role)
         assert code == 0 and "put, list, get, delete" in said, said
-        code, said = connected("--set", "store.url=s3://others/main")
-        assert code == 1 and "may not put" in said, said
-        acls = "docker compose exec kafka /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094"
-        rule = "--deny-principal User:headrace --operation Write --topic headrace.experiences"
-        assert stack.typed(f"{acls} --add {rule}").returncode == 0
-        listed = stack.typed(f"{acls} --list").stdout
-        assert "name=headrace., patternType=PREFIXED" in listed and "permissionType=DENY" in listed
-        code, said = connected()
-        assert code == 1 and "topic headrace.experiences" in said and "may not write: it needs an ACL" in said, said
-        assert stack.typed(f"{acls} --remove --force {rule}").returncode == 0
-        assert connected()[0] == 0
-        stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = "another1"
-        done = stack.run("bucket")
-        assert done.returncode == 1 and "MINIO_ADMIN_PASSWORD is not the one that minio was started with" in done.stderr
-        stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = VARIABLES["MINIO_ADMIN_PASSWORD"]
-        for service in ("rights", "bucket"):
-            assert stack.typed(f"docker compose run --rm {service}").returncode == 0, "typed again, it changes nothing"
-        assert connected()[0] == 0
+    code, said = called(stack, "serve", "check", "--connect", "--role", "serve", "--set", "store.url=s3://others/main")
+    assert code == 1 and "may not put" in said, said
+    acls = "docker compose exec kafka /opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094"
+    rule = "--deny-principal User:serve --operation Write --topic headrace.experiences"
+    assert stack.typed(f"{acls} --add {rule}").returncode == 0
+    listed = stack.typed(f"{acls} --list").stdout
+    assert "name=headrace., patternType=PREFIXED" in listed and "permissionType=DENY" in listed
+    code, said = called(stack, "serve", "check", "--connect", "--role", "serve")
+    assert code == 1 and "topic headrace.experiences" in said and "may not write: it needs an ACL" in said, said
+    assert stack.typed(f"{acls} --remove --force {rule}").returncode == 0
+    stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = "another1"
+    done = stack.run("bucket")
+    assert done.returncode == 1 and "MINIO_ADMIN_PASSWORD is not the one that minio was started with" in done.stderr
+    stack.services["bucket"]["environment"]["ADMIN_PASSWORD"] = VARIABLES["MINIO_ADMIN_PASSWORD"]
+    for service in ("rights", "bucket"):
+        assert stack.typed(f"docker compose run --rm {service}").returncode == 0, "typed again, it changes nothing"
+    assert called(stack, "serve", "check", "--connect", "--role", "serve")[0] == 0

@@ -26,6 +26,7 @@ from infra.cli.run.up import METRICS_ORDER
 from infra.cli.settings import load_settings
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import LISTEN_VARIABLE, Metrics
+from infra.roles import rights
 from tests.own_sources import ROOT
 
 DEPLOY = ROOT / "infra" / "deploy"
@@ -75,11 +76,59 @@ def test_the_containers_start_commands_that_exist_and_each_role_is_one() -> None
     assert {name for name, one in ours.items() if name == one["command"][0]} == ROLES
 
 
-def test_every_image_has_a_tag_of_its_own_and_ours_is_of_the_processor_that_was_asked_for() -> None:
-    images = {one["image"] for one in compose()["services"].values()}
-    assert "headrace:${PROCESSOR:-cpu}" in images
-    tags = [image.rpartition(":")[2] for image in images if not image.startswith("headrace:")]
-    assert len(tags) == 5 and all(re.search(r"\d", tag) for tag in tags), "latest is another thing tomorrow"
+def test_no_image_floats_each_has_a_tag_and_a_digest_that_prepare_asks_for() -> None:
+    images = {one["image"] for one in compose()["services"].values()} - {"headrace:${PROCESSOR:-cpu}"}
+    images |= set(re.findall(r"^FROM (\S+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(images) == 6
+    for image in images:
+        assert re.fullmatch(r"[\w/]+:[\w.-]*\d[\w.-]*@\$\{[A-Z]+_DIGEST(:\?run infra/deploy/prepare\.sh)?\}", image), (
+            image
+        )
+
+
+def test_prepare_makes_each_variable_of_the_containers_once(tmp_path: Path) -> None:
+    for name in ("prepare.sh", "compose.yml", "Dockerfile"):
+        shutil.copy(DEPLOY / name, tmp_path)
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\necho $4 >> {tmp_path}/asked\necho sha256:{'a' * 64}\n")
+    docker.chmod(0o755)
+    wanted = set(re.findall(r"\$\{(\w+):\?run", (DEPLOY / "compose.yml").read_text(encoding="utf-8")))
+    found = []
+    for _ in range(2):
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        subprocess.run(["sh", str(tmp_path / "prepare.sh")], env=environment, check=True, timeout=60)
+        found.append((tmp_path / ".env").read_text())
+    values = dict(line.split("=") for line in found[0].splitlines())
+    assert found[0] == found[1] and set(values) == wanted
+    assert all(len(value) == 48 for name, value in values.items() if name.endswith("_PASSWORD"))
+    assert len({value for name, value in values.items() if name.endswith("_PASSWORD")}) == 9
+    assert len((tmp_path / "asked").read_text().split()) == 6 and (tmp_path / ".env").stat().st_mode & 0o077 == 0
+
+
+def test_no_container_has_capabilities_or_gains_privileges_and_those_of_roles_are_read_only() -> None:
+    networks = compose()["networks"]
+    for name, one in compose()["services"].items():
+        assert one["cap_drop"] == ["ALL"] and one["security_opt"] == ["no-new-privileges:true"] and one["pids_limit"], (
+            name
+        )
+        if name in ROLES:
+            assert one["read_only"] and {mount.partition(":")[0] for mount in one["tmpfs"]} == {
+                "/tmp",
+                "/var/lib/headrace",
+            }
+            assert [network for network in one["networks"] if not (networks[network] or {}).get("internal")] == (
+                ["front"] if name == "serve" else []
+            ), "no network leads outside"
+    assert not set(compose()["services"]["grafana"]["networks"]) & {"data", "watch"}
+
+
+def test_what_checks_hashes_is_installed_by_its_hash() -> None:
+    requirements = ROOT / "infra" / "requirements"
+    (name,) = re.findall(r"^(uv==\S+) \\$", (requirements / "uv.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"{name} " in (requirements / "all.lock").read_text(encoding="utf-8")
+    for path in (DEPLOY / "Dockerfile", ROOT / "Makefile"):
+        for line in re.findall(r"pip install .*", path.read_text(encoding="utf-8")):
+            assert "--require-hashes" in line or "--no-deps" in line, f"{path.name}: {line}"
 
 
 def test_with_gpus_every_role_that_computes_has_one_and_shared_memory() -> None:
@@ -104,19 +153,29 @@ def test_every_role_can_trust_the_broker_and_only_the_broker_has_its_key() -> No
         name: {one.partition(":")[0] for one in service.get("volumes", ())}
         for name, service in compose()["services"].items()
     }
-    assert {name for name, sources in mounted.items() if "authority" in sources} == {*ROLES, "topics", "certificate"}
+    assert {name for name, sources in mounted.items() if "authority" in sources} == {*ROLES, "operator", "certificate"}
     assert {name for name, sources in mounted.items() if "tls" in sources} == {"kafka", "certificate"}
 
 
-def test_the_roles_may_touch_topics_and_groups_of_their_app_and_one_bucket() -> None:
+def test_each_role_is_a_user_of_its_own_at_the_broker_and_in_the_bucket_of_the_settings() -> None:
     settings = tomllib.loads((DEPLOY / "compose" / "headrace.toml").read_text(encoding="utf-8"))
-    rights = compose()["services"]["rights"]["command"]
-    names = re.findall(r"--(?:topic|group) (\S+)", rights)
-    assert names == [f"{settings['app']}."] * 2 and "--resource-pattern-type prefixed" in rights
-    assert f"--allow-principal User:{settings['kafka']['sasl_username']} " in rights
-    policy = json.loads((DEPLOY / "compose" / "bucket.json").read_text(encoding="utf-8"))
-    bucket = settings["store"]["url"].removeprefix("s3://").partition("/")[0]
-    assert policy["Statement"][0]["Resource"] == [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]
+    assert settings["app"] == rights.APP and settings["store"]["url"] == f"s3://{rights.BUCKET}/{rights.STORE}"
+    assert set(rights.RIGHTS) == {*ROLES, "operator"}
+    passwords = set()
+    for role in rights.RIGHTS:
+        environment = compose()["services"][role]["environment"]
+        assert environment["HEADRACE_KAFKA_USERNAME"] == environment["AWS_ACCESS_KEY_ID"] == role
+        assert environment["HEADRACE_KAFKA_PASSWORD"] == environment["AWS_SECRET_ACCESS_KEY"]
+        passwords.add(environment["AWS_SECRET_ACCESS_KEY"])
+        assert f"user {role} " in compose()["services"]["bucket"]["command"][0]
+    assert len(passwords) == 6
+
+
+def test_an_explorer_reads_no_key_and_only_the_trainer_writes_weights() -> None:
+    assert not {"keys/", "gateway/keys/", "gateway/secret"} & set(rights.RIGHTS["explore"].gets)
+    assert rights.RIGHTS["explore"].deletes == (rights.CHECKS,)
+    writers = {role for role, one in rights.RIGHTS.items() if {"policies/", "checkpoints/"} & {*one.puts, *one.deletes}}
+    assert writers == {"train", "operator"}
 
 
 def test_every_file_and_volume_that_the_containers_mount_is_there() -> None:

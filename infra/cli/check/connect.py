@@ -16,6 +16,7 @@ from infra.cli.look.reader import READS
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
 from infra.log.access import Access, access_of
+from infra.roles.rights import CHECKS, RIGHTS
 from infra.settings.config import duration_s
 from infra.settings.plugin import add_plugin_folders
 from infra.store.store import PRIVATE, Store
@@ -25,6 +26,7 @@ from schemas.topics import topic_config, topic_name
 
 ANSWER_S = 10.0
 BODY = b"headrace check --connect"
+OPERATOR = "operator"
 
 
 class Tried(NamedTuple):
@@ -35,11 +37,13 @@ class Tried(NamedTuple):
     fault: str = ""
 
 
-async def run_connect(config: Path, sets: list[str]) -> int:
-    """Print what was tried; 1 where something is missing. Raises ConfigError for what cannot hold."""
+async def run_connect(config: Path, sets: list[str], role: str = OPERATOR) -> int:
+    """Print what was tried; 1 where something that the role needs is missing. Raises ConfigError for what cannot hold."""
+    if role not in RIGHTS:
+        raise ConfigError(f"--role: got {role}, expected one of {', '.join(RIGHTS)}")
     settings = load_settings(config, sets)
     add_plugin_folders(settings.folder, settings.plugins)
-    tried = [*await kafka_tried(settings), *await asyncio.to_thread(lambda: list(store_tried(settings)))]
+    tried = [*await kafka_tried(settings, role), *await asyncio.to_thread(lambda: list(store_tried(settings, role)))]
     table = Table("tried", "found")
     for attempt in tried:
         table.add_row(attempt.what, attempt.fault or attempt.found, style="red" if attempt.fault else None)
@@ -47,8 +51,8 @@ async def run_connect(config: Path, sets: list[str]) -> int:
     return int(any(attempt.fault for attempt in tried))
 
 
-async def kafka_tried(settings: Settings) -> list[Tried]:
-    """The brokers, each topic and each group."""
+async def kafka_tried(settings: Settings, role: str = OPERATOR) -> list[Tried]:
+    """The brokers, and each topic and group that the role uses."""
     from infra.log.kafka import answers
 
     quieten_client()
@@ -61,17 +65,20 @@ async def kafka_tried(settings: Settings) -> list[Tried]:
     if not there:
         return [Tried(what, "", f"no broker answers within {ANSWER_S:g} s: kafka.bootstrap_servers, or the network")]
     who = access.username or access.mechanism if access.protocol.startswith("SASL") else "without a name"
-    return [Tried(what, f"answers, {access.protocol}, {who}"), *await _rights_tried(settings, bootstrap, access)]
+    return [Tried(what, f"answers, {access.protocol}, {who}"), *await _rights_tried(settings, bootstrap, access, role)]
 
 
-async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> list[Tried]:
-    from infra.log.rights import Right, asking
+async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role: str) -> list[Tried]:
+    from infra.log.rights import asking
 
     keep_ms, found = int(duration_s(settings.keep.replay) * 1000), []
     async with asking(bootstrap, access) as rights:
         for topic in topics.ALL:
-            trimmed: tuple[Right, ...] = ("delete",) if topic.retention == "trimmed" else ()
-            wanted: tuple[Right, ...] = ("read", "write", *trimmed)
+            wanted = RIGHTS[role].at_topic(topic)
+            if role == OPERATOR and topic.retention != "trimmed":
+                wanted = tuple(right for right in wanted if right != "delete")
+            if not wanted:
+                continue
             name, count = topic_name(settings.app, topic), topic.partitions or settings.kafka.partitions
             asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication))
             what, fault = f"topic {name}", asked.fault
@@ -83,7 +90,8 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
             elif not fault and asked.partitions != count:
                 fault = f"has {asked.partitions} partitions, expected {count} (kafka.partitions)"
             found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
-        for source_topic in dict.fromkeys(source.from_.topic for source in settings.feedback if source.from_.topic):
+        sources = settings.feedback if role in (OPERATOR, "process") else ()
+        for source_topic in dict.fromkeys(source.from_.topic for source in sources if source.from_.topic):
             asked = await rights.of_topic(source_topic, ("read",), 1)
             missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
             missing = "" if asked.partitions or asked.denied else missing
@@ -92,6 +100,8 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access) -> l
                 Tried(f"topic {source_topic}", f"{asked.partitions} partitions: read", asked.fault or denied or missing)
             )
         for group in consumer_groups(settings):
+            if not group.startswith(RIGHTS[role].groups):
+                continue
             name = f"{settings.app}.{group}"
             asked = await rights.of_group(name)
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
@@ -105,15 +115,17 @@ def consumer_groups(settings: Settings) -> list[str]:
     return [*READS, "feedback", *sources]
 
 
-def store_tried(settings: Settings) -> Iterator[Tried]:
-    """Put, list, get and delete, where weights lie and where keys do. Blocking."""
+def store_tried(settings: Settings, role: str = OPERATOR) -> Iterator[Tried]:
+    """Put, list, get and delete, below `checks/` and for an operator where keys lie. Blocking."""
     try:
         store = app_store(settings)
     except (ConfigError, StoreError) as error:
         yield Tried(f"store {settings.store.shown}", "", str(error))
         return
-    places = [f"store {settings.store.shown}", f"keys {settings.store.keys or settings.store.shown}"]
-    for what, folder in zip(places, ("checks/", PRIVATE[-1]), strict=True):
+    places = [(f"store {settings.store.shown}", CHECKS)]
+    if role == OPERATOR:
+        places.append((f"keys {settings.store.keys or settings.store.shown}", PRIVATE[-1]))
+    for what, folder in places:
         yield Tried(what, "put, list, get, delete", object_fault(store, f"{folder}check-{secrets.token_hex(8)}"))
 
 

@@ -143,14 +143,19 @@ def check(
     connect: Annotated[
         bool, typer.Option("--connect", help="Try broker, topics, groups and store instead, and say what is missing.")
     ] = False,
+    role: Annotated[
+        str,
+        typer.Option("--role", help="Whose rights --connect tries: master, train, process, explore, serve, operator."),
+    ] = "operator",
 ) -> None:
     """Check the settings, plugins, log and store, and show the resolved chain of each stage.
 
     Whatever a role would refuse at its start is refused here: unknown keys, plugins that do not load, wrong options,
     a model or a secret that is not there, a log and a store that do not belong together. No weights are read.
 
-    With --connect everything that the roles use is tried from this machine, with these rights: the broker, reading and writing
-    each topic, each group, and put, list, get and delete in the store. Nothing is left behind. Exit code 1: one is missing.
+    With --connect everything that the roles use is tried from this machine, as the user of these settings: the broker, reading
+    and writing each topic, each group, and put, list, get and delete in the store. Nothing is left behind. With --role only
+    the rights that this role needs are tried. Exit code 1: one is missing.
 
     Example: [cyan]headrace check --create[/] also creates the topics that are missing.
     """
@@ -159,6 +164,6 @@ def check(
     async def tried() -> int:
         from infra.cli.check.connect import run_connect
 
-        return await run_connect(config, sets)
+        return await run_connect(config, sets, role)
 
     exit_with(tried if connect else lambda: run_check(config, sets, create))

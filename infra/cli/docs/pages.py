@@ -21,6 +21,7 @@ from infra.cli.docs.parts import parts
 from infra.cli.docs.text import cell, labelled, toml
 from infra.observe.alarms import anchor, rules
 from infra.observe.measures import MEASURES
+from infra.roles import rights
 from infra.settings.config import Section
 from infra.settings.words import words_of
 
@@ -95,6 +96,15 @@ bench NAME=… ARGS=--save` writes.* Load: processes that ran or waited for a co
 trust ratios and processor time. A comparison's value is the peer's figure over headrace's: above 1 headrace is cheaper.
 
 """
+RIGHTS = f"""# Rights of the roles
+
+What the Kafka user and the bucket user of each role may do with topics, objects and consumer groups.
+
+{BY}Each role has a Kafka user and a bucket user with the role's name; `operator` is the user of the commands. `delete` at a
+topic deletes records. Every role may also describe the app's topics and list the names in the bucket. `process` also reads the
+topics that your `[[feedback]]` names. [The compose file](../howto/deploy.md#rights) grants exactly this, by
+`infra/deploy/compose/rights.sh` and `infra/deploy/compose/bucket`.
+"""
 # Keys that mean the same in every table.
 COMMON = {
     "on": "whether it is part of the chain.",
@@ -123,7 +133,9 @@ def pages() -> dict[str, str]:
         "reference/options.md": OPTIONS + "".join(parts()),
         "reference/metrics.md": METRICS + "".join(metrics()),
         **measured(),
+        "reference/rights.md": RIGHTS + "".join(rights.tables()),
         "../deploy/alerts.yml": rules(),
+        **{f"../deploy/{path}": text for path, text in rights.deploy_files().items()},
     }
 
 

@@ -41,7 +41,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 containers:
   - name: {{ .role }}
-    image: "{{ $values.image.repository }}:{{ $values.image.tag | default .root.Chart.AppVersion }}"
+    image: "{{ $values.image.repository }}:{{ $values.image.tag | default .root.Chart.AppVersion }}{{ with $values.image.digest }}@{{ . }}{{ end }}"
     imagePullPolicy: {{ $values.image.pullPolicy }}
     args: {{ toJson .args }}
     securityContext: {{- toYaml $values.securityContext | nindent 6 }}
@@ -50,7 +50,7 @@ containers:
       {{- range $name, $value := $values.env }}
       - {name: {{ $name }}, value: {{ $value | quote }}}
       {{- end }}
-    {{- with $values.secret }}
+    {{- with .config.secret | default $values.secret }}
     envFrom:
       - secretRef: {name: {{ . }}}
     {{- end }}
@@ -76,6 +76,7 @@ containers:
     resources: {{- toYaml .config.resources | nindent 6 }}
     volumeMounts:
       - {name: kept, mountPath: /var/lib/headrace}
+      - {name: tmp, mountPath: /tmp}
       {{- if .config.cache }}
       - {name: cache, mountPath: /var/lib/headrace/.cache}
       {{- end }}
@@ -92,6 +93,8 @@ containers:
 volumes:
   - name: settings
     configMap: {name: {{ include "headrace.name" .root }}}
+  - name: tmp
+    emptyDir: {}
   {{- if not .config.disk }}
   - name: kept
     emptyDir: {}

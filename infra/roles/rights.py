@@ -1,0 +1,165 @@
+"""The rights of each role at the broker and in the bucket, and what is made from them: ACLs, bucket policies, a page.
+
+A role is a Kafka user and a bucket user of its own, both with the role's name. `operator` is the user of the commands.
+Every role may describe the topics of its app and list the names in the bucket: without the second, an object that is not there
+reads as one that is denied.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from infra.log.rights import Right
+from infra.store.seal import FOLDER, SECRET
+from infra.store.store import BLOBS
+from schemas import topics
+from schemas.topics import Topic
+
+API_KEYS = "gateway/keys/"
+CHECKS = "checks/"  # what `headrace check --connect` puts and removes
+PREFIXES = ("policies/", "checkpoints/", "snapshots/", BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS)
+ACTIONS = {
+    "get": ("s3:GetObject",),
+    "put": ("s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"),
+    "delete": ("s3:DeleteObject",),
+}
+LISTS = ("s3:ListBucket", "s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
+# Where the compose file keeps what is made here, its app, its bucket, and the folder of its store in the bucket.
+COMPOSE, APP, BUCKET, STORE = "compose", "headrace", "headrace", "main"
+ACLS = "/opt/kafka/bin/kafka-acls.sh --bootstrap-server 127.0.0.1:9094 --add"
+PREFIXED = "--resource-pattern-type prefixed"
+
+
+class RoleRights(NamedTuple):
+    """reads, writes, trims: topics that the role reads, writes, and deletes records of. groups: consumer groups, each with all
+    whose names begin so. gets, puts, deletes: prefixes of objects.
+    """
+
+    reads: tuple[Topic, ...]
+    writes: tuple[Topic, ...]
+    trims: tuple[Topic, ...] = ()
+    groups: tuple[str, ...] = ()
+    gets: tuple[str, ...] = PREFIXES
+    puts: tuple[str, ...] = PREFIXES
+    deletes: tuple[str, ...] = PREFIXES
+
+    def at_topic(self, topic: Topic) -> tuple[Right, ...]:
+        """The rights at a topic, of read, write and delete (of records)."""
+        rights: tuple[tuple[Right, tuple[Topic, ...]], ...] = (
+            ("read", self.reads),
+            ("write", self.writes),
+            ("delete", self.trims),
+        )
+        return tuple(name for name, granted in rights if topic in granted)
+
+    def at_prefix(self, prefix: str) -> tuple[str, ...]:
+        """The rights at objects whose names begin with a prefix, of get, put and delete."""
+        rights = (("get", self.gets), ("put", self.puts), ("delete", self.deletes))
+        return tuple(name for name, granted in rights if prefix in granted)
+
+
+RIGHTS: Mapping[str, RoleRights] = {
+    "master": RoleRights(
+        # It removes large frames that no record claims any more, so it reads every topic that may claim one.
+        reads=(
+            topics.TASKSET, topics.TASKS, topics.EXPERIENCES, topics.EXPERTS, topics.VERIFIED, topics.BUFFER, topics.EVALS,
+            topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.DEAD_LETTERS,
+        ),
+        writes=(topics.TASKS, topics.EVALS, topics.REPORTS, topics.POLICIES),
+        gets=("policies/", "snapshots/", BLOBS, "identity/", CHECKS),
+        puts=("snapshots/", BLOBS, CHECKS),
+        deletes=("snapshots/", BLOBS, CHECKS),
+    ),
+    "train": RoleRights(
+        reads=(topics.BUFFER, topics.EVALS, topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
+        writes=(topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
+        trims=(topics.BUFFER, topics.BATCHES),
+        gets=("policies/", "checkpoints/", BLOBS, FOLDER, "identity/", CHECKS),
+        puts=("policies/", "checkpoints/", BLOBS, "identity/", CHECKS),
+        deletes=("policies/", "checkpoints/", CHECKS),
+    ),
+    "process": RoleRights(
+        reads=(
+            topics.TASKSET_RAW, topics.TASKSET, topics.EXPERIENCES, topics.EXPERTS, topics.FEEDBACK, topics.VERIFIED,
+            topics.PROGRESS, topics.POLICIES,
+        ),
+        writes=(
+            topics.TASKSET, topics.VERIFIED, topics.BUFFER, topics.EVALS, topics.PROGRESS, topics.REPORTS, topics.DEAD_LETTERS,
+        ),
+        groups=("tasks", "verify", "collect", "feedback"),
+        gets=("policies/", "snapshots/", BLOBS, FOLDER, SECRET, "identity/", CHECKS),
+        puts=("snapshots/", BLOBS, FOLDER, SECRET, CHECKS),
+        deletes=("snapshots/", CHECKS),
+    ),
+    # An engine tells `policies` which version it refuses.
+    "explore": RoleRights(
+        reads=(topics.TASKS, topics.PROGRESS, topics.POLICIES),
+        writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
+        groups=("explore",),
+        gets=("policies/", BLOBS, "identity/", CHECKS),
+        puts=(BLOBS, CHECKS),
+        deletes=(CHECKS,),
+    ),
+    "serve": RoleRights(
+        reads=(topics.POLICIES,),
+        writes=(topics.EXPERIENCES, topics.FEEDBACK, topics.REPORTS, topics.POLICIES),
+        gets=("policies/", BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS),
+        puts=(BLOBS, FOLDER, SECRET, CHECKS),
+        deletes=(CHECKS,),
+    ),
+    "operator": RoleRights(topics.ALL, topics.ALL, topics.ALL, groups=("",)),
+}  # fmt: skip
+
+
+def acl_script(app: str) -> str:
+    """Commands that grant the Kafka users their rights, for a shell beside the broker."""
+    roles = [role for role in RIGHTS if role != "operator"]
+    everyone = " ".join(f"--allow-principal User:{role}" for role in roles)
+    lines = [
+        f"{ACLS} --allow-principal User:operator --operation All --topic {app}. --group {app}. {PREFIXED}",
+        f"{ACLS} {everyone} --operation Describe --topic {app}. {PREFIXED}",
+    ]
+    for role in roles:
+        rights, who = RIGHTS[role], f"--allow-principal User:{role}"
+        for operation, granted in (("Read", rights.reads), ("Write", rights.writes), ("Delete", rights.trims)):
+            if granted:
+                names = " ".join(f"--topic {app}.{topic.name}" for topic in granted)
+                lines.append(f"{ACLS} {who} --operation {operation} {names}")
+        if rights.groups:
+            names = " ".join(f"--group {app}.{group}" for group in rights.groups)
+            lines.append(f"{ACLS} {who} --operation Read {names} {PREFIXED}")
+    return "set -e\n" + "\n".join(lines) + "\n"
+
+
+def bucket_policy(role: str, bucket: str, folder: str) -> dict[str, object]:
+    """The policy of a bucket user. folder: of the store in the bucket."""
+    everything = f"arn:aws:s3:::{bucket}"
+    rights = RIGHTS[role]
+    statements = [{"Effect": "Allow", "Action": [*LISTS], "Resource": [everything]}]
+    for verb, prefixes in (("get", rights.gets), ("put", rights.puts), ("delete", rights.deletes)):
+        places = ("",) if role == "operator" else prefixes
+        named = [f"{everything}/{folder}/{place}{'' if place == SECRET else '*'}" for place in places]
+        statements.append({"Effect": "Allow", "Action": [*ACTIONS[verb]], "Resource": named})
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def deploy_files() -> dict[str, str]:
+    """The files of the compose file that grant rights, by their path below infra/deploy."""
+    policies = {
+        f"{COMPOSE}/bucket/{role}.json": json.dumps(bucket_policy(role, BUCKET, STORE), indent=2) + "\n"
+        for role in RIGHTS
+    }
+    return {f"{COMPOSE}/rights.sh": acl_script(APP), **policies}
+
+
+def tables() -> Iterator[str]:
+    """Markdown tables of the rights: at topics, at objects, at consumer groups."""
+    head = f"| {' | '.join(RIGHTS)} |\n|---|{'---|' * len(RIGHTS)}\n"
+    yield f"\n## Topics\n\n| topic {head}"
+    for topic in topics.ALL:
+        yield f"| `{topic.name}` | {' | '.join(', '.join(one.at_topic(topic)) for one in RIGHTS.values())} |\n"
+    yield f"\n## Objects\n\n| prefix {head}"
+    for prefix in PREFIXES:
+        yield f"| `{prefix}` | {' | '.join(', '.join(one.at_prefix(prefix)) for one in RIGHTS.values())} |\n"
+    groups = (", ".join(f"`{name}`" if name else "all" for name in one.groups) for one in RIGHTS.values())
+    yield f"\n## Consumer groups\n\n| {head}| read | {' | '.join(groups)} |\n"
