@@ -16,8 +16,10 @@ from schemas import topics
 from schemas.topics import Topic
 
 API_KEYS = "gateway/keys/"
+SNAPSHOTS = "snapshots/"  # may hold texts
+SUMMARIES = "snapshots/*/policies/"  # hold none
 CHECKS = "checks/"  # what `headrace check --connect` puts and removes
-PREFIXES = ("policies/", "checkpoints/", "snapshots/", BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS)
+PREFIXES = ("policies/", "checkpoints/", SNAPSHOTS, SUMMARIES, BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS)
 ACTIONS = {
     "get": ("s3:GetObject",),
     "put": ("s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"),
@@ -66,17 +68,17 @@ RIGHTS: Mapping[str, RoleRights] = {
             topics.PROGRESS, topics.REPORTS, topics.POLICIES, topics.DEAD_LETTERS,
         ),
         writes=(topics.TASKS, topics.EVALS, topics.REPORTS, topics.POLICIES),
-        gets=("policies/", "snapshots/", BLOBS, "identity/", CHECKS),
-        puts=("snapshots/", BLOBS, CHECKS),
-        deletes=("snapshots/", BLOBS, CHECKS),
+        gets=("policies/", SNAPSHOTS, SUMMARIES, BLOBS, "identity/", CHECKS),
+        puts=(SNAPSHOTS, SUMMARIES, BLOBS, CHECKS),
+        deletes=(SNAPSHOTS, SUMMARIES, BLOBS, CHECKS),
     ),
     "train": RoleRights(
         reads=(topics.BUFFER, topics.EVALS, topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
         writes=(topics.BATCHES, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
         trims=(topics.BUFFER, topics.BATCHES),
-        gets=("policies/", "checkpoints/", BLOBS, FOLDER, "identity/", CHECKS),
-        puts=("policies/", "checkpoints/", BLOBS, "identity/", CHECKS),
-        deletes=("policies/", "checkpoints/", CHECKS),
+        gets=("policies/", "checkpoints/", SUMMARIES, BLOBS, FOLDER, "identity/", CHECKS),
+        puts=("policies/", "checkpoints/", SUMMARIES, BLOBS, "identity/", CHECKS),
+        deletes=("policies/", "checkpoints/", SUMMARIES, CHECKS),
     ),
     "process": RoleRights(
         reads=(
@@ -87,23 +89,23 @@ RIGHTS: Mapping[str, RoleRights] = {
             topics.TASKSET, topics.VERIFIED, topics.BUFFER, topics.EVALS, topics.PROGRESS, topics.REPORTS, topics.DEAD_LETTERS,
         ),
         groups=("tasks", "verify", "collect", "feedback"),
-        gets=("policies/", "snapshots/", BLOBS, FOLDER, SECRET, "identity/", CHECKS),
-        puts=("snapshots/", BLOBS, FOLDER, SECRET, CHECKS),
-        deletes=("snapshots/", CHECKS),
+        gets=("policies/", SNAPSHOTS, SUMMARIES, BLOBS, FOLDER, SECRET, "identity/", CHECKS),
+        puts=(SNAPSHOTS, SUMMARIES, BLOBS, FOLDER, SECRET, CHECKS),
+        deletes=(SNAPSHOTS, SUMMARIES, CHECKS),
     ),
     # An engine tells `policies` which version it refuses.
     "explore": RoleRights(
         reads=(topics.TASKS, topics.PROGRESS, topics.POLICIES),
         writes=(topics.EXPERIENCES, topics.VERIFIED, topics.PROGRESS, topics.REPORTS, topics.POLICIES),
         groups=("explore",),
-        gets=("policies/", BLOBS, "identity/", CHECKS),
+        gets=("policies/", SUMMARIES, BLOBS, "identity/", CHECKS),
         puts=(BLOBS, CHECKS),
         deletes=(CHECKS,),
     ),
     "serve": RoleRights(
         reads=(topics.POLICIES,),
         writes=(topics.EXPERIENCES, topics.FEEDBACK, topics.REPORTS, topics.POLICIES),
-        gets=("policies/", BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS),
+        gets=("policies/", SUMMARIES, BLOBS, FOLDER, API_KEYS, SECRET, "identity/", CHECKS),
         puts=(BLOBS, FOLDER, SECRET, CHECKS),
         deletes=(CHECKS,),
     ),
