@@ -33,7 +33,7 @@ from actors.gateway.recording.outbox import Outbox
 from actors.gateway.recording.record import Recorder
 from actors.gateway.recording.spool import Spool
 from infra.chain.chain import Step, make_step
-from infra.chain.processor import mark_of
+from infra.chain.processor import declared_mark
 from infra.files import replace_file
 from infra.local.http_server import HttpBounds, HttpServer, bound, make_server, serve_on
 from infra.log.log import Log
@@ -259,7 +259,7 @@ def processor_steps(config: GatewayConfig) -> tuple[Step, ...]:
         where = f"gateway.processor[{index}]"
         function = load(processor.use, processor.options, where)
         try:
-            mark = mark_of(function)
+            mark = declared_mark(function)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if mark.kind != "processor" or mark.memory:

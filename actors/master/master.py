@@ -23,7 +23,7 @@ from actors.config import MasterConfig
 from actors.master.plan import ATTEMPTS_PER_LEASE, NOTHING, Decisions, Plan
 from actors.master.snapshot import Places, Snapshots
 from infra.log.blob_prune import prune_frames
-from infra.log.blobs import day_of
+from infra.log.blobs import epoch_day
 from infra.log.log import Log, LogMessage
 from infra.log.reading import follow, readable
 from infra.log.reports import lately
@@ -191,7 +191,7 @@ async def _prune(log: Log, metrics: Metrics, keep_ms: int) -> None:
     while True:
         await asyncio.sleep(PRUNE_EVERY_S)
         try:
-            removed = await prune_frames(log, today=day_of(time.time()), keep_ms=keep_ms)
+            removed = await prune_frames(log, today=epoch_day(time.time()), keep_ms=keep_ms)
             metrics.counter("frames_pruned").inc(removed)
         except (BrokerUnavailable, StoreError, OffsetOutOfRange, UnknownMajor) as error:
             metrics.counter("prunings_failed").inc()

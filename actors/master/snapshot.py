@@ -27,7 +27,7 @@ from actors.config import MasterConfig
 from actors.master.plan import Plan
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
-from infra.roles.identity import beginning_of
+from infra.roles.identity import log_beginning
 from infra.store.snapshots import SnapshotDamaged, SnapshotManifest, candidates, prune, read, save
 from infra.store.store import Store
 from schemas.errors import BrokerUnavailable, StoreError
@@ -79,7 +79,7 @@ class Snapshots:
 
     async def restored(self, make: Callable[[], Plan], policy: str) -> tuple[Plan, Places]:
         """A plan with the state of the newest snapshot that fits, and where to read on; without one a new plan, and nowhere."""
-        begun = await beginning_of(self._log)
+        begun = await log_beginning(self._log)
         self._begun = "" if begun is None else begun.digest
         bounds = {topic.name: await self._log.bounds(topic) for topic in READ}
         try:

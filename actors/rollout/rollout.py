@@ -28,7 +28,7 @@ from schemas.errors import BadImage, ConfigError
 from schemas.fields import ENOUGH
 from schemas.ids import experience_id
 from schemas.topics import EXPERIENCES, PROGRESS, VERIFIED
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ async def _publish(ended: Sequence[_Ended], issued: Issued, runtime: RolloutRunt
     ended = sorted(ended, key=lambda episode: episode.episode)
     experiences = [experience for episode in ended for experience in episode.experiences]
     empty = [episode for episode in ended if not episode.experiences]
-    for block in blocks_of(experiences):
+    for block in split_blocks(experiences):
         await runtime.role.log.publish(EXPERIENCES, block)
     if empty and issued.suite:
         await runtime.role.log.publish(PROGRESS, _closure(issued, reason))

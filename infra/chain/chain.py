@@ -25,7 +25,7 @@ import msgspec
 from infra.chain import calls
 from infra.chain.calls import Extras, Failure, Trouble
 from infra.chain.faults import MAX_REASON_CHARS, accepted, accepted_new, drop_fault, header_faults
-from infra.chain.processor import Drop, Memory, Unit, Verdict, mark_of
+from infra.chain.processor import Drop, Memory, Unit, Verdict, declared_mark
 from infra.chain.verdict import Question, Recorded, has_score, input_hash, options_hash, read_verdict
 from schemas import BadFrame, Experience, Score
 from schemas.errors import ConfigError
@@ -160,7 +160,7 @@ def make_step(
     options: those it was given, which an instance need not show: a verdict under others is not reused.
     """
     try:
-        mark = mark_of(function)
+        mark = declared_mark(function)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
     if mark.kind == "feedback":
@@ -201,7 +201,7 @@ async def run_chain(steps: Sequence[Step], experiences: Sequence[Experience], co
             await context.turn.wait()
         elif context.turn is not None and index == last_memory + 1:
             context.turn.end()
-        extras = extras_of(step, context)
+        extras = step_extras(step, context)
         if step.kind == "group":
             group = tuple(member for member in flow.members if member.group == flow.group)
             if group:
@@ -255,7 +255,7 @@ class _Flow:
         )
 
 
-def extras_of(step: Step, context: Context) -> Extras:
+def step_extras(step: Step, context: Context) -> Extras:
     """The parameters that the chain fills in."""
     known: dict[str, Any] = {"time_ms": context.time_ms, "record_offset": context.record_offset}
     if step.memory:

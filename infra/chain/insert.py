@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from infra.chain.chain import Step, make_step
-from infra.chain.processor import mark_of
+from infra.chain.processor import declared_mark
 from infra.settings.config import Seconds, Section, UsePath
 from infra.settings.plugin import load
 from schemas.errors import ConfigError
@@ -93,7 +93,7 @@ def loaded(use: str, options: dict[str, Any], where: str, *, kind: str) -> Calla
     """The function with its options, marked as `kind`. Raises ConfigError."""
     function: Any = load(use, options, where)
     try:
-        mark = mark_of(function)
+        mark = declared_mark(function)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     if mark.kind != kind:

@@ -177,7 +177,7 @@ def score(*, version: int, inline: bool = False) -> Callable[[Marked], Marked]:
     return _marked(Mark(kind="score", version=version, inline=inline))
 
 
-def mark_of(function: Callable[..., Any]) -> Mark:
+def declared_mark(function: Callable[..., Any]) -> Mark:
     """The decorator's declaration; raises ValueError for a function that was never marked."""
     bare = function.func if isinstance(function, functools.partial) else function
     mark = getattr(bare, MARK_ATTRIBUTE, None)

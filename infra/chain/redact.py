@@ -110,7 +110,7 @@ class Redactor:
 def masked(text: str, shapes: Iterable[Shape]) -> tuple[str, set[str]]:
     """The text after one look for each shape that it may have, and the kinds that were there."""
     found = set()
-    signs = signs_of(text)  # what is masked on the way leaves fewer of them
+    signs = text_signs(text)  # what is masked on the way leaves fewer of them
     for shape in shapes:
         if not shape.needs(signs):
             continue
@@ -125,7 +125,7 @@ def masked(text: str, shapes: Iterable[Shape]) -> tuple[str, set[str]]:
     return text, found
 
 
-def signs_of(text: str) -> Signs:
+def text_signs(text: str) -> Signs:
     """Signs of a short text; a long one is looked at as if it had all, since that takes no longer in the end."""
     if len(text) > PIECE:
         return ALL_SIGNS

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from infra.chain.calls import MAX_DETAIL_CHARS, Failure
-from infra.chain.chain import Context, Step, call_step, extras_of
+from infra.chain.chain import Context, Step, call_step, step_extras
 from infra.chain.faults import drop_fault
 from infra.chain.processor import Drop
 from schemas import Task
@@ -56,7 +56,7 @@ async def run_task_chain(steps: Sequence[Step], task: Task, context: Context) ->
             await context.turn.wait()
         elif context.turn is not None and index == last_memory + 1:
             context.turn.end()
-        results = await call_step(step, members, extras_of(step, context))
+        results = await call_step(step, members, step_extras(step, context))
         passed: list[Task] = []
         for member, result in zip(members, results, strict=True):
             following = _settled(step, member, result, {known.id for known in (*members, *passed)})

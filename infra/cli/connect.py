@@ -108,7 +108,7 @@ async def connected(
     Raises BrokerUnavailable naming the address after the deadline (that of the settings, if it is shorter), ConfigError
     for topics that are missing.
     """
-    from infra.log.access import access_of
+    from infra.log.access import kafka_access
     from infra.log.kafka import LINGER_MS, KafkaBus
 
     quieten_client()
@@ -117,7 +117,7 @@ async def connected(
         broker_address(settings),
         deadline_s=min(deadline_s or limit_s, limit_s),
         linger_ms=LINGER_MS if linger_ms is None else linger_ms,
-        access=access_of(settings),
+        access=kafka_access(settings),
     )
     try:
         await bus.start()
@@ -137,13 +137,13 @@ async def reading(settings: Settings, *, create: bool = False) -> AsyncIterator[
     """
     from infra.local.address import read_address
     from infra.local.broker import EmbeddedKafka
-    from infra.log.access import access_of
+    from infra.log.access import kafka_access
     from infra.log.kafka import answers
 
     quieten_client()
     runs = bool(settings.kafka.bootstrap_servers)
     if not runs and not (create and read_address(kafka_folder(settings)) is None):
-        runs = await answers(broker_address(settings), timeout_s=patience_s(settings), access=access_of(settings))
+        runs = await answers(broker_address(settings), timeout_s=patience_s(settings), access=kafka_access(settings))
     if runs:
         async with connected(settings, deadline_s=10.0, create=create) as log:
             yield log

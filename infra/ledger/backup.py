@@ -106,6 +106,6 @@ async def committed_offsets(log: Log, groups: list[str]) -> dict[str, dict[str, 
     return found
 
 
-def partition_of(log: Log, name: str, index: int) -> Partition:
+def find_partition(log: Log, name: str, index: int) -> Partition:
     """A partition of the app's topic called `name`."""
     return Partition(f"{log.app}.{name}", index)

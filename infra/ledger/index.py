@@ -196,7 +196,7 @@ class LogIndex:
             if time.monotonic() >= until_s:
                 return False
             ends = ends or await bounds_now(log, self._topics())
-            if not any(left_of(ends, reads_of(self.database)).values()):
+            if not any(records_left(ends, read_offsets(self.database)).values()):
                 return True
             await asyncio.sleep(AGAIN_S)
         await self._in_thread(self._check_file)
@@ -231,7 +231,7 @@ class LogIndex:
 
     def _check_log(self, bounds: Bounds) -> None:
         """The log is the one that was read; what it lost at its beginning is passed over, and its rows go."""
-        reads = reads_of(self.database)
+        reads = read_offsets(self.database)
         if any(
             ends.get(part, 0) < reads.get((topic.name, part), 0) for topic, (_, ends) in bounds.items() for part in ends
         ):
@@ -253,7 +253,7 @@ class LogIndex:
         follower: Follower | None,
     ) -> None:
         begins, ends = bounds
-        reads = reads_of(self.database)
+        reads = read_offsets(self.database)
         following = {part: max(begin, reads.get((topic.name, part), 0)) for part, begin in begins.items()}
         behind = {part: end for part, end in ends.items() if following[part] < end}
         if not behind:
@@ -412,12 +412,12 @@ async def bounds_now(log: Log, chosen: Iterable[Topic]) -> Bounds:
     return dict(reversed(found.items()))
 
 
-def reads_of(database: sqlite3.Connection) -> dict[tuple[str, int], int]:
+def read_offsets(database: sqlite3.Connection) -> dict[tuple[str, int], int]:
     """Offset up to which each partition was read, by topic without the app, and index."""
     return {(topic, part): at for topic, part, at in database.execute("SELECT topic, part, next FROM reads")}
 
 
-def left_of(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[str, int]:
+def records_left(bounds: Bounds, reads: Mapping[tuple[str, int], int]) -> dict[str, int]:
     """Number of records of each topic that are still to be read."""
     return {
         topic.name: sum(max(0, end - max(begins[part], reads.get((topic.name, part), 0))) for part, end in ends.items())

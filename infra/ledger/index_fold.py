@@ -135,8 +135,8 @@ class Folder:
         """Records of one topic. values: what each holds, None where it was not decoded or does not decode."""
         found = [(record, value) for record, value in zip(records, values, strict=True) if value is not None]
         if topic in KEYED:
-            self._many("INSERT INTO places VALUES (?, ?, ?, ?, ?)", places_of(topic, records, found))
-            self._many("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", _sealed_of(records))
+            self._many("INSERT INTO places VALUES (?, ?, ?, ?, ?)", group_places(topic, records, found))
+            self._many("INSERT OR IGNORE INTO sealed VALUES (?, ?, ?)", _sealed_keys(records))
         if topic is topics.BATCHES:
             self._journaled(found)
         elif topic is topics.POLICIES:
@@ -179,7 +179,7 @@ class Folder:
             if not answer.suite
         )
         self._many(f"INSERT INTO fates VALUES (?, ?, ?, ?) {COUNTED}", [(*key, count) for key, count in counts.items()])
-        texts = [(n, *_texts_of(answer)) for n, _, answer in numbered if not answer.key_id]
+        texts = [(n, *_answer_texts(answer)) for n, _, answer in numbered if not answer.key_id]
         self._many("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", texts)
         self._many("INSERT INTO words (rowid, asked, answered) VALUES (?, ?, ?)", [text[:3] for text in texts])
 
@@ -362,7 +362,9 @@ class Folder:
             )  # fmt: skip
 
 
-def places_of(topic: Topic, records: Iterable[Record], found: Iterable[Found]) -> list[tuple[int, str, int, int, int]]:
+def group_places(
+    topic: Topic, records: Iterable[Record], found: Iterable[Found]
+) -> list[tuple[int, str, int, int, int]]:
     """Positions of records about a group, by their header or else their key; a role's own reports are left out, and groups that
     the trainer will never train are named by what it says of them.
     """
@@ -375,7 +377,7 @@ def places_of(topic: Topic, records: Iterable[Record], found: Iterable[Found]) -
     return [(number(group), topic.name, at.partition, at.offset, at.timestamp_ms) for group, at in about]
 
 
-def _sealed_of(records: Iterable[Record]) -> list[tuple[str, int, str]]:
+def _sealed_keys(records: Iterable[Record]) -> list[tuple[str, int, str]]:
     """Key id, group and its session ("" for none) of sealed records, by their headers."""
     headers = [dict(record.headers) for record in records]
     pairs = [
@@ -403,7 +405,7 @@ def _answer_row(time_ms: int, answer: Experience) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _texts_of(answer: Experience) -> tuple[str, str, int | None, int | None]:
+def _answer_texts(answer: Experience) -> tuple[str, str, int | None, int | None]:
     """The last question and the answer, cut; characters and hash of the whole answer. "" and None for what cannot be read."""
     try:
         messages = answer.messages

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 
-from infra.ledger.backup import partition_of
+from infra.ledger.backup import find_partition
 from infra.ledger.bundle import WHOLE, Bundle, PartitionRange, StoredRecord, Tell, checked, listed, recorded
 from infra.log.bus import Partition
 from infra.log.log import Log
@@ -44,7 +44,7 @@ async def restore(
         config = topic_config(topic, keep_ms, replication)
         await log.bus.create_topic(log.name(topic), len(stretches), config | OPEN, replication)
         for index, stretch in enumerate(stretches):
-            await _put_partition(log, placing, partition_of(log, name, index), place, stretch, tell)
+            await _put_partition(log, placing, find_partition(log, name, index), place, stretch, tell)
         await placing.settle(log.name(topic), config)
     await _commit(log, backup)
     await asyncio.to_thread(_put_identity, store, place, backup)
@@ -152,7 +152,7 @@ async def _commit(log: Log, backup: Bundle) -> None:
     for group, topics in backup.committed.items():
         for name, offsets in topics.items():
             ends = backup.topics[name]
-            starts = {partition_of(log, name, at): min(offset, ends[at].end) for at, offset in offsets.items()}
+            starts = {find_partition(log, name, at): min(offset, ends[at].end) for at, offset in offsets.items()}
             reader = await log.bus.assigned(starts, group=group)
             try:
                 await reader.commit(starts)

@@ -109,7 +109,7 @@ def server_properties(data: Path, address: BrokerPorts, more: Mapping[str, str] 
 
 def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
     """Kafka's settings for a broker that asks."""
-    password = password_of(folder)
+    password = read_password(folder)
     who = f'{_PLAIN} required username="{EMBEDDED_USER}" password="{password}" user_{EMBEDDED_USER}="{password}";'
     return {
         "listeners": f"CLIENT://{HOST}:{address.port},CONTROLLER://{HOST}:{address.controller_port}",
@@ -124,7 +124,7 @@ def password_settings(folder: Path, address: BrokerPorts) -> dict[str, str]:
     }
 
 
-def password_of(folder: Path) -> str:
+def read_password(folder: Path) -> str:
     """The password of a broker's folder, made if it is not there. The caller holds the folder's lock."""
     path = folder / EMBEDDED_PASSWORD
     if not path.exists():

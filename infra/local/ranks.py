@@ -53,7 +53,7 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float = 30.0
 
 
-def rank_of(environment: Mapping[str, str]) -> int | None:
+def launched_rank(environment: Mapping[str, str]) -> int | None:
     """The rank a launcher (ours, torchrun, or srun once `adopt_slurm` was called) gave this process; None where none did."""
     return int(environment.get(RANK, "0")) if WORLD_SIZE in environment else None
 

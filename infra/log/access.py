@@ -18,7 +18,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from infra.settings.config import Floor, Kafka
 from infra.settings.plugin import load
-from infra.settings.secret import secret_of
+from infra.settings.secret import read_secret
 from schemas.errors import ConfigError
 
 EMBEDDED_FOLDER = "kafka"  # beside the TOML
@@ -51,7 +51,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 PLAINTEXT = Access()
 
 
-def access_of(floor: Floor) -> Access:
+def kafka_access(floor: Floor) -> Access:
     """Credentials that the [kafka] table names, with secrets read now. Raises ConfigError naming what is not there."""
     kafka = floor.kafka
     if not kafka.bootstrap_servers:
@@ -61,7 +61,7 @@ def access_of(floor: Floor) -> Access:
     asks_token = kafka.is_sasl and kafka.sasl_mechanism == "OAUTHBEARER"
     password = ""
     if kafka.is_sasl and not asks_token:
-        password = secret_of("kafka.sasl_password", kafka.sasl_password_env, kafka.sasl_password_file, floor.folder)
+        password = read_secret("kafka.sasl_password", kafka.sasl_password_env, kafka.sasl_password_file, floor.folder)
     return Access(
         protocol=kafka.security_protocol,
         mechanism=kafka.sasl_mechanism,

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 async def prune_frames(log: Log, *, today: int, keep_ms: int) -> int:
     """Remove frames deposited longer than keep_ms ago that nothing claims; how many went.
 
-    today: see `blobs.day_of`. Raises StoreError, BrokerUnavailable, UnknownMajor.
+    today: see `blobs.epoch_day`. Raises StoreError, BrokerUnavailable, UnknownMajor.
     """
     store = log.store
     if store is None:

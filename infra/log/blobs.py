@@ -41,7 +41,7 @@ def is_claim(value: bytes) -> bool:
     return value[:2] == MAGIC
 
 
-def day_of(seconds: float) -> int:
+def epoch_day(seconds: float) -> int:
     """Day of a moment, counted from the epoch as its seconds are."""
     return int(seconds // 86_400)
 
@@ -58,7 +58,7 @@ def deposit(store: Store, frame: bytes, *, day: int | None = None) -> bytes:
     day: of the sending, by default today.
     """
     sha256 = hashlib.sha256(frame).hexdigest()
-    day = day_of(time.time()) if day is None else day
+    day = epoch_day(time.time()) if day is None else day
     claim = Claim(f"{BLOBS}{day:06d}-{sha256}", sha256, len(frame))
     reach("blobs.before_upload")
     store.put(claim.key, frame)

@@ -25,7 +25,7 @@ from aiokafka.errors import (
 
 from infra.log.access import PLAINTEXT, Access, TokenFailed, client_options
 from infra.log.bus import Headers, Partition, Reader, RecordPosition, check_size
-from infra.log.kafka_reader import REQUEST_TIMEOUT_MS, RETRY_BACKOFF_MS, KafkaReader, begin, consumer_of, stop
+from infra.log.kafka_reader import REQUEST_TIMEOUT_MS, RETRY_BACKOFF_MS, KafkaReader, begin, make_consumer, stop
 from infra.log.memory import changed_count
 from infra.log.placing import partition_for
 from infra.log.refusal import Refusals, refusal
@@ -288,7 +288,7 @@ class KafkaBus:
         return admitted
 
     def _consumer(self, group: str | None, fetch_bytes: int = MAX_RECORD_BYTES) -> AIOKafkaConsumer:
-        return consumer_of(self.bootstrap_servers, self._client_id, self._access, group, fetch_bytes)
+        return make_consumer(self.bootstrap_servers, self._client_id, self._access, group, fetch_bytes)
 
     async def _started(self, make: Callable[[], AIOKafkaConsumer]) -> AIOKafkaConsumer:
         return await self._retried("start a reader", lambda: begin(make()))

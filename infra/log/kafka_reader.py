@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", AIOKafkaConsumer, AIOKafkaProducer, AIOKafkaAdminClient)
 
 
-def consumer_of(
+def make_consumer(
     bootstrap_servers: str, client_id: str, access: Access, group: str | None, fetch_bytes: int
 ) -> AIOKafkaConsumer:
     """A consumer without a position, which commits only what it is asked to. fetch_bytes: at most of a partition at once."""

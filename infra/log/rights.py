@@ -51,7 +51,7 @@ class Rights:
         self._client = client
         self._admin = admin
 
-    async def of_topic(
+    async def topic_rights(
         self, name: str, wanted: Sequence[Right], partitions: int, config: Mapping[str, str] = {}
     ) -> Asked:
         """Rights on one topic. partitions, config: with which it would be created."""
@@ -68,7 +68,7 @@ class Rights:
         except (KafkaError, OSError) as error:
             return Asked(fault=repr(error))
 
-    async def of_group(self, name: str) -> Asked:
+    async def group_rights(self, name: str) -> Asked:
         """Right to read as a member of a group."""
         for _ in range(TRIES):
             try:

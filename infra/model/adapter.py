@@ -21,7 +21,7 @@ import xxhash
 from infra.model.model import load_model, meta_model, model_folder
 from infra.model.names import ACTIVE, adapter_name
 from infra.policies.adapter import Adapter
-from infra.policies.manifest import TensorEntry, entries_of, sha256_hex
+from infra.policies.manifest import TensorEntry, sha256_hex, tensor_entries
 from infra.policies.tensors import Tensor, load_tensors, to_torch, write_tensors
 from schemas.errors import ConfigError
 
@@ -189,7 +189,7 @@ def base_hash(folder: str | Path) -> str:
                 tensors = load_tensors(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         except ValueError as error:
             raise ConfigError(f"policy.model: {path}: {error}") from error
-        entries |= {entry.name: entry for entry in entries_of(tensors)}
+        entries |= {entry.name: entry for entry in tensor_entries(tensors)}
     if not entries:
         raise ConfigError(f"policy.model: {where} holds no *.safetensors file")
     return sha256_hex(msgspec.json.encode([entries[name] for name in sorted(entries)]))

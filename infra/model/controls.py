@@ -175,12 +175,12 @@ class Controls:
 
     @cached_property
     def _anywhere(self) -> re.Pattern[str]:
-        return re.compile(f"(?={_any_of(self.ids)})")
+        return re.compile(f"(?={_alternatives(self.ids)})")
 
     @cached_property
     def _whole_names(self) -> re.Pattern[str]:
         """Names as the tokenizer finds them: the leftmost, of these the longest."""
-        return re.compile(_any_of(self.ids))
+        return re.compile(_alternatives(self.ids))
 
     @cached_property
     def _pieces(self) -> Pieces | None:
@@ -257,7 +257,7 @@ def _strings(given: Any) -> list[str]:
     return found
 
 
-def _any_of(words: Collection[str]) -> str:
+def _alternatives(words: Collection[str]) -> str:
     """A pattern of the words, the longest first, that looks at each character of a text once."""
     tree: dict[str, Any] = {}
     for word in words:

@@ -16,7 +16,7 @@ import numpy as np
 from infra.model.controls import FREE_CHARS, Controls
 from infra.model.names import published
 from infra.model.vision import NO_FRAME, Vision, load_vision, takes_pictures
-from infra.model.writing import as_template_takes, content_of, writing_of
+from infra.model.writing import as_template_takes, content_of, detect_writing
 from infra.policies.tensors import Tensor, from_torch_all, load_tensors, to_torch
 from infra.store.rooms import Rooms
 from schemas.errors import ConfigError
@@ -44,7 +44,7 @@ class Tokenizer:
         and of reasoning, "" for those of the template.
         """
         self.template = dict(template)
-        self.writing = writing_of(str(tokenizer.chat_template), *parsers)
+        self.writing = detect_writing(str(tokenizer.chat_template), *parsers)
         self._tokenizer = tokenizer
         # Asked itself: what transformers puts around it takes longer than it does, and alters it, so that threads clash.
         self._backend = tokenizer.backend_tokenizer

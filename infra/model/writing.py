@@ -83,10 +83,10 @@ class Writing(msgspec.Struct, frozen=True):
         return f"tool calls as {self.tools}, thoughts as {self.reasoning}"
 
 
-def writing_of(template: str, tool_parser: str = "", reasoning_parser: str = "") -> Writing:
+def detect_writing(template: str, tool_parser: str = "", reasoning_parser: str = "") -> Writing:
     """Formats of a model. template: its chat template. tool_parser, reasoning_parser: what the settings say, "" for nothing.
 
-    >>> writing_of("… <tool_call> … <function= …").tools
+    >>> detect_writing("… <tool_call> … <function= …").tools
     'qwen3_coder'
     """
     tools = tool_parser or _first(TOOLS_BY_TEMPLATE, template, HERMES)

@@ -166,14 +166,14 @@ STILL = tuple(alarm.counter for alarm in ALARMS if alarm.counter)
 OF_MASTER = tuple(alarm for alarm in ALARMS if "alarm_raised" in alarm.rule)
 
 
-def alarm_of(line: str) -> Alarm | None:
+def parse_alarm(line: str) -> Alarm | None:
     """Alarm of a line of `status`; None for a line of a plugin or of a later release."""
     return next((alarm for alarm in ALARMS if re.search(alarm.says, line)), None)
 
 
 def raised(lines: Iterable[str]) -> dict[str, float]:
     """For `alarm_raised`: each of the master's own, 1 where a line is of it."""
-    found = {alarm.name for line in lines if (alarm := alarm_of(line)) is not None}
+    found = {alarm.name for line in lines if (alarm := parse_alarm(line)) is not None}
     return {alarm.name: float(alarm.name in found) for alarm in OF_MASTER}
 
 

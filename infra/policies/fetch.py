@@ -23,9 +23,9 @@ from infra.policies.manifest import (
     Shard,
     TensorEntry,
     WeightSource,
-    entries_of,
     first_difference,
     looked_at,
+    tensor_entries,
 )
 from infra.policies.policy import Policy
 from infra.policies.tensors import Tensor, load_tensors
@@ -73,7 +73,7 @@ class PolicyFetcher:
         if self._held is not None and self._held.tensors is policy.tensors:
             self._serving = _hashes(self._held.entries)
         else:
-            self._serving = _hashes(entries_of(policy.tensors))
+            self._serving = _hashes(tensor_entries(policy.tensors))
 
     def adopt(self, event: PolicyEvent, tensors: Mapping[str, Tensor]) -> bool:
         """Take tensors that are here for the shadow copy, where they are the version of an event by their hashes; whether so.
@@ -89,7 +89,7 @@ class PolicyFetcher:
             name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
         }:  # asked before, since to hash a model takes a while
             return False
-        if difference := first_difference(entries_of(tensors), manifest.tensors, values=True):
+        if difference := first_difference(tensor_entries(tensors), manifest.tensors, values=True):
             log.info("nothing adopted version=%d: %s", event.version, difference)
             return False
         self._held = HeldWeights(manifest.version, dict(tensors), manifest.tensors)

@@ -19,7 +19,7 @@ import xxhash
 
 from infra.policies.adapter import Adapter, described
 from infra.policies.policy import Probe
-from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, chunks, num_bytes_of
+from infra.policies.tensors import ITEM_BYTES, Tensor, are_finite, byte_count, chunks
 from infra.policies.threads import in_threads
 
 FORMAT = 5
@@ -191,14 +191,14 @@ def looked_at(tensors: Mapping[str, Tensor], *, is_finite: bool = False) -> dict
         look.take(tensor.data)
         return look
 
-    looks = in_threads(look_at, tensors.values(), size=num_bytes_of, same=id)
+    looks = in_threads(look_at, tensors.values(), size=byte_count, same=id)
     return dict(zip(tensors, looks, strict=True))
 
 
-def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
+def tensor_entries(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """The manifest's list of tensors, by name."""
     ordered = sorted(tensors.items())
-    hashes = in_threads(hash_tensor, [tensor for _, tensor in ordered], size=num_bytes_of, same=id)
+    hashes = in_threads(hash_tensor, [tensor for _, tensor in ordered], size=byte_count, same=id)
     return tuple(
         TensorEntry(name, tensor.dtype, tensor.shape, xxh3)
         for (name, tensor), xxh3 in zip(ordered, hashes, strict=True)

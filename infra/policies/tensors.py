@@ -94,14 +94,14 @@ def is_finite(tensor: Tensor) -> bool:
     return all(are_finite(chunk, tensor.dtype) for chunk in chunks(bits(tensor)))
 
 
-def num_bytes_of(tensor: Tensor) -> int:
+def byte_count(tensor: Tensor) -> int:
     """Size of the data, to begin with the largest."""
     return len(tensor.data)
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     """Name of the first tensor that holds NaN or infinity, "" where none does."""
-    finite = in_threads(is_finite, tensors.values(), size=num_bytes_of, same=id)
+    finite = in_threads(is_finite, tensors.values(), size=byte_count, same=id)
     return next((name for name, fine in zip(tensors, finite, strict=True) if not fine), "")
 
 
@@ -166,7 +166,7 @@ class CopiedTensors(dict[str, Tensor]):
         """Copy more, in threads; tied ones once, for each of their names. rooms: where the copies are put."""
 
         def copied(tensor: "torch.Tensor") -> tuple[Tensor, bool]:
-            dtype, finite = _dtype_of(tensor), True
+            dtype, finite = _dtype_name(tensor), True
 
             def look(piece: memoryview) -> None:
                 nonlocal finite
@@ -191,7 +191,7 @@ def from_torch_all(values: Mapping[str, "torch.Tensor"], rooms: Rooms | None = N
     return found
 
 
-def _dtype_of(tensor: "torch.Tensor") -> str:
+def _dtype_name(tensor: "torch.Tensor") -> str:
     name = str(tensor.dtype)
     if name not in _FROM_TORCH:
         raise ValueError(f"tensor: got {name}, expected one of {', '.join(_FROM_TORCH)}")
@@ -201,7 +201,7 @@ def _dtype_of(tensor: "torch.Tensor") -> str:
 def _copied(tensor: "torch.Tensor", rooms: Rooms | None, seen: Seen) -> Tensor:
     import torch
 
-    dtype = _dtype_of(tensor)
+    dtype = _dtype_name(tensor)
     # Both copy without holding the interpreter, which `tobytes` does not; numpy in this thread alone, and it asks for large
     # pages, which torch does not.
     copy = np.empty(tensor.nbytes, np.uint8) if rooms is None else rooms.take(tensor.nbytes)

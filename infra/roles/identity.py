@@ -77,7 +77,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 async def fit_of(log: Log, store: Store, floor: Floor) -> Fit:
     """Compare them. Raises BrokerUnavailable, StoreError."""
-    here = await beginning_of(log)
+    here = await log_beginning(log)
     named = await asyncio.to_thread(_named, store, floor.app)
     if named is not None:
         return Fit("log lost" if here is None else "fits" if here == named else "other log", here, named)
@@ -112,12 +112,12 @@ def fault(fit: Fit, app: str, store: str) -> str:
 
 async def claim(log: Log, store: Store, floor: Floor, *, anew: bool = False) -> None:
     """Write into the store which log it belongs to, if nothing is written there. anew: in any case."""
-    here = await beginning_of(log)
+    here = await log_beginning(log)
     if here is not None and (anew or await asyncio.to_thread(_named, store, floor.app) is None):
         await asyncio.to_thread(store.put, _key(floor.app), msgspec.json.encode(Named.of(here)))
 
 
-async def beginning_of(log: Log) -> Begun | None:
+async def log_beginning(log: Log) -> Begun | None:
     """The log by its first record of `policies`, None for one that is empty or not there."""
     if not await log.holds(POLICIES):
         return None

@@ -28,7 +28,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     instance: str
 
 
-def instance_of(role: str) -> str:
+def instance_name(role: str) -> str:
     """Name of this process in a role, such as `train/host-3/417`."""
     return f"{role}/{socket.gethostname()}/{os.getpid()}"
 

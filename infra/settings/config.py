@@ -72,38 +72,42 @@ class Use(Section, frozen=True):
 
 
 class Kafka(Section, frozen=True):
-    """[kafka]. bootstrap_servers: "" starts an embedded broker. partitions: of every topic that has several; fixed once
-    created. replication: copies of each partition of topics that are made from now on, 0 for the brokers'
-    default.replication.factor; from 2 on a record is confirmed once all copies but one have it (min.insync.replicas), so with 3
-    any one broker may be lost. jars: folder of Kafka's jars for the embedded broker, "" fetches them. deadline_s: how long
-    an unreachable broker is retried.
-
-    The keys from security_protocol on are Kafka's own names, for a cluster with authentication. A password is never written
-    here. security_protocol: how clients connect. sasl_mechanism: how they say who they are, under SASL. sasl_username: the
-    user; HEADRACE_KAFKA_USERNAME in the environment of a role comes before it. sasl_password_env: variable of the environment
-    that holds the password. sasl_password_file: a file that holds it, instead. sasl_token: `module:name` of a function that
-    returns a bearer token, called for each connection. ssl_ca_file: certificates of the authorities that sign for the
-    brokers, "" for the system's; ssl_cert_file, ssl_key_file: the client's own certificate, for brokers that want one. Files
-    are PEM, relative to the TOML.
+    """[kafka]: the log. Keys from security_protocol on are Kafka's own names. Files are PEM, relative to the TOML.
 
     Example: Kafka(bootstrap_servers="kafka-1:9093", security_protocol="SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
                    sasl_username="headrace", partitions=12)
     """
 
     bootstrap_servers: str = ""
+    """Addresses of brokers, `host:port`, separated by commas. Default "": `headrace up` starts an embedded broker."""
     partitions: Positive = 4
+    """Partitions of every topic that has several, fixed once the topics are created."""
     replication: NonNegative = 0
+    """Copies of each partition of topics that are created from now on. Default 0: the brokers' `default.replication.factor`.
+    From 2 on a record is confirmed once all copies but one have it (`min.insync.replicas`), so with 3 any one broker may be
+    lost."""
     jars: str = ""
+    """Folder of Kafka's jars for the embedded broker. Default "": they are fetched."""
     deadline_s: Seconds = 60.0
+    """Seconds for which an unreachable broker is retried."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """Protocol of clients."""
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
+    """Authentication of clients, under SASL."""
     sasl_username: str = ""
+    """Name of the client, under SASL. HEADRACE_KAFKA_USERNAME in the environment of a role comes before it."""
     sasl_password_env: str = "HEADRACE_KAFKA_PASSWORD"
+    """Environment variable that holds the password. A password is never written into the TOML."""
     sasl_password_file: str = ""
+    """File that holds the password, in place of the variable. Default "": the variable."""
     sasl_token: str = ""
+    """Function that returns a bearer token, as `module:name`, called for each connection, under OAUTHBEARER."""
     ssl_ca_file: str = ""
+    """Certificates of the authorities that sign for the brokers. Default "": those of the system."""
     ssl_cert_file: str = ""
+    """Certificate of the client, for brokers that ask for one. Default "": none."""
     ssl_key_file: str = ""
+    """Key of the client's certificate. Default "": it is in `ssl_cert_file`."""
 
     @property
     def is_sasl(self) -> bool:
@@ -130,25 +134,29 @@ class Kafka(Section, frozen=True):
 
 
 class StoreConfig(Section, frozen=True):
-    """[store]. url: a folder (relative to the TOML) or s3://bucket/prefix; credentials come from the environment. keys: the
-    same, for what signs and seals (objects below `keys/` and `gateway/`), "" for the same place. Apart, weights and checkpoints
-    can be shared with people who must not read customers: gateways, stream workers, `forget` and `keys` need to write there,
-    trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects. To move them,
-    stop the app and copy both folders. use: a store of your own instead of url, as `module:name`. options: what it is built
-    with. cache: a folder (relative to the TOML) in which explorers and gateways of one machine keep the weights they fetched,
-    each object once for all of them; it may be deleted at any time. "" takes `headrace/weights` in the user's
-    cache folder for S3, and none for a folder or a store of your own. cache_gb: how much it may hold, 0 for no cache; the
-    longest unused goes first. Less than the weights of one version helps little.
+    """[store]: weights, checkpoints, keys and large records.
 
     Example: StoreConfig(url="s3://ml/support-bot", keys="s3://ml-secrets/support-bot")
     """
 
     url: str = "store"
+    """Folder (relative to the TOML) or `s3://bucket/prefix`. Credentials of S3 come from the environment."""
     keys: str = ""
+    """Place of what signs and seals (objects below `keys/` and `gateway/`), as in `url`. Default "": the same place. Apart,
+    weights and checkpoints can be shared with people who must not read customers: gateways, stream workers, `forget` and `keys`
+    need to write there, trainer, explorers, `trace` and `replay` to read. Neither place may keep old versions of these objects.
+    To move them, stop the app and copy both folders."""
     use: OpenUsePath = ""
+    """Store of your own in place of `url`, as `module:name`. Default "": none."""
     options: Table = {}
+    """Options of `use`."""
     cache: str = ""
+    """Folder (relative to the TOML) in which explorers and gateways of one machine keep the weights they fetched, each object
+    once for all of them. It may be deleted at any time. Default "": `headrace/weights` in the user's cache folder for S3, and
+    none for a folder or a store of your own."""
     cache_gb: Gigabytes = 20.0
+    """Size of the cache in gigabytes; the longest unused goes first. 0: no cache. Less than the weights of one version helps
+    little."""
 
     @property
     def shown(self) -> str:
@@ -157,41 +165,45 @@ class StoreConfig(Section, frozen=True):
 
 
 class Keep(Section, frozen=True):
-    """[keep]. replay: how far back replay and audit reach; sets every retention and every pruning, but
-    that of reports, which stay for a day. store_gb: gigabytes that the run's versions and checkpoints may take where the store
-    is a folder, 0 for no bound. Above it, versions and checkpoints within `replay` go too, but the newest, the
-    stable version and the version on trial. free_share: share of the disk of such a folder that stays free; below it the
-    trainer publishes and saves nothing, and raises an alarm.
+    """[keep]: retention.
 
     Example: Keep(replay="30d", store_gb=5, free_share=0.1)
     """
 
     replay: Duration = "30d"
+    """Time that replay and audit reach back. It sets every retention and every pruning, except that of reports, which stay for
+    a day."""
     store_gb: Gigabytes = 5.0
+    """Gigabytes that the run's versions and checkpoints may take where the store is a folder, 0 for no bound. Above it,
+    versions and checkpoints within `replay` go too, except the newest, the stable version and the version on trial."""
     free_share: Annotated[float, msgspec.Meta(ge=0, lt=1, description="a share from 0 to below 1")] = 0.1
+    """Share of the disk of such a folder that stays free. Below it the trainer publishes and saves nothing, and raises an
+    alarm."""
 
 
 class MetricsConfig(Section, frozen=True):
-    """[metrics]. listen: host:port where a role serves /metrics and /healthz; port 0 is any free one. Nothing there asks who
-    one is: name an address that only the scraper reaches. Under `headrace up` the roles of the machine take ports in a row
-    from this one (`METRICS_ORDER` in infra/cli/run/up.py); HEADRACE_METRICS_LISTEN in its environment comes before it.
+    """[metrics].
 
     Example: MetricsConfig(listen="0.0.0.0:9200")
     """
 
     listen: str = "127.0.0.1:0"
+    """Address, as `host:port`, where a role serves /metrics and /healthz; port 0 is any free port. Nothing there authenticates:
+    name an address that only the scraper reaches. Under `headrace up` the roles of the machine take ports in a row from this
+    port (`METRICS_ORDER` in infra/cli/run/up.py). The variable HEADRACE_METRICS_LISTEN comes before it."""
 
     def __post_init__(self) -> None:
         split_address(self.listen, "metrics.listen")
 
 
 class LogsConfig(Section, frozen=True):
-    """[logs]. format: of what a role writes to stderr, "text" for people or "json", one object a line, for machines.
+    """[logs].
 
     Example: LogsConfig(format="json")
     """
 
     format: Literal["text", "json"] = "text"
+    """Format of what a role writes to stderr: "text" for people, or "json", one object a line, for machines."""
 
 
 def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
@@ -207,21 +219,24 @@ def split_address(listen: str, name: str = "listen") -> tuple[str, int]:
 
 
 class PolicyConfig(Section, frozen=True):
-    """[policy]. model: a folder (relative to the TOML) or a Hugging Face name. name: of the policy in topics and store.
-    template: variables of the model's chat template besides the conversation; their names are the template's own.
-    tool_parser, reasoning_parser: what reads the model's tool calls, and what it thinks, out of its answers, for clients and
-    programs; what was sampled is recorded as it is. "" goes by the chat template, and `headrace check` says what that gives.
-    "hermes" and "think" are headrace's own, "none" leaves text as it is, other names are those of vLLM's parsers
-    (`--tool-call-parser` and `--reasoning-parser` there), which need vLLM, whatever engine samples.
+    """[policy]: the model that is trained and served.
 
     Example: PolicyConfig(model="Qwen/Qwen3-0.6B", template={"enable_thinking": False})
     """
 
     model: str = ""
+    """Folder (relative to the TOML) or Hugging Face name."""
     name: Name = "main"
+    """Name of the policy in topics and store."""
     template: Table = {}
+    """Variables of the model's chat template besides the conversation; their names are the template's own."""
     tool_parser: str = ""
+    """Parser of the model's tool calls, for clients and programs; what was sampled is recorded as it is. Default "": by the
+    chat template, and `headrace check` says what that gives. "hermes" is headrace's own, "none" leaves text as it is, other
+    names are those of vLLM (`--tool-call-parser`), which need vLLM, whatever engine samples."""
     reasoning_parser: str = ""
+    """Parser of the model's reasoning, like `tool_parser`: "think" is headrace's own, other names are those of vLLM
+    (`--reasoning-parser`)."""
 
     def __post_init__(self) -> None:
         if taken := sorted(OF_TEMPLATES & self.template.keys()):
@@ -236,21 +251,23 @@ class PolicyConfig(Section, frozen=True):
 class Pacing(Section, frozen=True):
     """[pacing]: how far sampling may run ahead of learning; read by the master and by the trainer.
 
-    groups_per_step: G, fresh usual groups per optimizer step. max_staleness: η, in versions, of a trained usual token;
-    older ones are context. groups_in_flight: groups issued and not yet trained at most, 0 for (η·k + 1)·G, with which no
-    token of a rollout gets too old while it waits its turn. steps_per_version: k. straggler_s: how long the trainer waits
-    for a group whose first tokens are about to pass η. reissue_s: an unfinished group that no explorer has reported to hold
-    for so long is issued again; how long it runs is of no account.
-
     Example: Pacing(groups_per_step=32, max_staleness=2)
     """
 
     groups_per_step: Positive = 32
+    """Fresh usual groups per optimizer step, G."""
     max_staleness: NonNegative = 2
+    """Versions that a trained usual token may be old, η. Older tokens are context."""
     steps_per_version: Positive = 1
+    """Optimizer steps per version, k."""
     straggler_s: Seconds = 30.0
+    """Seconds that the trainer waits for a group whose first tokens are about to pass `max_staleness`."""
     reissue_s: Seconds = 300.0
+    """Seconds after which an unfinished group that no explorer reports to hold is issued again. How long it runs does not
+    matter."""
     groups_in_flight: NonNegative = 0
+    """Groups issued and not yet trained, at most. Default 0: (η·k + 1)·G, with which no token of a rollout gets too old while
+    it waits its turn."""
 
     def __post_init__(self) -> None:
         if 0 < self.groups_in_flight < self.groups_per_step:
@@ -261,16 +278,19 @@ class Pacing(Section, frozen=True):
 
 
 class Floor(Section, frozen=True):
-    """What every role reads. app: prefix of all topics. run: the lineage of policies this app trains, "" takes `app`.
+    """Settings of every role.
 
-    plugins: folders beside the TOML, appended to sys.path. folder: where the TOML lies; never a key of the file.
+    folder: folder of the TOML; never a key of the file.
 
     Example: Floor(app="support-bot", plugins=("plugins",))
     """
 
     app: Name
+    """Name of the app, the prefix of all its topics."""
     run: str = ""
+    """Name of the lineage of policies that this app trains. Default "": `app`."""
     plugins: tuple[str, ...] = ()
+    """Folders beside the TOML, appended to sys.path."""
     kafka: Kafka = Kafka()
     store: StoreConfig = StoreConfig()
     keep: Keep = Keep()

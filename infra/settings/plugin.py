@@ -99,10 +99,10 @@ def option_defaults(function: object) -> dict[str, Any]:
         return {}
     bare = function.func if isinstance(function, functools.partial) else function
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    return {name: bound.get(name, parameter.default) for name, parameter in _options_of(bare).items()}
+    return {name: bound.get(name, parameter.default) for name, parameter in _option_parameters(bare).items()}
 
 
-def _options_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+def _option_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     return {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
@@ -120,7 +120,7 @@ def _instance(found: type, options: Mapping[str, Any], where: str) -> object:
 
 
 def _bound(found: Callable[..., object], options: Mapping[str, Any], where: str) -> Callable[..., object]:
-    known = _options_of(found)
+    known = _option_parameters(found)
     check_names(options, known, where)
     for name, parameter in known.items():
         if name not in options and parameter.default is inspect.Parameter.empty:

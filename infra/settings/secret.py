@@ -7,7 +7,7 @@ from pathlib import Path
 from schemas.errors import ConfigError
 
 
-def secret_of(
+def read_secret(
     setting: str, env: str, file: str, folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
     """Secret in the file if a file is named, without blanks around it, else in the variable. No error shows it.
@@ -39,7 +39,7 @@ def bearer(token_env: str, token_file: str) -> dict[str, str]:
     """The header of a bearer token that an option names; none where none does. Raises ConfigError."""
     if not token_env and not token_file:
         return {}
-    return {"Authorization": f"Bearer {secret_of('token', token_env, token_file)}"}
+    return {"Authorization": f"Bearer {read_secret('token', token_env, token_file)}"}
 
 
 def _last(setting: str) -> str:

@@ -67,7 +67,7 @@ class HostCache:
         """The object of this name and its digest, fetched where it is not here. Raises what `fetch` raises."""
         if (found := self._read(name)) is not None:
             return found
-        with self._locked(_lock_of(name)) as mine:
+        with self._locked(_lock_path(name)) as mine:
             if mine and (found := self._read(name)) is not None:
                 return found
             data, digest = fetch()
@@ -167,7 +167,7 @@ class HostCache:
     def _remove_unfinished(self) -> None:
         """Remove unfinished files that no process writes any more: a writer holds their lock."""
         for part in self._objects.glob("*.part"):
-            with suppress(OSError), open(self._locks / _lock_of(part.stem), "ab") as lock:
+            with suppress(OSError), open(self._locks / _lock_path(part.stem), "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
 
@@ -190,7 +190,7 @@ class HostCache:
             log.warning("host_cache_skipped cache=%r: weights are read from the store instead: %s", self, reason)
 
 
-def _lock_of(name: str) -> str:
+def _lock_path(name: str) -> str:
     return name.rpartition("-")[2][:2]
 
 

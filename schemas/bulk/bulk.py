@@ -204,7 +204,7 @@ def logprob_array(logprobs: LogprobValues) -> Logprobs:
     """A copy as float32."""
     if not isinstance(logprobs, np.ndarray):
         try:
-            found = _floats_of(logprobs) if len(logprobs) >= MANY and isinstance(logprobs, list) else None
+            found = _as_floats(logprobs) if len(logprobs) >= MANY and isinstance(logprobs, list) else None
             return np.frombuffer(struct.pack(f"{len(logprobs)}f", *logprobs), np.float32) if found is None else found
         except (struct.error, OverflowError) as error:
             raise ValueError(f"logprobs: {error}") from error
@@ -213,12 +213,12 @@ def logprob_array(logprobs: LogprobValues) -> Logprobs:
     return logprobs.astype(np.float32)
 
 
-def _floats_of(values: list[float]) -> Logprobs | None:
+def _as_floats(values: list[float]) -> Logprobs | None:
     """A list as float32 by way of msgpack, for thousands of values in half the time; None where not all are floats.
 
-    >>> _floats_of([-0.5, -1.0])
+    >>> _as_floats([-0.5, -1.0])
     array([-0.5, -1. ], dtype=float32)
-    >>> _floats_of([-0.5, -1]) is None
+    >>> _as_floats([-0.5, -1]) is None
     True
     """
     try:

@@ -76,7 +76,7 @@ class Block(msgspec.Struct, frozen=True):
             experience.check_bulk()
 
 
-def blocks_of(experiences: Sequence[Experience]) -> tuple[Block, ...]:
+def split_blocks(experiences: Sequence[Experience]) -> tuple[Block, ...]:
     """Blocks of one group each, in order of first appearance, as few as hold them: MAX_MEMBERS each, and MAX_SECTION_BYTES of
     every section beside the known ones. An experience with a larger one goes alone, and is refused by the encoder.
     """
@@ -188,7 +188,7 @@ def encode_block(block: Block, find: FindSeal | None = None) -> tuple[bytes, byt
     else:
         columns, ranges, bodies = build(block.experiences, bulks)
     if key_id:
-        seal = _seal_of(key_id, bulks, find)
+        seal = _block_seal(key_id, bulks, find)
         bodies = [seal.close(column.name, body) for column, body in zip(columns, bodies, strict=True)]
     tail = b"".join((_LENGTHS[len(columns)].pack(*[len(body) for body in bodies]), *bodies))
     return _header(columns, experiences, ranges), tail, bool(key_id)
@@ -216,7 +216,7 @@ def _key_to_seal_under(block: Block, bulks: Sequence[Bulk], find: FindSeal | Non
     return key_id
 
 
-def _seal_of(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Seal:
+def _block_seal(key_id: str, bulks: Sequence[Bulk], find: FindSeal | None) -> Seal:
     """The key itself: found, or the one that a member was opened with."""
     if find is not None:
         return find(key_id)

@@ -9,7 +9,7 @@ from infra.chain.chain import ChainResult, Context, Dropped
 from infra.log.lookup import letter_at
 from schemas import Block, Closure, DeadLetter, Experience
 from schemas.experience import withdrawal_of
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from streams.collect.feedback import FeedbackRules, OpenText, credited, mean_values, newest_edit, ratings, with_edit
 from streams.collect.group import Attempt, Group
 
@@ -110,7 +110,7 @@ async def judged(
     drops.update(gone.reason for gone in outcome.dropped)
     own = [experience for experience in outcome.kept if experience.group == group.id]
     # Where the copy of before lies in another lane, it goes first: one of its own block, since a block has one lane.
-    blocks = () if own and own[0].lane == group.lane else blocks_of(_taken_back(group, members))
+    blocks = () if own and own[0].lane == group.lane else split_blocks(_taken_back(group, members))
     closure = Closure(
         group=group.id,
         outcome="buffered" if own else "dropped",
@@ -127,7 +127,7 @@ async def judged(
         ratings=ratings(group.feedback[member.id] for member in members if member.id in group.feedback),
         answered_ms=attempt.first_ms if attempt.lane == "live" else -1,
     )
-    return Decision(closure, (*blocks, *blocks_of(outcome.kept)), outcome.dropped)
+    return Decision(closure, (*blocks, *split_blocks(outcome.kept)), outcome.dropped)
 
 
 def _taken_back(group: Group, members: Sequence[Experience]) -> tuple[Experience, ...]:

@@ -25,7 +25,7 @@ from infra.observe.metrics import Metrics
 from infra.settings.config import duration_s
 from infra.settings.outside import AnswerRefused, bounded_answer
 from infra.settings.plugin import describe
-from infra.settings.secret import secret_of
+from infra.settings.secret import read_secret
 from schemas import Feedback
 from schemas.ids import ANSWER_PREFIX
 from streams.config import LangfuseConfig
@@ -241,6 +241,6 @@ def read_keys(source: EventSource) -> httpx.BasicAuth:
     assert source.langfuse is not None
     config, at = source.langfuse, f'feedback "{source.name}": langfuse.'
     return httpx.BasicAuth(
-        secret_of(f"{at}public_key", config.public_key_env, config.public_key_file, source.folder),
-        secret_of(f"{at}secret_key", config.secret_key_env, config.secret_key_file, source.folder),
+        read_secret(f"{at}public_key", config.public_key_env, config.public_key_file, source.folder),
+        read_secret(f"{at}secret_key", config.secret_key_env, config.secret_key_file, source.folder),
     )

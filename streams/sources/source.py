@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from infra.chain import calls
-from infra.chain.processor import mark_of
+from infra.chain.processor import declared_mark
 from infra.chain.redact import Redactor
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
@@ -34,7 +34,7 @@ def build_sources(
         where = f"feedback[{index}]"
         function: Any = load(config.use, config.options, where)
         try:
-            kind = mark_of(function).kind
+            kind = declared_mark(function).kind
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if kind != "feedback":

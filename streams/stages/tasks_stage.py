@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from infra.chain.chain import ChainTurn, Context, Step, call_step, extras_of, new_memories
+from infra.chain.chain import ChainTurn, Context, Step, call_step, new_memories, step_extras
 from infra.chain.processor import Memory
 from infra.chain.task_chain import run_task_chain, task_fault
 from infra.log.log import Log, LogMessage
@@ -92,4 +92,4 @@ class TaskStage:
         context = Context(memories=memories)
         for step in self._steps:
             if step.memory:
-                await call_step(step, [msgspec.structs.replace(task, issued=None)], extras_of(step, context))
+                await call_step(step, [msgspec.structs.replace(task, issued=None)], step_extras(step, context))

@@ -15,7 +15,7 @@ from infra.chain.verdict import Recorded
 from infra.log.log import LogMessage
 from schemas import Block, DropMarker, Experience
 from schemas.topics import EVALS, VERIFIED
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from streams.processors.filter import DUPLICATE, dedupe_key
 from streams.stages.stage import Handled, Output, count_faults, letter
 
@@ -95,8 +95,8 @@ def handled_from(experiences: Sequence[Experience], outcome: ChainResult) -> Han
     evals += [failed_eval(drop) for drop in outcome.dropped if drop.experience.suite]
     kept = [experience for experience in outcome.kept if not experience.suite]
     gone = [drop for drop in outcome.dropped if not drop.experience.suite]
-    first = [Output(VERIFIED, block) for block in blocks_of(kept)]
-    first += [Output(EVALS, block) for block in blocks_of(evals)]
+    first = [Output(VERIFIED, block) for block in split_blocks(kept)]
+    first += [Output(EVALS, block) for block in split_blocks(evals)]
     dropped: dict[str, int] = {}
     for drop in outcome.dropped:
         dropped[drop.reason] = dropped.get(drop.reason, 0) + 1

@@ -28,7 +28,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.roles.memory import search_seldom
-from infra.roles.role import Role, instance_of
+from infra.roles.role import Role, instance_name
 from infra.settings.config import Floor
 from infra.store.directory import DirectoryStore
 from schemas import Block, DropMarker, Feedback, Message, Score, Span, decode, encode, make_experience
@@ -346,7 +346,7 @@ async def stage_worker(bootstrap: str, stage: str, folder: Path) -> None:
     app = f"hop-{stage}"
     role = Role(
         floor=Floor(app=app, folder=folder), log=Log(bus, app, store=store), store=store, metrics=Metrics("process"),
-        stop=asyncio.Event(), instance=instance_of("process"),
+        stop=asyncio.Event(), instance=instance_name("process"),
     )  # fmt: skip
     await run_worker(role, CHAIN, BrokerLogin(bootstrap, PLAINTEXT), stages=(stage,))  # type: ignore[arg-type]
 

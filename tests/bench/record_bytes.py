@@ -36,7 +36,7 @@ from schemas import (
 )
 from schemas.ids import answer_id, experience_id, request_group
 from schemas.topics import ALL, BATCHES, EXPERIENCES, FEEDBACK, PROGRESS, REPORTS, TASKS, VERIFIED
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
@@ -163,7 +163,7 @@ async def _issue(log: Log, name: str, group: Sequence[RawAnswer]) -> None:
     issued = Issued(group=name, attempt=0, num_episodes=len(group), max_tokens=len(group[0].response), sequence=1000)
     await log.publish(TASKS, Task(id=name.rpartition(".")[0], messages=group[0].messages[:1], issued=issued))
     members = [_experience(one, name, at, len(group)) for at, one in enumerate(group)]
-    for block in blocks_of(members):
+    for block in split_blocks(members):
         await log.publish(EXPERIENCES, block)
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.settings.config import Floor, Kafka
@@ -41,7 +41,7 @@ async def work(bootstrap: str, app: str, folder: Path, deadline_s: float, state:
         await bus.start()
         await log.require_topics()
         role = role_of("process", floor, log, store, stop=stop)
-        await run_worker(role, worker_config(), BrokerLogin(bootstrap, access_of(floor)), state_folder=state)
+        await run_worker(role, worker_config(), BrokerLogin(bootstrap, kafka_access(floor)), state_folder=state)
     finally:
         await bus.close()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from infra.cli.settings import load_settings
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.rights import asking
 from infra.roles.rights import PREFIXES, RIGHTS
 from infra.store.s3 import open_s3
@@ -49,16 +49,16 @@ def test_a_roles_user_may_do_at_the_broker_what_its_row_says_and_nothing_else(ro
     rights, environment = RIGHTS[role], stack.environment(role)
     with variables(**{name: environment[name] for name in ("HEADRACE_KAFKA_USERNAME", "HEADRACE_KAFKA_PASSWORD")}):
         settings = load_settings(stack.home(role) / "headrace.toml")
-        settings_access = access_of(settings)
+        settings_access = kafka_access(settings)
 
     async def look() -> tuple[dict[str, tuple[str, ...]], set[str], tuple[str, ...]]:
         async with asking(settings.kafka.bootstrap_servers, settings_access) as broker:
             denied = {
-                topic.name: (await broker.of_topic(f"headrace.{topic.name}", ("read", "write", "delete"), 1)).denied
+                topic.name: (await broker.topic_rights(f"headrace.{topic.name}", ("read", "write", "delete"), 1)).denied
                 for topic in topics.ALL
             }
-            groups = {group for group in GROUPS if not (await broker.of_group(f"headrace.{group}")).denied}
-            return denied, groups, (await broker.of_topic("other.buffer", ("read",), 1)).denied
+            groups = {group for group in GROUPS if not (await broker.group_rights(f"headrace.{group}")).denied}
+            return denied, groups, (await broker.topic_rights("other.buffer", ("read",), 1)).denied
 
     denied, groups, elsewhere = asyncio.run(look())
     for topic in topics.ALL:

@@ -20,7 +20,7 @@ import pytest
 from infra.cli.demo.char_model import build_char_model
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
-from infra.observe.alarms import alarm_of
+from infra.observe.alarms import parse_alarm
 from schemas import Block, topics
 from tests import minio
 from tests.e2e.compose_stack import REPOSITORY, ComposeStack, programs
@@ -87,7 +87,7 @@ class Stranger:
 
     def alarms(self) -> dict[str, str]:
         """What `status` says, by the alarm's name."""
-        return {(one.name if (one := alarm_of(line)) else line): line for line in self.state().get("alarms", ())}
+        return {(one.name if (one := parse_alarm(line)) else line): line for line in self.state().get("alarms", ())}
 
     def sees_alarm(self, name: str, words: str) -> None:
         """Until `status` has this alarm, in these words."""
@@ -96,7 +96,7 @@ class Stranger:
     def is_well(self) -> bool:
         """Whether `status` has no alarm, but for steps of the trainer: its model is random, and so are the ratings."""
         state = self.state()
-        return bool(state) and all((one := alarm_of(line)) and one.name in OF_STEPS for line in state["alarms"])
+        return bool(state) and all((one := parse_alarm(line)) and one.name in OF_STEPS for line in state["alarms"])
 
     def sees_that_all_is_well(self) -> None:
         """Everything can be used, nothing alarms, and the system learns again."""

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from infra.cli.settings import load_settings
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from schemas.errors import ConfigError
@@ -49,7 +49,7 @@ def test_records_go_in_and_out_by_every_mechanism(
     settings = load_settings(settings_file(secured, tmp_path, app_name, **way))
 
     async def run() -> int:
-        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        bus = KafkaBus(secured.bootstrap, access=kafka_access(settings))
         await bus.start()
         log = Log(bus, app_name)
         await log.create_topics(partitions=2, keep_ms=3_600_000)
@@ -70,7 +70,7 @@ def test_a_faust_worker_and_the_commands_come_in_the_same_way(
     settings = load_settings(config)
 
     async def main() -> None:
-        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        bus = KafkaBus(secured.bootstrap, access=kafka_access(settings))
         await bus.start()
         for number in range(3):
             await through(Log(bus, app_name), f"t.{number}")
@@ -124,11 +124,11 @@ def test_a_password_that_is_nowhere_is_one_line_with_the_variable(
 ) -> None:
     settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_password_file=""))
     with pytest.raises(ConfigError, match="the environment has no HEADRACE_KAFKA_PASSWORD"):
-        access_of(settings)
+        kafka_access(settings)
 
 
 def test_an_access_never_shows_its_password(secured: Secured, app_name: str, tmp_path: Path) -> None:
-    access = access_of(load_settings(settings_file(secured, tmp_path, app_name)))
+    access = kafka_access(load_settings(settings_file(secured, tmp_path, app_name)))
     assert access.password == PASSWORD and PASSWORD not in repr(access)
     assert PASSWORD not in repr(msgspec.structs.replace(access, username="x"))
 
@@ -157,7 +157,7 @@ def test_check_connect_tries_everything_and_leaves_nothing_behind(
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
     async def ends() -> set[int]:
-        bus = KafkaBus(secured.bootstrap, access=access_of(load_settings(config)))
+        bus = KafkaBus(secured.bootstrap, access=kafka_access(load_settings(config)))
         await bus.start()
         found = {end for topic in ALL for end in (await bus.end_offsets(f"{app_name}.{topic.name}")).values()}
         await bus.close()

@@ -14,7 +14,7 @@ from actors.gateway.recording.held import HeldKeys
 from actors.gateway.recording.outbox import Outbox, Outgoing
 from actors.gateway.recording.spool import Spool
 from infra.cli.settings import load_settings
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.bus import Reader
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
@@ -76,7 +76,7 @@ def test_a_stream_worker_whose_right_is_revoked_ends_with_a_line_that_names_it(
 def test_a_token_that_expires_in_mid_run_is_an_outage_that_says_so_and_a_new_one_ends_it(
     secured: Secured, app_name: str, tmp_path: Path
 ) -> None:
-    access = access_of(load_settings(settings_file(secured, tmp_path, app_name, **by_token("unsigned_token"))))
+    access = kafka_access(load_settings(settings_file(secured, tmp_path, app_name, **by_token("unsigned_token"))))
     given = [unsigned_token()]
 
     async def main() -> None:
@@ -106,7 +106,7 @@ def test_a_plugin_that_raises_is_an_outage_that_names_it_and_not_what_it_said(
 ) -> None:
     way = by_token("broken")
     config = settings_file(secured, tmp_path, app_name, **way)
-    bus = KafkaBus(secured.bootstrap, deadline_s=2.0, access=access_of(load_settings(config)))
+    bus = KafkaBus(secured.bootstrap, deadline_s=2.0, access=kafka_access(load_settings(config)))
     named = re.escape(f"kafka.sasl_token: {way['sasl_token']} raised LookupError in secured_clients.py, line ")
     with pytest.raises(BrokerUnavailable, match=named) as failed:
         asyncio.run(bus.start())
@@ -116,7 +116,7 @@ def test_a_plugin_that_raises_is_an_outage_that_names_it_and_not_what_it_said(
 
 
 def test_a_server_that_is_silent_hides_no_refusal_of_another(secured: Secured, app_name: str, tmp_path: Path) -> None:
-    access = access_of(load_settings(settings_file(secured, tmp_path, app_name, **SCRAM)))
+    access = kafka_access(load_settings(settings_file(secured, tmp_path, app_name, **SCRAM)))
 
     async def main() -> Refusal | None:
         async with await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0) as silent:
@@ -133,7 +133,7 @@ def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_store
     plain, topic = secured.broker.bootstrap, f"{app_name}.experiences"
 
     async def main() -> list[str]:
-        bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+        bus = KafkaBus(secured.bootstrap, access=kafka_access(settings))
         await bus.start()
         log = Log(bus, app_name)
         await log.create_topics(partitions=2, keep_ms=3_600_000)
@@ -177,7 +177,7 @@ def test_answers_of_a_gateway_whose_right_to_write_is_revoked_are_kept_and_store
 async def one_answer(secured: Secured, app_name: str, folder: Path) -> AsyncIterator[Log]:
     """A log with one answer, which everybody may read."""
     settings = load_settings(settings_file(secured, folder, app_name, sasl_mechanism="SCRAM-SHA-256"))
-    bus = KafkaBus(secured.bootstrap, access=access_of(settings))
+    bus = KafkaBus(secured.bootstrap, access=kafka_access(settings))
     await bus.start()
     try:
         log = Log(bus, app_name)

@@ -8,7 +8,7 @@ import pytest
 
 from actors.engines.scripted import ScriptedEngine
 from infra.cli.settings import load_settings
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.kafka import KafkaBus
 from infra.log.log import Log
 from infra.roles.role import first_error
@@ -70,7 +70,7 @@ def test_a_role_whose_right_to_write_is_revoked_ends_with_a_line_that_names_the_
     settings = load_settings(settings_file(secured, tmp_path, app_name, sasl_mechanism="SCRAM-SHA-256"))
 
     async def main() -> BaseException:
-        bus = KafkaBus(secured.bootstrap, deadline_s=20.0, access=access_of(settings))
+        bus = KafkaBus(secured.bootstrap, deadline_s=20.0, access=kafka_access(settings))
         await bus.start()
         log = Log(bus, app_name)
         await log.create_topics(partitions=2, keep_ms=-1)

@@ -11,7 +11,7 @@ import yaml
 
 from infra.cli.look.expected import Heard, missing
 from infra.cli.look.status import alarms, failing, unread
-from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, alarm_of, raised, rules
+from infra.observe.alarms import ALARMS, OF_MASTER, RUNBOOK, STILL, Alarm, parse_alarm, raised, rules
 from infra.observe.measures import MEASURES
 from infra.observe.metrics import Metrics
 from infra.roles.process import MISSING_S
@@ -125,7 +125,7 @@ def test_no_version_is_an_alarm_while_groups_wait_and_nobody_has_paused_learning
 
 def test_every_line_that_status_can_make_is_of_some_alarm() -> None:
     assert set(SAID) == {one.name for one in ALARMS}
-    assert alarm_of("train/1: something that a plugin says") is None
+    assert parse_alarm("train/1: something that a plugin says") is None
 
 
 def test_the_master_tells_prometheus_of_the_alarms_that_it_alone_sees() -> None:

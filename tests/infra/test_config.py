@@ -21,7 +21,7 @@ from infra.cli.run.roles import read_webhooks
 from infra.cli.settings import load_settings
 from infra.settings.config import Duration, Floor, Section, Use, decode, duration_s
 from infra.settings.outside import checked_url, shared_tls
-from infra.settings.secret import bearer, secret_of
+from infra.settings.secret import bearer, read_secret
 from infra.settings.toml import read_toml
 from schemas import Message, Task
 from schemas.errors import ConfigError
@@ -198,8 +198,8 @@ def test_copies_of_topics_need_brokers_that_can_hold_them() -> None:
 def test_a_file_goes_before_the_variable_and_blanks_around_it_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("  from a file\n")
     environment = {"HEADRACE_X": "from a variable"}
-    assert secret_of("a.b", "HEADRACE_X", "secret", tmp_path, environment) == "from a file"
-    assert secret_of("a.b", "HEADRACE_X", "", tmp_path, environment) == "from a variable"
+    assert read_secret("a.b", "HEADRACE_X", "secret", tmp_path, environment) == "from a file"
+    assert read_secret("a.b", "HEADRACE_X", "", tmp_path, environment) == "from a variable"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_secret_that_is_not_there_is_one_line_that_names_the_setting(file: str
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "bytes").write_bytes(b"s3cret\xff")
     with pytest.raises(ConfigError) as failed:
-        secret_of("a.b", "HEADRACE_X", file, tmp_path, {})
+        read_secret("a.b", "HEADRACE_X", file, tmp_path, {})
     shown = str(failed.value)
     assert said in shown and shown.startswith("a.b_") and "s3cret" not in shown
 

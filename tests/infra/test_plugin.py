@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.chain.processor import Memory, mark_of
+from infra.chain.processor import Memory, declared_mark
 from infra.settings.plugin import add_plugin_folders, find, load, option_defaults
 from schemas.errors import ConfigError
 
@@ -57,14 +57,14 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_function_comes_with_its_options_bound(module: str) -> None:
     function = load(f"{module}:short", {"min_tokens": 3})
-    assert mark_of(function).version == 2
+    assert declared_mark(function).version == 2
     assert option_defaults(function) == {"min_tokens": 3, "mode": "a"}
 
 
 def test_a_struct_is_made_from_its_options(module: str) -> None:
     judge = load(f"{module}:Judge", {"base_url": "https://x", "usd_per_day": 1})
     assert judge.usd_per_day == 1.0
-    assert mark_of(judge).version == 3
+    assert declared_mark(judge).version == 3
     assert option_defaults(judge) == {"base_url": "https://x", "usd_per_day": 1.0}
 
 

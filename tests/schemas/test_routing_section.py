@@ -12,7 +12,7 @@ from schemas import BadFrame, Block, Message, Span, decode, encode
 from schemas.bulk.sections import MAX_SECTION_BYTES
 from schemas.experience import MAX_MEMBERS
 from schemas.wire import routing as wire
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from schemas.wire.routing import PROMPT_SECTION, SECTION, with_routing
 from tests.schemas.test_golden import golden_block
 
@@ -149,9 +149,9 @@ def test_members_whose_sections_are_together_too_large_go_in_several_blocks() ->
     members = list(group_block(8).experiences)
     for at, one in enumerate(members[1:], start=1):
         one.held().extras = {"routing": (1, bytes([at]) * size)}
-    blocks = blocks_of(members)
+    blocks = split_blocks(members)
     assert [len(block.experiences) for block in blocks] == [4, 3, 1]
     again = [one for block in blocks for one in decode(encode(block)).experiences]
     assert [one.held().extra_sizes().get("routing", 0) for one in again] == [0] + [size] * 7
-    assert [len(block.experiences) for block in blocks_of(again)] == [4, 3, 1]
-    assert [len(block.experiences) for block in blocks_of(members[:1] * (MAX_MEMBERS + 1))] == [MAX_MEMBERS, 1]
+    assert [len(block.experiences) for block in split_blocks(again)] == [4, 3, 1]
+    assert [len(block.experiences) for block in split_blocks(members[:1] * (MAX_MEMBERS + 1))] == [MAX_MEMBERS, 1]

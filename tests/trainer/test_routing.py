@@ -23,7 +23,7 @@ from infra.settings.config import Floor, Pacing, Use
 from infra.store.memory import MemoryStore
 from schemas import Block, Experience, Message, Score, Span, Task, topics
 from schemas.errors import ConfigError
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from schemas.wire.routing import routing
 from tests.actors.rig import EXPLORE, TopicArrivals, explorer, running, task, until
 from tests.infra.tiny_families import build_family
@@ -352,7 +352,7 @@ async def run(
     for each in await explored(log, model_routing_on_the_log, store, max_routing_bytes):
         groups.setdefault(each.group, []).append(replace(each, reward=1.0, advantage=each.episode - 1.0))
     for members in sorted(groups.values(), key=lambda members: members[0].sequence):
-        (block,) = blocks_of(sorted(members, key=lambda each: each.id))
+        (block,) = split_blocks(sorted(members, key=lambda each: each.id))
         await log.publish(topics.BUFFER, block)
     learner, metrics = TorchLearner(str(model_routing_on_the_log), CONFIG, device="cpu"), Metrics("train")
     await run_trainer(role_of("train", FLOOR, log, store, metrics=metrics), CONFIG, learner, seed=3)

@@ -7,7 +7,7 @@ from deepspeed_ranks import LANES
 from trainer_samples import random_items
 
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import entries_of
+from infra.policies.manifest import tensor_entries
 from infra.policies.publish import NewVersion
 from infra.store.directory import DirectoryStore
 from infra.store.store import Pieces
@@ -45,7 +45,7 @@ def check_weights(model: str, stage: int, folder: Path) -> None:
         weights = learner.weights()
         held = sum(each.num_bytes for each in weights._tensors.values())
         assert 0 < held < 0.8 * sum(each.num_bytes for each in whole.values()), "a rank holds its own part alone"
-        assert weights.entries() == entries_of(whole) and weights.not_finite() == ""
+        assert weights.entries() == tensor_entries(whole) and weights.not_finite() == ""
         learner.step(pack(random_items(version), max_tokens=40, version=5), learning_rate=3e-6, seed=version)
         new = NewVersion(policy="main", token=3, version=version, parent=version - 1, step=version)
         event = weights.publish(others_store, new, previous=previous, probe=None)

@@ -58,7 +58,7 @@ from infra.model.adapter import adapter_shapes, find_adapter, write_adapter_fold
 from infra.model.model import folder_tensors, load_model, meta_model, model_folder, model_tensors
 from infra.model.vision import load_vision
 from infra.policies.adapter import Adapter, described
-from infra.policies.manifest import entries_of, sha256_hex
+from infra.policies.manifest import sha256_hex, tensor_entries
 from infra.policies.policy import Policy, Probe
 from infra.policies.tensors import Tensor
 from infra.policies.version_files import FileTensors, Put, VersionFiles
@@ -508,7 +508,7 @@ def in_a_file(files: VersionFiles, tensors: Mapping[str, Tensor]) -> FileTensors
         for name, tensor in tensors.items():
             put(name, tensor, ())
 
-    entries = entries_of(tensors)
+    entries = tensor_entries(tensors)
     placed = files.place(sha256_hex(repr(entries).encode()), entries, fill, lambda found: None)
     if placed is None:
         num_bytes = sum(tensor.num_bytes for tensor in tensors.values())

@@ -13,7 +13,7 @@ from rich.table import Table
 from actors.config import CanaryConfig
 from actors.master.gate.trial import power
 from infra.chain.chain import Step
-from infra.chain.processor import mark_of
+from infra.chain.processor import declared_mark
 from infra.cli.check.state import check_fit, check_state
 from infra.cli.connect import connected, create_topics
 from infra.cli.run.roles import implied_options, open_to_others, read_webhooks
@@ -65,7 +65,7 @@ async def run_check(config: Path, sets: list[str], create: bool) -> int:
     for stage, steps in chains.items():
         console.print(chain_table(stage, steps))
     if sources:
-        versions = {source.name: mark_of(source.function).version for source in sources}
+        versions = {source.name: declared_mark(source.function).version for source in sources}
         console.print(feedback_table(settings.feedback, versions))
     if settings.master.gate.canary is not None:
         console.print(trial_table(settings, settings.master.gate.canary))

@@ -15,7 +15,7 @@ from infra.cli.connect import app_store, broker_address, quieten_client
 from infra.cli.look.reader import READS
 from infra.cli.settings import Settings, load_settings
 from infra.cli.terminal import Screen
-from infra.log.access import Access, access_of
+from infra.log.access import Access, kafka_access
 from infra.roles.rights import CHECKS, RIGHTS
 from infra.settings.config import duration_s
 from infra.settings.plugin import add_plugin_folders
@@ -57,7 +57,7 @@ async def kafka_tried(settings: Settings, role: str = OPERATOR) -> list[Tried]:
 
     quieten_client()
     try:
-        bootstrap, access = broker_address(settings), access_of(settings)
+        bootstrap, access = broker_address(settings), kafka_access(settings)
         there = await answers(bootstrap, timeout_s=ANSWER_S, access=access)
     except (ConfigError, BrokerUnavailable) as error:
         return [Tried("broker", "", str(error))]
@@ -80,7 +80,9 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             if not wanted:
                 continue
             name, count = topic_name(settings.app, topic), topic.partitions or settings.kafka.partitions
-            asked = await rights.of_topic(name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication))
+            asked = await rights.topic_rights(
+                name, wanted, count, topic_config(topic, keep_ms, settings.kafka.replication)
+            )
             what, fault = f"topic {name}", asked.fault
             if asked.denied:
                 fault = f"may not {', '.join(asked.denied)}: it needs an ACL"
@@ -92,7 +94,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             found.append(Tried(what, f"{asked.partitions} partitions: {', '.join(wanted)}", fault))
         sources = settings.feedback if role in (OPERATOR, "process") else ()
         for source_topic in dict.fromkeys(source.from_.topic for source in sources if source.from_.topic):
-            asked = await rights.of_topic(source_topic, ("read",), 1)
+            asked = await rights.topic_rights(source_topic, ("read",), 1)
             missing = f"is not there, and [[feedback]] names it: headrace topic create {source_topic} -c FILE makes it"
             missing = "" if asked.partitions or asked.denied else missing
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL" if asked.denied else ""
@@ -103,7 +105,7 @@ async def _rights_tried(settings: Settings, bootstrap: str, access: Access, role
             if not group.startswith(RIGHTS[role].groups):
                 continue
             name = f"{settings.app}.{group}"
-            asked = await rights.of_group(name)
+            asked = await rights.group_rights(name)
             denied = f"may not {', '.join(asked.denied)}: it needs an ACL of the group" if asked.denied else ""
             found.append(Tried(f"group {name}", "read", asked.fault or denied))
     return found

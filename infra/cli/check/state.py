@@ -8,7 +8,7 @@ from infra.cli.connect import broker_address, kafka_folder, main_store, quieten_
 from infra.cli.plan.model import configured_adapter
 from infra.cli.settings import Settings
 from infra.local.address import read_address
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.roles.identity import Fit, fault, fit_of
@@ -141,7 +141,7 @@ async def found(settings: Settings, store: Store) -> Fit:
     from infra.log.kafka import KafkaBus, answers
 
     quieten_client()
-    bootstrap, access = broker_address(settings), access_of(settings)
+    bootstrap, access = broker_address(settings), kafka_access(settings)
     if not await answers(bootstrap, timeout_s=ANSWER_S, access=access):
         raise BrokerUnavailable(f"no broker answers at {bootstrap}")
     bus = KafkaBus(bootstrap, deadline_s=DEADLINE_S, access=access)

@@ -73,11 +73,15 @@ def serve(
 
 def _role(role: str, config: Path, sets: list[str]) -> None:
     from infra.cli.run.roles import role_loop, run_role
-    from infra.local.ranks import rank_of
+    from infra.local.ranks import launched_rank
 
     try:
         exit_with(lambda: run_role(role, config, sets), role_loop(role))
     except typer.Exit as end:
-        if end.exit_code in (CONFIG_ERROR, FENCED_OUT) and os.environ.get(VARIABLE) and rank_of(os.environ) is None:
+        if (
+            end.exit_code in (CONFIG_ERROR, FENCED_OUT)
+            and os.environ.get(VARIABLE)
+            and launched_rank(os.environ) is None
+        ):
             stay_down(role, end.exit_code)
         raise

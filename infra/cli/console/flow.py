@@ -11,7 +11,7 @@ from typing import Any
 from infra.cli.look.expected import OVER
 from infra.cli.look.status import grown_line
 from infra.cli.look.status_screen import State
-from infra.observe.alarms import alarm_of, anchor
+from infra.observe.alarms import anchor, parse_alarm
 from infra.observe.measures import MEASURES
 from infra.policies.channel import Stable
 
@@ -190,7 +190,7 @@ def alarms(state: State, seen: Mapping[str, float]) -> list[dict[str, Any]]:
     }
     found = []
     for line in state["alarms"]:
-        known = alarm_of(line)
+        known = parse_alarm(line)
         shown = {
             "name": known.title if known else "",
             "page": f"runbook#{anchor(known.title)}" if known else "runbook",

@@ -27,7 +27,7 @@ from infra.cli.look.status import read_status
 from infra.cli.look.status_screen import State
 from infra.cli.look.trace import open_index
 from infra.cli.settings import Settings
-from infra.ledger.index import FILE, PAGED, bounds_now, inode, left_of, read_only, reads_of
+from infra.ledger.index import FILE, PAGED, bounds_now, inode, read_offsets, read_only, records_left
 from infra.ledger.index_fold import MARK, number
 from infra.ledger.trace import AnswerTrace, PolicyTrace, trace_answer, trace_policy
 from infra.log.follower import Follower
@@ -139,8 +139,8 @@ class Reading:
             bounds = await bounds_now(self.log, PAGED)
             reads, fault, is_whole = await self.rows(_progress)
             self._fault = ""
-            held = left_of(bounds, {})
-            return IndexState(fault, left_of(bounds, reads), held, is_whole)
+            held = records_left(bounds, {})
+            return IndexState(fault, records_left(bounds, reads), held, is_whole)
 
         try:
             self.index_state = await self.held("index", read, wait_s=wait_s)
@@ -285,4 +285,8 @@ def has_answer(database: sqlite3.Connection, experience: str) -> bool:
 def _progress(database: sqlite3.Connection) -> tuple[dict[tuple[str, int], int], str, bool]:
     notes = dict(database.execute("SELECT name, value FROM meta").fetchall())
     has_pages = bool(notes.get("pages"))  # a file of `trace` alone is read anew
-    return (reads_of(database) if has_pages else {}), notes.get("fault") or "", bool(notes.get("whole") and has_pages)
+    return (
+        (read_offsets(database) if has_pages else {}),
+        notes.get("fault") or "",
+        bool(notes.get("whole") and has_pages),
+    )

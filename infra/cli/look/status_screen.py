@@ -8,7 +8,7 @@ from rich.table import Table
 
 from infra.cli.look.kept import kept_lines
 from infra.cli.terminal import clock, span
-from infra.observe.alarms import alarm_of
+from infra.observe.alarms import parse_alarm
 
 State = dict[str, Any]
 RATES = (
@@ -47,7 +47,7 @@ def show(console: Console, state: State) -> None:
         console.print(f"kept       {line}", markup=False)
     for alarm in state["alarms"]:
         console.print(f"alarm      {alarm}", style="red", markup=False)
-    known = [alarm for line in state["alarms"] if (alarm := alarm_of(line)) is not None]
+    known = [alarm for line in state["alarms"] if (alarm := parse_alarm(line)) is not None]
     for section in dict.fromkeys(alarm.section for alarm in known):
         console.print(f"runbook    {section}", markup=False)
 

@@ -14,7 +14,7 @@ from infra.cli.terminal import Screen, printable
 from infra.ledger.backup import committed_offsets, copy_all, open_backup
 from infra.ledger.bundle import Bundle, StoreWriter, Tell, describe, require_unfinished
 from infra.ledger.restore import put_keys, restore
-from infra.log.access import access_of
+from infra.log.access import kafka_access
 from infra.log.placing import PlacingConnection
 from infra.settings.config import duration_s
 from infra.store.open import open_store
@@ -38,7 +38,7 @@ async def run_backup(to: str, config: Path, sets: list[str], *, keys: str) -> in
     with _telling(f"backup of {settings.app}") as tell:
         async with (
             reading(settings) as log,
-            PlacingConnection(broker_address(settings), access=access_of(settings)) as placing,
+            PlacingConnection(broker_address(settings), access=kafka_access(settings)) as placing,
         ):
             committed = await committed_offsets(log, await placing.groups(log.group("")))
             newest = await asyncio.to_thread(_newest, settings, store)
@@ -85,7 +85,7 @@ async def _restore_data(settings: Settings, store: Store, place: Store) -> Bundl
     with _telling(f"restore of {settings.app}") as tell:
         async with (
             reading(settings, create=True) as log,
-            PlacingConnection(broker_address(settings), access=access_of(settings)) as placing,
+            PlacingConnection(broker_address(settings), access=kafka_access(settings)) as placing,
         ):
             keep_ms, replication = int(duration_s(settings.keep.replay) * 1000), settings.kafka.replication
             await restore(log, store, placing, place, backup, keep_ms=keep_ms, replication=replication, tell=tell)

@@ -29,7 +29,7 @@ from infra.cli.connect import (
 from infra.cli.exit_codes import CONFIG_ERROR, FENCED_OUT, is_final, root_cause
 from infra.cli.options import file_umask
 from infra.cli.settings import Settings, load_settings
-from infra.local.ranks import RankGroup, adopt_slurm, rank_of, run_ranks
+from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
 from infra.local.supervisor import Child
 from infra.log.log import Log
 from infra.observe import failpoint
@@ -38,10 +38,10 @@ from infra.observe.release import full_release
 from infra.roles.identity import require_fit
 from infra.roles.memory import give_back_large_blocks, search_seldom, share_heaps
 from infra.roles.process import ends_within
-from infra.roles.role import Role, instance_of
+from infra.roles.role import Role, instance_name
 from infra.settings.config import Use, split_address
 from infra.settings.plugin import add_plugin_folders, find
-from infra.settings.secret import secret_of
+from infra.settings.secret import read_secret
 from infra.store.store import PRIVATE
 from schemas import Progress
 from schemas.errors import BrokerUnavailable, ConfigError, HeadraceError, StoreError
@@ -85,8 +85,8 @@ async def run_role(role: str, config: Path, sets: list[str]) -> int:
             asyncio.get_running_loop().add_signal_handler(number, begin_stop)
         if role == "train":
             adopt_slurm(os.environ)
-        stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if rank_of(os.environ) is None else 0
-        if role == "train" and settings.trainer.ranks > 1 and rank_of(os.environ) is None:
+        stop_code = int(os.environ.get(CODE_VARIABLE) or 0) if launched_rank(os.environ) is None else 0
+        if role == "train" and settings.trainer.ranks > 1 and launched_rank(os.environ) is None:
             code = await train_on_ranks(settings, config, sets, stop)
             return code or (stop_code if stop.is_set() else 0)
         try:
@@ -104,7 +104,7 @@ async def say_failed(role: str, settings: Settings, reason: str) -> None:
     """Write to the log why this role ends, for `headrace status`; nothing where the log cannot be reached."""
     ended = Progress(
         role=role,
-        instance=instance_of(role),
+        instance=instance_name(role),
         state="failed",
         life="ended",
         reason=reason[:MAX_REASON],
@@ -140,14 +140,14 @@ def _load_libraries(role: str, settings: Settings) -> None:
 
 def make_role(name: str, settings: Settings, log: Log, metrics: Metrics, stop: asyncio.Event) -> Role:
     store = (cached_store if name in WITH_ENGINE else measured_store)(settings, metrics)
-    return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_of(name))
+    return Role(floor=settings, log=log, store=store, metrics=metrics, stop=stop, instance=instance_name(name))
 
 
 def metrics_address(settings: Settings) -> tuple[str, int]:
     """Address of this process's metrics: from the environment, else from the file. Raises ConfigError."""
     try:
         host, port = split_address(os.environ.get(LISTEN_VARIABLE) or settings.metrics.listen, LISTEN_VARIABLE)
-        return host, port if not rank_of(os.environ) else 0  # the first rank speaks for all
+        return host, port if not launched_rank(os.environ) else 0  # the first rank speaks for all
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -196,14 +196,14 @@ async def _serve(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from actors.engines.engine import Engine
     from actors.gateway.serve import run_gateway
     from infra.local.http_server import forget_loaded
-    from infra.log.access import access_of
+    from infra.log.access import kafka_access
     from infra.log.kafka import KafkaBus
     from infra.model.model import load_tokenizer
     from infra.settings.plugin import load
 
     await require_fit_if_there(settings)
     # Not connected here: a gateway serves while the broker is away, and connects when it is back.
-    bus = KafkaBus(broker_address(settings), deadline_s=config.send_s, access=access_of(settings))
+    bus = KafkaBus(broker_address(settings), deadline_s=config.send_s, access=kafka_access(settings))
     log = Log(bus, settings.app, store=app_store(settings))
     tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.policy.template, settings.policy.parsers)
     await asyncio.to_thread(tokenizer.prepare)
@@ -225,14 +225,14 @@ async def _process(settings: Settings, metrics: Metrics, stop: asyncio.Event) ->
     give_back_large_blocks()
     share_heaps()  # it decodes, saves and snapshots in threads
     search_seldom()  # groups that wait are many, and make no cycle
-    from infra.log.access import access_of
+    from infra.log.access import kafka_access
     from streams.app import run_worker
     from streams.stages.hosted import BrokerLogin
 
     async with connected(settings) as log:
         role = make_role("process", settings, log, metrics, stop)
         await require_fit(log, role.store, settings)
-        await run_worker(role, settings.streams(), BrokerLogin(broker_address(settings), access_of(settings)))
+        await run_worker(role, settings.streams(), BrokerLogin(broker_address(settings), kafka_access(settings)))
 
 
 async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> None:
@@ -244,7 +244,7 @@ async def _train(settings: Settings, metrics: Metrics, stop: asyncio.Event) -> N
     from trainer.loop.report import Board, TrainerReport, open_arithmetic
     from trainer.train import run_trainer
 
-    if (rank_of(os.environ) or 0) > 0:
+    if (launched_rank(os.environ) or 0) > 0:
         learner = await asyncio.to_thread(open_on_rank, settings, folder, os.environ)
         if not isinstance(learner, Ranks):
             raise ConfigError(several_ranks(settings))
@@ -317,7 +317,7 @@ def read_webhooks(settings: Settings) -> tuple[Webhook, ...]:
         if not source.from_.webhook or source.from_.webhook == FEEDBACK_PATH:
             continue
         at = f"feedback[{index}].from.secret"
-        secret = secret_of(at, source.from_.secret_env, source.from_.secret_file, settings.folder)
+        secret = read_secret(at, source.from_.secret_env, source.from_.secret_file, settings.folder)
         header, stamp = source.from_.signature_header.lower(), source.from_.timestamp_header.lower()
         found.append(Webhook(source.from_.webhook, secret.encode(), header, stamp, source.from_.tenant))
     return tuple(found)
@@ -413,7 +413,7 @@ def open_on_rank(settings: Settings, model: str, environment: Mapping[str, str])
     try:
         return open_learner(settings.trainer, model)
     except ConfigError as error:
-        if rank_of(environment) is not None and isinstance(error.__cause__, RuntimeError):
+        if launched_rank(environment) is not None and isinstance(error.__cause__, RuntimeError):
             raise error.__cause__ from None
         raise
 

@@ -121,7 +121,7 @@ async def wait_for_broker(settings: Settings, supervisor: Supervisor, deadline_s
 
 
 async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
-    from infra.log.access import access_of
+    from infra.log.access import kafka_access
     from infra.log.kafka import answers
 
     quieten_client()
@@ -134,7 +134,7 @@ async def _until_it_answers(settings: Settings, supervisor: Supervisor) -> None:
             address = broker_address(settings)
         except ConfigError:
             address = ""
-        if address and await answers(address, timeout_s=2.0, access=access_of(settings)):
+        if address and await answers(address, timeout_s=2.0, access=kafka_access(settings)):
             return
         await asyncio.sleep(0.1)
 

@@ -17,7 +17,7 @@ from actors.gateway.answering.text import Detokenizer
 from actors.gateway.config import GatewayLimits
 from actors.gateway.errors import ApiError
 from infra.model.model import Tokenizer
-from infra.model.writing import Writing, as_template_takes, writing_of
+from infra.model.writing import Writing, as_template_takes, detect_writing
 from schemas.errors import ConfigError
 from tests.actors.gateway.families import FAMILIES, WEATHER, TemplateFamily, family_tokenizer
 from tests.actors.gateway.gateway_rig import ByteTokenizer
@@ -151,8 +151,8 @@ def test_gpt_oss_is_read_by_its_own_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_the_template_says_how_a_model_writes_unless_the_settings_do(template: str, tools: str, reasoning: str) -> None:
-    assert writing_of(template) == Writing(tools, reasoning, chosen=False)
-    assert writing_of(template, "pythonic", "none") == Writing("pythonic", "none", chosen=True)
+    assert detect_writing(template) == Writing(tools, reasoning, chosen=False)
+    assert detect_writing(template, "pythonic", "none") == Writing("pythonic", "none", chosen=True)
 
 
 def test_without_vllm_its_parsers_are_refused_by_one_line_that_names_the_extra() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.log.blob_prune import LEEWAY_DAYS, claimed_keys, prune_frames
-from infra.log.blobs import MAGIC, Claim, day_of, day_of_key, deposit, is_claim, read_claim, redeem
+from infra.log.blobs import MAGIC, Claim, day_of_key, deposit, epoch_day, is_claim, read_claim, redeem
 from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -238,7 +238,7 @@ def test_images_and_frames_of_before_there_were_days_are_not_touched() -> None:
 
 
 def test_a_frame_that_is_sent_lies_under_the_day_of_the_sending() -> None:
-    assert day_of(86_400.0 * TODAY + 1) == TODAY
+    assert epoch_day(86_400.0 * TODAY + 1) == TODAY
 
     async def main() -> None:
         store = MemoryStore()

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from infra.log.access import Access, TokenFailed, TokenProvider, access_of
+from infra.log.access import Access, TokenFailed, TokenProvider, kafka_access
 from infra.log.refusal import KEPT_S, Refusals, refusal
 from infra.settings.config import Floor, Kafka
 from schemas.errors import ConfigError
@@ -160,7 +160,7 @@ def told(server: Path, kafka: Kafka, clients: Path | None = None) -> str:
         context.load_verify_locations(clients)
         context.verify_mode = ssl.CERT_REQUIRED
     with tls_server(context) as address:
-        said = asyncio.run(refusal(address, access_of(Floor(app="t", kafka=kafka)), ask_s=2.0))
+        said = asyncio.run(refusal(address, kafka_access(Floor(app="t", kafka=kafka)), ask_s=2.0))
     return str(said).replace(address, "BROKER") if isinstance(said, ConfigError) else ""
 
 
@@ -207,11 +207,11 @@ def test_a_clients_certificate_that_cannot_be_read_is_one_line(content: bytes | 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match="ssl_cert_file, ssl_key_file: cannot be read: "):
-        access_of(Floor(app="t", kafka=settings(ours, file)))
+        kafka_access(Floor(app="t", kafka=settings(ours, file)))
 
 
 def test_a_key_of_another_certificate_is_one_line(ours: Authority) -> None:
     one, other = ours.sign("client"), ours.sign("another")
     kafka = Kafka(bootstrap_servers="b:1", security_protocol="SSL", ssl_cert_file=str(one), ssl_key_file=str(other))
     with pytest.raises(ConfigError, match=r"ssl_cert_file, ssl_key_file: cannot be read: .*MISMATCH"):
-        access_of(Floor(app="t", kafka=kafka))
+        kafka_access(Floor(app="t", kafka=kafka))

@@ -23,7 +23,7 @@ from infra.cli.console.app import SecurityHeaders
 from infra.cli.console.reading import Reading
 from infra.cli.console.serve import CONSOLE_BOUNDS, made, rerun_arguments
 from infra.cli.settings import ConsoleConfig, Settings, load_settings
-from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, left_of, reads_of
+from infra.ledger.index import FILE, PAGED, LogIndex, bounds_now, read_offsets, records_left
 from infra.local.http_server import HttpServer, bound, make_server
 from infra.log.log import Log
 from infra.log.memory import MemoryBus, wall_ms
@@ -317,7 +317,7 @@ class Console:
         async def put() -> None:
             await self.log.publish(topic, record)
             ends = await bounds_now(self.log, PAGED)
-            while any(left_of(ends, await self.reading.rows(reads_of)).values()):  # noqa: ASYNC110 (SQLite tells nobody)
+            while any(records_left(ends, await self.reading.rows(read_offsets)).values()):  # noqa: ASYNC110 (SQLite tells nobody)
                 await asyncio.sleep(OFTEN_S)
 
         asyncio.run_coroutine_threadsafe(put(), self.loop).result(timeout=20)

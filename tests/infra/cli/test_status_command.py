@@ -23,7 +23,7 @@ from infra.ledger.index import FILE, LogIndex
 from infra.log.bus import Partition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.roles.role import instance_of
+from infra.roles.role import instance_name
 from schemas import DeadLetter, Directive, EvalResult, FeedbackWait, Fence, PolicyEvent, Progress, Tick, topics
 
 START_MS = 1_763_715_600_000
@@ -486,8 +486,8 @@ VM = socket.gethostname()
 
 
 def named(role: str, pid: int, host: str = VM, epoch: str = "") -> str:
-    """As `instance_of` names a process, and a gateway itself."""
-    assert instance_of(role) == f"{role}/{VM}/{os.getpid()}"
+    """As `instance_name` names a process, and a gateway itself."""
+    assert instance_name(role) == f"{role}/{VM}/{os.getpid()}"
     return f"{role}/{host}/{pid}" + (f"/{epoch}" if epoch else "")
 
 

@@ -18,9 +18,9 @@ from infra.ledger.index import (
     bounds,
     bounds_now,
     follow,
-    left_of,
+    read_offsets,
     read_only,
-    reads_of,
+    records_left,
     sizes,
     trim,
 )
@@ -187,7 +187,7 @@ def test_how_far_it_is_is_known_from_the_file_and_the_ends_of_the_log(tmp_path: 
     database = sqlite3.connect(":memory:")
 
     async def count(log: Log) -> None:
-        left.append(left_of(await bounds_now(log, PAGED), reads_of(database)))
+        left.append(records_left(await bounds_now(log, PAGED), read_offsets(database)))
 
     index = folded(tmp_path, nothing, fill)
     database = index.database

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.ranks import RankGroup, adopt_slurm, rank_of, run_ranks
+from infra.local.ranks import RankGroup, adopt_slurm, launched_rank, run_ranks
 from schemas.errors import ConfigError
 
 # Every rank writes its pid; then rank 0 does what the first argument says, the others wait to be ended.
@@ -102,8 +102,8 @@ def test_a_stop_ends_the_group_also_where_nobody_listens(tmp_path: Path) -> None
 
 
 def test_a_rank_is_what_a_launcher_says() -> None:
-    assert rank_of({}) is None
-    assert rank_of({"WORLD_SIZE": "2", "RANK": "1"}) == 1
+    assert launched_rank({}) is None
+    assert launched_rank({"WORLD_SIZE": "2", "RANK": "1"}) == 1
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
@@ -119,7 +119,7 @@ def test_what_srun_says_of_a_rank_has_the_names_that_torch_knows(visible: dict[s
     assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
         "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": local
     }  # fmt: skip
-    assert rank_of(found) == 9
+    assert launched_rank(found) == 9
 
 
 def test_torchrun_below_srun_and_a_task_alone_keep_what_they_have() -> None:

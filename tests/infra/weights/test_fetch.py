@@ -14,7 +14,7 @@ import pytest
 from infra.observe import failpoint
 from infra.policies.chain import read_manifest
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, entries_of, sha256_hex
+from infra.policies.manifest import PolicyManifest, Shard, decode_manifest, encode_manifest, sha256_hex, tensor_entries
 from infra.policies.policy import Policy, Probe
 from infra.policies.prune import remove_unfinished
 from infra.policies.publish import NewVersion, publish
@@ -244,7 +244,7 @@ def with_anchor(tensors: dict[str, Tensor]) -> tuple[MemoryStore, PolicyEvent]:
     source = msgspec.structs.replace(
         manifest.sources[0], shards=(Shard(key=key, num_bytes=len(data), digest=digest_of((data,))),)
     )
-    manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=entries_of(tensors))
+    manifest = msgspec.structs.replace(manifest, version=1, sources=(source,), tensors=tensor_entries(tensors))
     encoded = encode_manifest(manifest)
     store.put("policies/main/17/manifests/1.json", encoded)
     return store, msgspec.structs.replace(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from infra.observe.metrics import Metrics
 from infra.policies.fetch import PolicyFetcher
-from infra.policies.manifest import entries_of
+from infra.policies.manifest import tensor_entries
 from infra.policies.tensors import Tensor, from_numpy, from_torch, load_tensors, save_tensors
 from infra.policies.version_files import MARGIN_BYTES, FileTensors, Put, VersionFiles
 from infra.store.memory import MemoryStore
@@ -25,7 +25,7 @@ from tests.infra.weights.test_publish import bf16, put, put_run
 
 SHA256 = "ab" * 32
 WEIGHTS = {"w": from_numpy(np.arange(256, dtype=np.float32)), "none": Tensor("F32", (0,), b""), "b": bf16(7)}
-ENTRIES = entries_of(WEIGHTS)
+ENTRIES = tensor_entries(WEIGHTS)
 ROOMY = 10**9
 
 
@@ -254,7 +254,7 @@ def made(files: VersionFiles, number: int, *, num_values: int = 2**18) -> tuple[
         for name, tensor in wanted.items():
             to(name, tensor, ())
 
-    placed = files.place(f"{number:064}", entries_of(wanted), put_all, look)
+    placed = files.place(f"{number:064}", tensor_entries(wanted), put_all, look)
     assert placed is not None
     return placed, wanted
 

@@ -13,7 +13,7 @@ from infra.chain.chain import ChainResult, Context, Dropped
 from schemas import Closure, Experience, encode
 from schemas.experience import MAX_MEMBERS, is_withdrawal
 from schemas.ids import request_group
-from schemas.wire.block import blocks_of
+from schemas.wire.block import split_blocks
 from streams.collect.decision import (
     Chain,
     Decision,
@@ -184,13 +184,13 @@ def test_closed_groups_are_forgotten_after_keep() -> None:
 
 def test_blocks_are_of_one_group_each_in_order_and_of_a_bounded_size() -> None:
     many = [answer("a.0", number, size=200) for number in range(MAX_MEMBERS + 1)]
-    blocks = blocks_of([many[0], answer("b.0", 0), *many[1:]])
+    blocks = split_blocks([many[0], answer("b.0", 0), *many[1:]])
     assert [(sent_block.group, len(sent_block.experiences)) for sent_block in blocks] == [
         ("a.0", 64),
         ("a.0", 1),
         ("b.0", 1),
     ]
-    assert [member.episode for member in blocks[0].experiences] == list(range(64)) and blocks_of([]) == ()
+    assert [member.episode for member in blocks[0].experiences] == list(range(64)) and split_blocks([]) == ()
 
 
 async def halve(experiences: Sequence[Experience], context: Context) -> ChainResult:
