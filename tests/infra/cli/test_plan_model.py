@@ -76,7 +76,7 @@ def test_predicted_bytes_of_weights_gradients_and_optimizer_are_those_a_learner_
     folder = build_family(tmp_path / family, family)
     learner = opened("trainer.learners.torch:TorchLearner", str(folder), dtype=dtype)
     learner.step(batch(0), learning_rate=1e-3, seed=0)
-    weights = dict(learner._model.module.named_parameters())
+    weights = dict(learner.model.module.named_parameters())
     masters = [learner._masters[name] for name in weights if learner._masters[name] is not weights[name]]
     held = {
         "weights": sum(value.nbytes for value in weights.values()),
@@ -106,7 +106,7 @@ def test_with_an_adapter_the_base_has_weights_alone_and_the_adapter_all_the_rest
     found = estimate(settings, Machine(gpu=80e9, host=2e12, shm=1e11, step_s=120.0))
     rows = {row.what: row.num_bytes for row in found.learner.gpu if not row.is_rough}
     masters = sum(value.nbytes for value in learner._masters.values())
-    assert rows.pop("weights") == sum(parameter.nbytes for parameter in learner._model.module.parameters())
+    assert rows.pop("weights") == sum(parameter.nbytes for parameter in learner.model.module.parameters())
     assert rows == {"gradients": masters, "moments": 2 * masters} | ({"masters": masters} if dtype != "float32" else {})
     published = sum(tensor.num_bytes for tensor in learner.tensors().values())
     assert found.version.anchor_bytes == published * found.version.versions
