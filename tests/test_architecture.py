@@ -71,10 +71,10 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_850, "infra": 18_510, "infra/cli": 8_450, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
-    "streams": 10_560, "actors": 18_820, "actors/master/gate": 1_000, "trainer": 12_640, "tests": 80_200, "tests/bench": 4_000,
+    "schemas": 2_850, "infra": 18_510, "infra/cli": 8_440, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
+    "streams": 10_560, "actors": 18_730, "actors/master/gate": 1_000, "trainer": 12_640, "tests": 78_740, "tests/bench": 4_000,
 }  # fmt: skip
-MAX_PRODUCT_FILES, MAX_TEST_FILES = 450, 450
+MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380
 MAX_PARAMETERS = 8
 TOP = {
     "schemas", "infra", "streams", "actors", "trainer", "tests", "pyproject.toml", "README.md", "Makefile", "LICENSE",
