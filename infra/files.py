@@ -1,5 +1,6 @@
 """Files that are replaced as a whole: a reader, or a start after a loss of power, sees the old bytes or the new ones."""
 
+import hashlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ def replace_file(path: Path, content: bytes | memoryview, *, mode: int = PUBLIC_
     """Replace a file by one of these bytes, or leave the old one. Raises OSError."""
     with replacing(path, mode=mode) as file:
         file.write(content)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

