@@ -1,9 +1,11 @@
 """Rig of the actors' tests: a memory log, tokenizers, stand-ins for streams, roles to kill, and people who rate answers."""
 
 import asyncio
+import socket
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,28 @@ from tests.names import session_name
 from tests.role import role_of
 
 EOS = 0
+
+
+@contextmanager
+def serving_child(
+    command: Sequence[str | Path], port: int, *, patience_s: float, stderr: int | None = None
+) -> Iterator[None]:
+    """A process that serves a port of this machine, from when it can be reached until the end of the block."""
+    process = subprocess.Popen([*command], stderr=stderr)
+    try:
+        until = time.monotonic() + patience_s
+        while not is_reachable(port):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_reachable(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 FLOOR = Floor(app="test")

@@ -7,11 +7,7 @@ import json
 import math
 import random
 import re
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +27,11 @@ from actors.rollout.environments.gymnasium import Gymnasium
 from actors.rollout.environments.http import HttpEnvironment
 from actors.rollout.environments.openenv import OpenEnv
 from actors.rollout.workflows.interact import Interact
+from infra.local.address import choose_address
 from infra.settings.config import Use
 from schemas import Task
 from schemas.errors import ConfigError
+from tests.actors.rig import serving_child
 from tests.actors.turns import RecordingEngine, issued, play
 
 
@@ -403,19 +401,9 @@ needs_openenv = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv/agents 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([PYTHON, Path(__file__).with_name("openenv_server.py"), str(port)])
-    try:
-        until = time.monotonic() + 120
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
+    port = choose_address().port
+    with serving_child([PYTHON, Path(__file__).with_name("openenv_server.py"), str(port)], port, patience_s=120):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def said_to(environment: OpenEnv, *actions: str, **meta: Any) -> list[Outcome]:

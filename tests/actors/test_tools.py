@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +20,11 @@ import pytest
 from actors.rollout.tool import ParsedCall, ToolResult, ToolSpec, answer, load_tool, read_call
 from actors.rollout.tools.mcp import McpServer
 from actors.rollout.workflow import EpisodeFailed, Workflow
+from infra.local.address import choose_address
 from infra.settings.plugin import load
 from schemas import Experience
 from schemas.errors import ConfigError
+from tests.actors.rig import serving_child
 from tests.actors.turns import RecordingEngine, issued, play
 from tests.infra.sandbox.confining import sandbox_or_skip
 
@@ -269,24 +270,11 @@ STDIO = [sys.executable, SERVER, "stdio"]
 ALL = ["price", "variables", "long", "slow", "die", "flood", "babble"]
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def http_server(port: int, *flags: str) -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, SERVER, str(port), *flags], stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.05)
+    command = [sys.executable, SERVER, str(port), *flags]
+    with serving_child(command, port, patience_s=60, stderr=subprocess.DEVNULL):
         yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextmanager
@@ -301,7 +289,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[McpServer]:
         with stdio_server() as over_pipes:
             yield over_pipes
         return
-    with http_server(free_port(), request.param) as url, closing(McpServer(url=url)) as over_http:
+    with http_server(choose_address().port, request.param) as url, closing(McpServer(url=url)) as over_http:
         yield over_http
 
 
@@ -378,7 +366,7 @@ def test_a_server_that_died_between_two_calls_costs_no_episode() -> None:
 
 @pytest.mark.slow
 def test_a_service_that_is_away_fails_the_episode_and_is_found_again() -> None:
-    port = free_port()
+    port = choose_address().port
     with closing(McpServer(url=f"http://127.0.0.1:{port}/mcp")) as server:
         with pytest.raises(EpisodeFailed, match=str(port)) as away:
             asyncio.run(server.tools())

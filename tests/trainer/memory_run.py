@@ -1,6 +1,7 @@
 """A trainer on an in-memory log, killed where a test says: the log is filled, the learner is a hash chain."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from infra.chain.chain import Step
 from infra.log.log import Log
@@ -99,21 +100,28 @@ class KillingBus(MemoryBus):
         return position
 
 
-class KillingStore(MemoryStore):
-    """A store whose process dies at the n-th put: before it (even n), or after it was stored (odd n)."""
+class PutsThatKill:
+    """Counts puts; the process dies at the n-th: before it (even n), or after it was stored (odd n)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.puts = 0
-        self.kill_at = -1
+    puts = 0
+    kill_at = -1
 
-    def put(self, key: str, data: bytes) -> None:
+    @contextmanager
+    def put_counted(self) -> Iterator[None]:
         self.puts += 1
         if self.puts == self.kill_at and self.kill_at % 2 == 0:
             raise Killed
-        super().put(key, data)
+        yield
         if self.puts == self.kill_at:
             raise Killed
+
+
+class KillingStore(PutsThatKill, MemoryStore):
+    """A store in memory whose process dies at the n-th put."""
+
+    def put(self, key: str, data: bytes) -> None:
+        with self.put_counted():
+            super().put(key, data)
 
 
 async def ends(run: Awaitable[None]) -> bool:

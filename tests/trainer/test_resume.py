@@ -25,9 +25,9 @@ from schemas.journal import effective
 from tests.trainer.memory_run import (
     CONFIG,
     STEPS,
-    Killed,
     KillingBus,
     KillingStore,
+    PutsThatKill,
     ends,
     filled_log,
     journal,
@@ -120,19 +120,12 @@ def test_a_resume_whose_segment_was_deleted_says_so_and_overwrites_nothing(topic
     asyncio.run(main())
 
 
-class KillingStore_resume_kills(DirectoryStore):
-    """Dies at the n-th put: before it (even n) or after it was stored (odd n)."""
-
-    puts = 0
-    kill_at = -1
+class KillingFolder(PutsThatKill, DirectoryStore):
+    """A store in a folder whose process dies at the n-th put."""
 
     def put_pieces(self, key: str, pieces: Pieces) -> None:
-        self.puts += 1
-        if self.puts == self.kill_at and self.kill_at % 2 == 0:
-            raise Killed
-        super().put_pieces(key, pieces)
-        if self.puts == self.kill_at:
-            raise Killed
+        with self.put_counted():
+            super().put_pieces(key, pieces)
 
 
 async def drawn(log: Log) -> set[str]:
@@ -151,7 +144,7 @@ def usual_groups(records: list[object]) -> set[str]:
 def test_a_trainer_killed_at_any_put_ends_with_the_same_weights_and_batches(tmp_path: Path, every: int) -> None:
     async def main() -> None:
         expected, records, versions = await unkilled(tmp_path / "whole")
-        store = KillingStore_resume_kills(tmp_path / "killed")
+        store = KillingFolder(tmp_path / "killed")
         log = await filled_log(store)
         for kill in range(300):
             learner = ScriptedLearner()
@@ -175,7 +168,7 @@ def test_a_checkpoint_written_while_the_journal_is_executed_again_passes_over_no
     tmp_path: Path, kill_at: int
 ) -> None:
     async def main() -> None:
-        store = KillingStore_resume_kills(tmp_path)
+        store = KillingFolder(tmp_path)
         log = await filled_log(store)
         learner = ScriptedLearner()
         await train(log, store, learner)
