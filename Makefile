@@ -95,7 +95,7 @@ types: install
 	@$(BIN)/mypy
 
 docs: install    ## write the reference pages of infra/docs from the code
-	@$(BIN)/python -m infra.cli.docs
+	@$(BIN)/python -m infra.cli.docs && $(BIN)/python -m tests.bench.report
 
 lock:            ## compile the locks anew from pyproject.toml and infra/requirements
 	@$(BIN)/uv pip compile pyproject.toml infra/requirements/all.in $(EXTRAS) --python-version 3.11 --generate-hashes --no-header --quiet \

@@ -58,7 +58,6 @@ DOORS = {
         "infra/model/",
         "infra/policies/",
         "infra/cli/demo/",
-        "infra/cli/plan/model.py",
     ),
 }
 # What shows numbers to people, and what makes these.
@@ -71,7 +70,7 @@ MAX_FUNCTION_LINES = 60
 # Lines of Python, blank ones and docstrings included, and files. Lower a number when a folder shrinks; raise one only with the
 # feature that needs it. Folders: their own files without those of a folder that is listed below them.
 BUDGETS = {
-    "schemas": 2_850, "infra": 18_510, "infra/cli": 8_440, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
+    "schemas": 2_850, "infra": 18_510, "infra/cli": 8_010, "infra/cli/console": 2_720, "infra/cli/demo": 1_730,
     "streams": 10_560, "actors": 18_730, "actors/master/gate": 1_000, "trainer": 12_640, "tests": 78_740, "tests/bench": 4_000,
 }  # fmt: skip
 MAX_PRODUCT_FILES, MAX_TEST_FILES = 440, 380

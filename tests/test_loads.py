@@ -18,7 +18,7 @@ LOADS = {
     "infra/chain/insert.py": "[[processor]], [[score]], [reward] use",
     "infra/cli/check/check.py": "what the roles load",
     "infra/cli/connect.py": "[store] use",
-    "infra/cli/docs/parts.py": "its own",
+    "infra/cli/docs.py": "its own",
     "infra/cli/data/load.py": "--use",
     "infra/cli/run/roles.py": "[engine], [gateway] engine, [trainer] learner",
     "infra/cli/demo/demo.py": "its own",

@@ -33,35 +33,33 @@ _URL = re.compile(r"https://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0
 class Expect(Section, frozen=True):
     """[expect]: how many of each role `headrace status` expects to run; 0 is as many as ran within the last hour and were not
     stopped in order, one at least.
-
-    explore: explorers. process: stream workers. serve: gateways, expected only where the file has a [gateway].
-
-    Example: Expect(explore=8, process=4, serve=2)
     """
 
     explore: NonNegative = 0
+    """Explorers."""
     process: NonNegative = 0
+    """Stream workers."""
     serve: NonNegative = 0
+    """Gateways, expected only where the file has a [gateway]."""
 
 
 class ConsoleConfig(Section, frozen=True):
-    """[console] of `headrace console`, which `headrace up` starts too.
-
-    listen: host:port of the pages. up: whether `headrace up` starts it. url: where browsers reach it through a proxy that ends
-    TLS, such as https://console.example.org, without a path; then links name it, cookies go over TLS alone, and forms are taken
-    from pages of that address alone; "" where there is none. Headers of a proxy, such as X-Forwarded-Proto, are ignored.
-    hosts: further names by which browsers reach it, next to `url`, `listen` and localhost, as behind a proxy without TLS; a
-    request for any other is refused. beside: folders of other runs, relative to the TOML, whose curves are drawn with this
-    run's; each must have been looked at with `headrace console` once.
-
-    Example: ConsoleConfig(listen="127.0.0.1:8400", url="https://console.example.org", beside=("../last-week",))
-    """
+    """[console] of `headrace console`, which `headrace up` starts too."""
 
     listen: str = "127.0.0.1:8400"
+    """Address (host:port) of the pages."""
     up: bool = True
+    """Whether `headrace up` starts it."""
     url: str = ""
+    """Address for browsers behind a proxy that ends TLS, such as https://console.example.org, without a path. Links name it,
+    cookies are sent over TLS alone, and forms are accepted from pages of that address alone. By default there is none. Headers
+    of a proxy, such as X-Forwarded-Proto, are ignored."""
     hosts: tuple[str, ...] = ()
+    """Further names by which browsers reach it, next to `url`, `listen` and localhost, as behind a proxy without TLS; a request
+    for any other name is refused."""
     beside: tuple[str, ...] = ()
+    """Folders of other runs, relative to the TOML, whose curves are drawn with this run's; each needs an index, which
+    `headrace console` on that run makes."""
 
     def __post_init__(self) -> None:
         if self.url and _URL.fullmatch(self.url) is None:
@@ -90,14 +88,10 @@ class ConsoleConfig(Section, frozen=True):
 
 
 class Settings(Floor, frozen=True):
-    """Every table of the file.
-
-    engine: what explorers and the gateway sample with.
-
-    Example: Settings(app="support-bot")
-    """
+    """Every table of the file."""
 
     engine: Use = Use(use="actors.engines.vllm.engine:VllmEngine")
+    """Engine that explorers and the gateway sample with."""
     explore: ExploreConfig = ExploreConfig()
     reload: ReloadConfig = ReloadConfig()
     master: MasterConfig = MasterConfig()

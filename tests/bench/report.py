@@ -1,7 +1,8 @@
-"""Rows of figures that benchmarks yield, their table, and the file that keeps the newest run of each."""
+"""Rows of figures that benchmarks yield, their table, the file with the newest run of each, and the pages that show these."""
 
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,13 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = Path(__file__).with_name("measured.json")
+AREAS = Path(__file__).with_name("areas")
+PAGES = ROOT / "infra" / "docs" / "measured"
+WRITTEN = """*Written by `make docs` from `tests/bench/areas` and `tests/bench/measured.json`, which `make bench NAME=…
+ARGS=--save` writes.* Load: processes that ran or waited for a core before the run; above the number of cores, trust ratios and
+processor time. A comparison's value is the peer's figure over headrace's: above 1 headrace is cheaper.
+
+"""
 UNIT_COSTS = ROOT / "infra" / "cli" / "plan" / "unit_costs.json"
 
 
@@ -101,6 +109,54 @@ def keep(name: str, run: Run) -> None:
     _write(UNIT_COSTS, msgspec.json.encode(costs))
 
 
+def pages() -> dict[Path, str]:
+    """A page of figures for each area: its text with the newest runs that it names."""
+    runs, found = read(), {}
+    for path in sorted(AREAS.glob("*.md")):
+        text = re.sub(r"<!-- run ([\w-]+) -->", lambda name: markdown(runs[name[1]]), path.read_text(encoding="utf-8"))
+        title, about, rest = text.split("\n\n", 2)
+        found[PAGES / path.name] = f"{title}\n\n{about}\n\n{WRITTEN}{rest}"
+    return found
+
+
+def markdown(run: Run) -> str:
+    """A run's command and its figures, by case where several figures share their cases."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in run.rows:
+        case, _, name = row.what.rpartition(": ")
+        cases.setdefault(case, {})[name] = row
+    names = list(dict.fromkeys(name for rows in cases.values() if len(rows) > 1 for name in rows))
+    shared = {case: rows for case, rows in cases.items() if case and rows.keys() <= set(names)}
+    tables = []
+    if len(shared) > 1:
+        by_case = [
+            [case, *(_value(rows[name]) if name in rows else "" for name in names)] for case, rows in shared.items()
+        ]
+        tables.append([["case", *names], *by_case])
+    rest = [row for row in run.rows if len(shared) < 2 or row.what.rpartition(": ")[0] not in shared]
+    if any(row.peer is not None for row in rest):
+        sides = [
+            [f"{number(side)} {row.unit}" if side is not None else "" for side in (row.ours, row.peer)] for row in rest
+        ]
+        lines = [[row.what, *both, _value(row)] for row, both in zip(rest, sides, strict=True)]
+        tables.append([["figure", "headrace", "peer", "value"], *lines])
+    elif rest:
+        tables.append([["figure", "value"], *([row.what, _value(row)] for row in rest)])
+    text = [f"`{run.command}`, {run.at} UTC, commit {run.commit}, {run.machine}, load {run.load:g}.\n"]
+    for first, *lines in tables:
+        text += [f"| {' | '.join(first)} |", "|---" * len(first) + "|"]
+        text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines] + [""]
+    return "\n".join(text).rstrip()
+
+
+def _value(row: Row) -> str:
+    """The value with its target, as in "26.8 ms (at most 60: met)"; "" for none."""
+    if row.value is None:
+        return ""
+    shown = f"{number(row.value)} {'times' if row.peer is not None else row.unit}".strip()
+    return shown + (f" ({row.target}: {row.verdict})" if row.target else "")
+
+
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
 
@@ -129,3 +185,8 @@ def _lines(path: str) -> Iterator[str]:
 def number(value: float) -> str:
     """Whole from 100 on, else three digits."""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")

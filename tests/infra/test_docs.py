@@ -22,14 +22,13 @@ import typer.main
 
 import headrace
 from actors.gateway.config import GatewayLimits, Webhook
+from infra.cli import docs
 from infra.cli.commands.init import files_of
-from infra.cli.docs import pages as docs
-from infra.cli.docs import parts as docs_parts
-from infra.cli.docs.text import labelled
 from infra.cli.main import app
 from infra.cli.settings import Settings, load_settings
 from schemas import topics
 from tests.actors.gateway.gateway_rig import engine, says, serving
+from tests.bench import report
 from tests.own_sources import name_of, sources, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +45,7 @@ BESIDE = {
 }
 # Packages every record of which says what each of its fields means.
 DOCUMENTED = (
-    "schemas", "streams", "actors", "trainer", "infra.chain", "infra.cli", "infra.ledger", "infra.local", "infra.log",
+    "schemas", "streams", "actors", "trainer", "infra.chain", "infra.ledger", "infra.local", "infra.log",
     "infra.model", "infra.observe", "infra.policies", "infra.roles", "infra.sandbox", "infra.settings", "infra.store",
 )  # fmt: skip
 SHOWN_URL, SHOWN_KEY = "http://127.0.0.1:8000", "hr-…"
@@ -90,7 +89,8 @@ def commands(group: Any, path: str) -> Iterator[str]:
 def test_the_reference_is_what_the_code_says() -> None:
     written = {page.relative_to(docs.FOLDER).as_posix() for page in (docs.FOLDER / "reference").iterdir()}
     pages = docs.pages()
-    stale = [path for path, text in pages.items() if (docs.FOLDER / path).read_text(encoding="utf-8") != text]
+    every = {docs.FOLDER / path: text for path, text in pages.items()} | report.pages()
+    stale = [path for path, text in every.items() if path.read_text(encoding="utf-8") != text]
     assert not stale, "these pages differ from the code: run `make docs`"
     assert written - set(pages) == {f"reference/{name}.md" for name in ("http", "operations", "topics", "what-ships")}
 
@@ -126,7 +126,7 @@ class RecordClass(NamedTuple):
     def silent(self, tables: set[str]) -> list[str]:
         """Its fields that neither its docstring nor an option's help explains. tables: these have their own."""
         fields = {ast.unparse(node.target): node for node in self.node.body if isinstance(node, ast.AnnAssign)}
-        meanings = labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
+        meanings = docs.labelled(ast.get_docstring(self.node) or "", {name: name for name in fields})[1]
         meanings |= docs.strings_below(self.node)
         if self.node.name in tables:
             meanings = docs.COMMON | meanings
@@ -172,7 +172,8 @@ def test_every_field_of_a_record_of_the_log_of_its_packages_and_of_the_public_fa
 
 
 def test_every_option_of_a_part_that_ships_says_what_it_means() -> None:
-    assert [line for line in docs_parts.parts() if line.startswith("| `") and line.rstrip().endswith("|  |")] == []
+    page = (docs.FOLDER / "reference" / "options.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
 
 
 def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
@@ -187,7 +188,7 @@ def test_every_command_and_setting_has_its_place_in_the_reference() -> None:
 
 def test_every_part_that_ships_has_its_options_in_the_reference() -> None:
     """A score, an environment and the like in a file of their own are listed; helpers of those are not."""
-    listed = {use.partition(":")[0] for uses in docs_parts.shipped().values() for use in uses}
+    listed = re.findall(r"^### `([\w.]+):", (docs.FOLDER / "reference" / "options.md").read_text(), re.MULTILINE)
     for folder in ("streams/scores", "actors/rollout/environments"):
         for path in sorted((ROOT / folder).glob("*.py")):
             defines = re.search(
@@ -374,7 +375,7 @@ def written(path: Path) -> Iterator[str]:
 
 
 def test_pages_docstrings_help_and_errors_use_plain_words() -> None:
-    generated = {docs.FOLDER / path for path in docs.pages()}
+    generated = {docs.FOLDER / path for path in docs.pages()} | report.pages().keys()
     texts = [page for page in PAGES if page not in generated] + sources(
         "schemas", "infra", "streams", "actors", "trainer"
     )

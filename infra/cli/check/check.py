@@ -88,10 +88,10 @@ def model_fits(settings: Settings) -> str:
     """One line that says whether the model fits this machine, "" where that cannot be computed."""
     if not settings.policy.model or importlib.util.find_spec("transformers") is None:
         return ""
-    from infra.cli.plan.model import estimate, this_machine
+    from infra.cli.plan.model import plan_model, this_machine
 
     try:
-        num_problems = len(estimate(settings, this_machine(None, None, None, 120.0)).problems)
+        num_problems = len(plan_model(settings, this_machine(None, None, None, 120.0)).problems)
     except ConfigError:  # a learner or a model whose needs are not known
         return ""
     return f"model: {f'will not fit, {num_problems} reasons' if num_problems else 'fits'} (computed): headrace plan"

@@ -70,10 +70,11 @@ def run_plan(config: Path, sets: list[str], asked: RateFlags, machine: MachineFl
     """Print the plan; 1 where something will not fit or keep up. Raises ConfigError."""
     import json
 
-    from infra.cli.plan.model import estimate, model_tables, this_machine
-    from infra.cli.plan.rates import SHIPPED, Rates, gb, installed, plan_rates, rate_tables, read_costs
+    from infra.cli.plan.model import model_table, plan_model, this_machine
+    from infra.cli.plan.rates import DAY_S, SHIPPED, Rates, gb, plan_rates, rate_tables, read_costs
     from infra.cli.settings import load_settings
     from infra.cli.terminal import Screen
+    from infra.settings.config import duration_s
     from schemas.errors import ConfigError
 
     settings = load_settings(config, sets)
@@ -85,22 +86,23 @@ def run_plan(config: Path, sets: list[str], asked: RateFlags, machine: MachineFl
     shown: list[Table | str] = []
     if settings.policy.model:
         there = this_machine(machine.gpu_gb, machine.host_gb, machine.shm_gb, machine.step_s)
-        found = estimate(settings, there)
+        figures["model"] = found = plan_model(settings, there)
         problems += [f"will not fit: {problem}" for problem in found.problems]
-        figures["model"] = found
         hosts = f"hosts of {gb(there.host)} with {gb(there.shm)} free in /dev/shm"
         shown.append(f"for GPUs of {gb(there.gpu)}, {hosts}; a step each {there.step_s:g} s")
-        shown += model_tables(settings, there, found)
+        shown.append(model_table(settings, there, found))
     if has_rates:
         rates = Rates(
             groups=asked.groups_per_s, requests=asked.requests_per_s, size=settings.master.num_episodes,
             prompt=asked.prompt, answer=asked.answer, rated=asked.rated, engine=asked.engine_tokens_per_s,
-            learner=asked.learner_tokens_per_s,
+            learner=asked.learner_tokens_per_s, partitions=settings.kafka.partitions, copies=settings.kafka.replication or 1,
+            keep_days=duration_s(settings.keep.replay) / DAY_S, process=settings.expect.process, serve=settings.expect.serve,
+            explore=settings.expect.explore,
         )  # fmt: skip
-        planned = plan_rates(installed(settings, rates), read_costs(asked.costs or SHIPPED))
-        problems += [f"will not keep up: {problem}" for problem in planned.problems]
-        figures |= {"rates": planned, "each_broker": planned.each_broker}
-        shown += rate_tables(planned)
+        costs = read_costs(asked.costs or SHIPPED)
+        figures |= {"rates": (planned := plan_rates(rates, costs)), "costs": costs}
+        problems += [f"will not keep up: {part.problem}" for part in planned.parts if part.problem]
+        shown += rate_tables(planned, costs)
     if as_json:
         print(json.dumps(msgspec.to_builtins(figures | {"problems": problems})))
     else:

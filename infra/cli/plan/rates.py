@@ -11,8 +11,6 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from infra.cli.settings import Settings
-from infra.settings.config import duration_s
 from schemas.errors import ConfigError
 from schemas.topics import by_name
 
@@ -24,13 +22,14 @@ ROUNDING = 1e-9  # 3 / (1 / 3 * 9) may be 1.0000000000000002, and one learner do
 REPORT_S = 2.0  # of every role
 SHORT_TOKENS, LONG_TOKENS, WAITING_TOKENS = 11, 700, 120  # of the answers, with their prompts, that the costs are of
 IN_A_RECORD = 16  # answers, of the cost of one in a group
+NEEDED = (
+    "verify_short", "verify_long", "verify_alone", "collect_short", "collect_long", "answer_waits", "feedback_joined",
+    "request", "event",
+)  # fmt: skip
 
 
 class UnitCost(msgspec.Struct, frozen=True):
-    """value: Measured cost. unit: Unit of the value. source: Command and date.
-
-    Example: UnitCost(78.0, "µs", "make bench NAME=hop, 2026-11-26 09:01 UTC")
-    """
+    """A measured cost. source: Command and date."""
 
     value: float
     unit: str
@@ -42,10 +41,7 @@ class Rates(msgspec.Struct, frozen=True):
 
     groups: Usual groups a second. requests: Requests of people a second, each one answer. size: Answers of a group. prompt,
     answer: Tokens. rated: Share of requests that get feedback. engine, learner: Tokens a second of one engine and of the
-    trainer, 0 for unknown. partitions: Partitions of a topic. copies: Replicas of each record. keep_days: Days that records
-    stay. process, serve, explore: Processes, 0 for as many as are needed.
-
-    Example: Rates(groups=2.0, requests=50.0, size=16, prompt=1000, answer=500, rated=0.2, partitions=12, engine=4000.0)
+    trainer, 0 for unknown. copies: Replicas of each record. process, serve, explore: Processes, 0 for as many as are needed.
     """
 
     groups: float
@@ -67,8 +63,9 @@ class Rates(msgspec.Struct, frozen=True):
 class PartNeed(msgspec.Struct, frozen=True):
     """Need of one kind of process.
 
-    part: Its name. setting: Setting that says how many there are. has: How many it names, 0 for open. needs: How many are
-    needed, None where a cost is unknown. share: Work over what those do that are planned, 1 is all. unknown: Missing cost.
+    setting: Setting that says how many there are. has: How many it names, 0 for open. needs: None where a cost is unknown.
+    share: Work over what those do that are planned, 1 is all. unknown: Missing cost. problem: Why it would not keep up, and the
+    setting that mends it; "" where it would.
     """
 
     part: str
@@ -77,66 +74,27 @@ class PartNeed(msgspec.Struct, frozen=True):
     needs: int | None = None
     share: float | None = None
     unknown: str = ""
+    problem: str = ""
 
-    @property
-    def problem(self) -> str:
-        """Why it would not keep up, and the setting that mends it; "" where it would."""
-        if self.needs is None or not self.has or self.needs <= self.has:
-            return ""
-        if self.part == "trainer":
-            return f"trainer: {self.share:.1f} times as fast is needed: more of {self.setting}, or a faster card"
-        return f"{self.part}: {self.needs} are needed, {self.setting} = {self.has}"
+
+class TopicNeed(msgspec.Struct, frozen=True):
+    """Bytes a second without copies, and on the disks of all brokers, with all copies, in a day and in the long run."""
+
+    per_s: float
+    day: float
+    kept: float
 
 
 class RatesPlan(msgspec.Struct, frozen=True):
-    """Needs of the rates.
-
-    rates: Input. topics: Bytes a second by topic, without copies. parts: What each needs. costs: Unit costs by name.
+    """Needs of the rates. broker: Bytes that each broker writes a second and keeps, with as many brokers as copies. busiest:
+    The part that is full first, of what is known.
     """
 
     rates: Rates
-    topics: dict[str, float]
+    topics: dict[str, TopicNeed]
+    broker: TopicNeed
     parts: tuple[PartNeed, ...]
-    costs: dict[str, UnitCost]
-
-    @property
-    def busiest(self) -> PartNeed | None:
-        """The part that is full first, of what is known."""
-        return max((part for part in self.parts if part.share), key=lambda part: part.share or 0.0, default=None)
-
-    @property
-    def problems(self) -> list[str]:
-        return [part.problem for part in self.parts if part.problem]
-
-    def per_day(self, topic: str) -> float:
-        """Bytes on the disks of all brokers, with all copies."""
-        return self.topics[topic] * DAY_S * self.rates.copies
-
-    def kept(self, topic: str) -> float:
-        """Bytes on the disks of all brokers in the long run."""
-        return self.per_day(topic) * (DAY_TOPIC_DAYS if by_name(topic).retention == "day" else self.rates.keep_days)
-
-    @property
-    def each_broker(self) -> dict[str, float]:
-        """Bytes that each broker writes a second and keeps, with as many brokers as copies."""
-        return {
-            "per_s": sum(self.topics.values()),
-            "kept": sum(map(self.kept, self.topics)) / self.rates.copies,
-        }
-
-
-def installed(settings: Settings, rates: Rates) -> Rates:
-    """The rates with what the settings name."""
-    expect = settings.expect
-    return msgspec.structs.replace(
-        rates,
-        partitions=settings.kafka.partitions,
-        copies=settings.kafka.replication or 1,
-        keep_days=duration_s(settings.keep.replay) / DAY_S,
-        process=expect.process,
-        serve=expect.serve,
-        explore=expect.explore,
-    )
+    busiest: PartNeed | None
 
 
 def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
@@ -150,28 +108,32 @@ def read_costs(path: Path = SHIPPED) -> dict[str, UnitCost]:
     return costs
 
 
-NEEDED = (
-    "verify_short", "verify_long", "verify_alone", "collect_short", "collect_long", "answer_waits", "feedback_joined",
-    "request", "event",
-)  # fmt: skip
-
-
 def plan_rates(rates: Rates, costs: dict[str, UnitCost]) -> RatesPlan:
     """The arithmetic."""
     us = {name: cost.value for name, cost in costs.items()}
-    workers = _part("stream workers", "expect.process", rates.process, _worker_s(rates, us) / BUSY, rates.partitions)
-    serving_s = rates.requests * (us["request"] + rates.answer * us["event"]) / 1e6
-    gateways = _part("gateways", "expect.serve", rates.serve, serving_s / BUSY)
-    serving = _engines("engines of gateways", "expect.serve", rates.serve, rates.requests * rates.answer, rates)
-    sampled = rates.groups * rates.size * rates.answer
-    explorers = _engines("explorers", "expect.explore", rates.explore, sampled, rates, rates.partitions)
+    served_s = rates.requests * (us["request"] + rates.answer * us["event"]) / 1e6
+    sampled, served = rates.groups * rates.size * rates.answer, rates.requests * rates.answer
+    trained = sampled + served * rates.rated
+    most, engine, learner = rates.partitions, "--engine-tokens-per-s", "--learner-tokens-per-s"
+    workers = _part("stream workers", "expect.process", rates.process, _worker_s(rates, us) / BUSY, most)
+    gateways = _part("gateways", "expect.serve", rates.serve, served_s / BUSY)
+    explorers = _sampling("explorers", "expect.explore", rates.explore, sampled, rates.engine, engine, most)
     partitions = max(1, workers.needs or 0, explorers.needs or 0)
     parts = (
-        workers, gateways, serving, explorers, _trainer(rates),
-        PartNeed("partitions", "kafka.partitions", rates.partitions, partitions),
+        workers, gateways,
+        _sampling("engines of gateways", "expect.serve", rates.serve, served, rates.engine, engine), explorers,
+        _sampling("trainer", "trainer.ranks", 1, trained, rates.learner, learner),
+        PartNeed(
+            "partitions", "kafka.partitions", most, partitions,
+            problem=f"partitions: {partitions} are needed, kafka.partitions = {most}" if partitions > most else "",
+        ),
     )  # fmt: skip
     running = 2 + sum(part.has or part.needs or 0 for part in (workers, explorers, gateways))
-    return RatesPlan(rates, _topics(rates, us, running), parts, costs)
+    topics = _topics(rates, us, running)
+    whole = TopicNeed(*(sum(getattr(need, field) for need in topics.values()) for field in ("per_s", "day", "kept")))
+    broker = TopicNeed(whole.per_s, whole.day / rates.copies, whole.kept / rates.copies)
+    busiest = max((part for part in parts if part.share), key=lambda part: part.share or 0.0, default=None)
+    return RatesPlan(rates, topics, broker, parts, busiest)
 
 
 def _worker_s(rates: Rates, us: dict[str, float]) -> float:
@@ -192,53 +154,53 @@ def _worker_s(rates: Rates, us: dict[str, float]) -> float:
     return (rates.groups * rates.size * grouped + rates.requests * lone) / 1e6
 
 
-def _engines(part: str, setting: str, has: int, tokens_per_s: float, rates: Rates, most: int = 0) -> PartNeed:
-    if tokens_per_s and not rates.engine:
-        return PartNeed(part, setting, has, unknown=f"{tokens_per_s:,.0f} tokens a second: --engine-tokens-per-s")
-    return _part(part, setting, has, tokens_per_s / rates.engine if tokens_per_s else 0.0, most)
-
-
-def _trainer(rates: Rates) -> PartNeed:
-    tokens_per_s = rates.answer * (rates.groups * rates.size + rates.requests * rates.rated)
-    if tokens_per_s and not rates.learner:
-        asked = f"{tokens_per_s:,.0f} sampled tokens a second: --learner-tokens-per-s"
-        return PartNeed("trainer", "trainer.ranks", 1, unknown=asked)
-    return _part("trainer", "trainer.ranks", 1, tokens_per_s / rates.learner if tokens_per_s else 0.0)
+def _sampling(
+    part: str, setting: str, has: int, tokens_per_s: float, speed: float, option: str, most: int = 0
+) -> PartNeed:
+    if tokens_per_s and not speed:
+        return PartNeed(part, setting, has, unknown=f"{tokens_per_s:,.0f} tokens a second: {option}")
+    return _part(part, setting, has, tokens_per_s / speed if tokens_per_s else 0.0, most)
 
 
 def _part(part: str, setting: str, has: int, work: float, most: int = 0) -> PartNeed:
     """work: How many it keeps as busy as is planned. most: How many can work at once, 0 for any number."""
     needs = math.ceil(work * (1 - ROUNDING))
     working = max(1, has or needs)
-    return PartNeed(part, setting, has, needs, work / (min(working, most) if most else working))
+    share = work / (min(working, most) if most else working)
+    problem = f"{part}: {needs} are needed, {setting} = {has}"
+    if part == "trainer":
+        problem = f"trainer: {share:.1f} times as fast is needed: more of {setting}, or a faster card"
+    return PartNeed(part, setting, has, needs, share, problem=problem if has and needs > has else "")
 
 
-def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, float]:
-    """Bytes a second. Costs named bytes.KIND.TOPIC.PER are bytes of a record kind, once and per member, prompt and token."""
+def _topics(rates: Rates, costs: dict[str, float], running: int) -> dict[str, TopicNeed]:
+    """Costs named bytes.KIND.TOPIC.PER are bytes of a record kind, once and per member, prompt and token."""
     counts = {
         "group": (rates.groups, rates.size), "answer": (rates.requests, 1), "word": (rates.requests * rates.rated, 1),
         "silence": (rates.requests * (1 - rates.rated), 1), "report": (running / REPORT_S, 1),
     }  # fmt: skip
     found: dict[str, float] = {}
     for name, num_bytes in costs.items():
-        if not name.startswith("bytes."):
-            continue
-        _, kind, topic, per = name.split(".")
-        per_s, members = counts[kind]
-        times = {"once": 1, "member": members, "prompt": rates.prompt, "token": members * rates.answer}[per]
-        found[topic] = found.get(topic, 0.0) + per_s * times * num_bytes
-    return {topic: per_s for topic, per_s in found.items() if per_s}
+        if name.startswith("bytes."):
+            _, kind, topic, per = name.split(".")
+            per_s, members = counts[kind]
+            times = {"once": 1, "member": members, "prompt": rates.prompt, "token": members * rates.answer}[per]
+            found[topic] = found.get(topic, 0.0) + per_s * times * num_bytes
+    days = {topic: DAY_TOPIC_DAYS if by_name(topic).retention == "day" else rates.keep_days for topic in found}
+    daily = {topic: per_s * DAY_S * rates.copies for topic, per_s in found.items() if per_s}
+    return {topic: TopicNeed(found[topic], day, day * days[topic]) for topic, day in daily.items()}
 
 
-def rate_tables(plan: RatesPlan) -> Iterator[Table | str]:
-    rates = plan.rates
+def rate_tables(plan: RatesPlan, costs: dict[str, UnitCost]) -> Iterator[Table | str]:
+    """The figures for a person."""
+    rates, broker = plan.rates, plan.broker
     asked = f"{rates.groups:g} groups of {rates.size}, {rates.requests:g} requests a second (computed)"
     topics = Table("topic", title=asked)
     copies = f"{rates.copies} cop{'y' if rates.copies == 1 else 'ies'}"
     for title in ("written", f"a day, {copies}", f"kept, {rates.keep_days:g} days"):
         topics.add_column(title, justify="right")
-    for topic, per_s in plan.topics.items():
-        topics.add_row(topic, f"{per_s / 1e3:,.1f} kB/s", gb(plan.per_day(topic)), gb(plan.kept(topic)))
+    for topic, need in plan.topics.items():
+        topics.add_row(topic, f"{need.per_s / 1e3:,.1f} kB/s", gb(need.day), gb(need.kept))
     yield topics
     processes = Table(
         "part", "needs", "has", "setting", "busy", title=f"processes, planned to be {BUSY:.0%} busy (computed)"
@@ -249,17 +211,15 @@ def rate_tables(plan: RatesPlan) -> Iterator[Table | str]:
         style = "red" if part.problem else ""
         processes.add_row(part.part, needs, str(part.has or "open"), part.setting, busy, style=style)
     yield processes
-    each = plan.each_broker
-    writes = f"each of {rates.copies} writes {each['per_s'] / 1e3:,.1f} kB/s and keeps {gb(each['kept'])}"
+    writes = f"each of {rates.copies} writes {broker.per_s / 1e3:,.1f} kB/s and keeps {gb(broker.kept)}"
     yield f"brokers: {rates.copies} at least, one a copy; {writes}"
     if plan.busiest is not None:
         among = ", of what is known" if any(part.unknown for part in plan.parts) else ""
         yield f"full first{among}: {plan.busiest.part}, at {1 / (plan.busiest.share or 1):.3g} times these rates"
-    costs = Table("unit cost", "value", "measured by", title="computed from")
+    unit_costs = Table("unit cost", "value", "measured by", title="computed from")
     for name in NEEDED:
-        cost = plan.costs[name]
-        costs.add_row(name, f"{cost.value:,.1f} {cost.unit}", cost.source)
-    yield costs
+        unit_costs.add_row(name, f"{costs[name].value:,.1f} {costs[name].unit}", costs[name].source)
+    yield unit_costs
 
 
 def gb(num_bytes: float) -> str:
