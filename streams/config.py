@@ -120,14 +120,6 @@ class FeedbackConfig(Section, frozen=True):
     """Discount γ for each turn of a session between an answer and a later rated turn: the earlier answer is credited with how
     much better than usual the later turn was rated. The credit is for learning alone and is no rating. 0 credits the named
     answer alone."""
-    per_rater: NonNegative = 1000
-    """Maximum feedback events of one rater within `within`, on each partition; more are dropped and counted. Events of a key
-    that name no rater, and those of a browser's token, share one rater. 0 for no limit. See also [collect.limits]."""
-    alike: NonNegative = 0
-    """Maximum feedback events with nearly the same text within `within`, of all raters, on each partition; more are dropped
-    and counted. 0 for no limit."""
-    within: Duration = "1h"
-    """Interval of the limits per_rater and alike."""
 
 
 class ScoreConfig(Section, frozen=True):

@@ -93,9 +93,6 @@ def collect_rules(floor: Floor, config: StreamsConfig) -> Rules:
             default=None if isinstance(source.default, str) else float(source.default),
             late=source.late,
             discount=source.discount,
-            per_rater=source.per_rater,
-            alike=source.alike,
-            within_ms=int(duration_s(source.within) * 1000),
         )
         for source in config.feedback
     }

@@ -23,6 +23,7 @@ from infra.log.bus import Partition, Record
 from infra.log.log import Log
 from infra.observe.metrics import Metrics
 from infra.store.seal import FORGOTTEN, open_text
+from infra.store.snapshots import SnapshotManifest
 from schemas import Block, Closure, FeedbackWait, Tick, encode
 from schemas.errors import BadFrame, NotInLog, Sealed
 from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
@@ -91,9 +92,7 @@ class Collector:
         self._rules = msgspec.structs.replace(settings.rules, open_text=self._open_text)
         self._chain: Chain = make_chain(settings.steps)
         self._pending = PendingFile(settings.folder / f"collect-{partition}.sqlite", log.find_seal)
-        self._snapshots = SnapshotManager(
-            log, metrics, partition, self._pending, settings.snapshots, settings.rules.keep_ms
-        )
+        self._snapshots = SnapshotManager(log, metrics, partition, self._pending, settings.snapshots)
         self._state = State()
         self._published: set[ClosureKey] = set()
         self._mark: LogEnds | None = None
@@ -131,14 +130,14 @@ class Collector:
         if state.next_offset and await self._misfit(state.next_offset, state.last_ms, begin, end):
             logger.warning("collect_state_foreign partition=%d next_offset=%d", self.partition, state.next_offset)
             self._clear()
-        await self._take_up(begin, end)
+        newest = await self._take_up(begin, end)
         self._state.next_offset = max(self._state.next_offset, begin)
         self._published, known_to = await self._closures_since(self._pending.progress_offset)
         self._mark = LogEnds(known_to, await self._end())
         if self._state.next_offset < committed:
             logger.info("collect_rebuild partition=%d from=%d to=%d", self.partition, self.next_offset, committed)
             await self._replay(committed, taken_away)
-        self._snapshots.begin(self.next_offset)
+        self._snapshots.begin(self.next_offset, newest)
         logger.info("collect_ready partition=%d offset=%d open=%d", self.partition, self.next_offset, self.num_open())
 
     async def take(self, records: Sequence[Record]) -> None:
@@ -184,8 +183,6 @@ class Collector:
         names = crediting(self._settings.rules.sources)
         sessions = {session for pair in named if (session := session_named(*pair, names))}
         self._pending.look_up_sessions(self._state, sessions)
-        groups = sorted({name for _, name in named if name})
-        await self._snapshots.look_up(self._state, groups, sorted(sessions), self._settings.give_up_s)
         return [await self._fold(arrival) for arrival in arrivals], letters
 
     async def save(self) -> None:
@@ -208,7 +205,7 @@ class Collector:
 
     def _memories(self) -> dict[str, Memory]:
         sources = self._settings.rules.sources
-        kept = limit_memories(sources) | usual_memories(sources)
+        kept = limit_memories() | usual_memories(sources)
         return new_memories(self._settings.steps) | kept
 
     async def _fold_all(self, records: Sequence[Record], *, counted: bool) -> None:
@@ -271,13 +268,12 @@ class Collector:
         self._pending.clear()
         self._load()
 
-    async def _take_up(self, begin: int, end: int) -> None:
-        if not await self._snapshots.opened():
-            self._clear()
+    async def _take_up(self, begin: int, end: int) -> SnapshotManifest | None:
+        """Go on from the newest snapshot that is further than the state file; return the newest that can be used."""
         for snapshot in await self._snapshots.candidates():
             if snapshot.position <= self._state.next_offset:
-                return
-            if misfit := await self._misfit(snapshot.position, snapshot.about["last_ms"], begin, end):
+                return snapshot
+            if misfit := await self._misfit(snapshot.position, snapshot.about["meta"]["last_ms"], begin, end):
                 self._snapshots.refuse(misfit, f"snapshot {snapshot.key}: the log holds {begin} to {end}")
                 if misfit == FOREIGN:
                     await self._snapshots.remove(snapshot)
@@ -286,13 +282,12 @@ class Collector:
                 oldest = min(self._state.frames.absent, default=begin)
                 if oldest >= begin:
                     logger.info("collect_snapshot_taken partition=%d offset=%d", self.partition, self.next_offset)
-                    return
+                    return snapshot
                 self._snapshots.refuse(
                     OLDER, f"snapshot {snapshot.key}: wants offset {oldest}, the log begins at {begin}"
                 )
                 self._clear()
-            else:
-                self._load()
+        return None
 
     async def _misfit(self, next_offset: int, last_ms: int, begin: int, end: int) -> str:
         """Return why a state does not continue this log, "" if it does: its last record must be where and when the state

@@ -135,18 +135,13 @@ class FeedbackRules(msgspec.Struct, frozen=True):
     window_ms: how long collect waits after the answer. default: the score when the window closes in silence, None leaves it
     absent. late: drop counts and forgets; amend sends the answer on again as a new revision in its lane, for copies that were
     not drawn yet; retrain sends it to be trained again, in the human lane; both only where the verdict changed. discount: γ of
-    what earlier turns of a session are credited with, 0 for nothing. per_rater: how many feedbacks of one rater count, 0 for
-    no limit. alike: how many that say nearly the same, 0 for no limit. within_ms: the time in which both are counted; see
-    `streams.collect.limits`.
+    what earlier turns of a session are credited with, 0 for nothing.
     """
 
     window_ms: int
     default: float | None = None
     late: Late = "drop"
     discount: float = 0.0
-    per_rater: int = 0
-    alike: int = 0
-    within_ms: int = 0
 
 
 def returns(

@@ -32,7 +32,7 @@ from streams.collect.feedback import (
     usual_value,
 )
 from streams.collect.group import AnswerFeedback, Attempt, BlockPlace, Group, LoggedFeedback, fullest, members_at
-from streams.collect.limits import beyond, charge, held_back
+from streams.collect.limits import beyond, charge
 from streams.collect.rules import Arrival, Rules, due_ms, group_named, late_is_dropped
 from streams.collect.state import State
 from streams.collect.turns import (
@@ -128,15 +128,8 @@ class _Fold:
         known = self.state.groups.get(group_id)
         if known is not None and is_repeat(known.feedback.get(answer), feedback):
             return
-        source = self.rules.sources.get(feedback.source)
-        opened = feedback
-        if source is not None and source.alike and feedback.text:
-            opened = msgspec.structs.replace(feedback, text=self.rules.open_text(feedback.text, answer))
         memories, tenant, is_back = self.state.memories, tenant_in(group_id), feedback.type == "retraction"
-        reason = held_back(memories, opened, source, self.arrival.timestamp_ms, tenant)
-        if not reason and not is_back:
-            reason = beyond(memories, self.rules.limits, tenant, feedback.rater, self.state.now_ms)
-        if reason:
+        if not is_back and (reason := beyond(memories, self.rules.limits, tenant, feedback.rater, self.state.now_ms)):
             self.folded.drop(reason)
             return
         if feedback.type == "correction" and not self.rules.corrects:

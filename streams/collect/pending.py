@@ -8,9 +8,9 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -24,8 +24,7 @@ from streams.collect.state import Frames, State
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 6
-LEANING = 7  # the same without the groups that were closed before the snapshot it was made from: these are in the store
+LAYOUT = 8  # of the file, and of the parts of its snapshots
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, closed_ms INTEGER NOT NULL, data BLOB NOT NULL);
@@ -33,38 +32,17 @@ CREATE INDEX IF NOT EXISTS groups_by_closing ON groups (closed_ms);
 CREATE TABLE IF NOT EXISTS frames (offset INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS entries
   (memory TEXT, key TEXT, age INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (memory, key)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), data BLOB NOT NULL);
 """
 CACHE_KB, ADOPT_CACHE_KB = 2_000, 128_000  # of pages: SQLite's own, and for the index of a million names in no order
-TABLES = ("meta", "groups", "frames", "entries", "snapshot")
+TABLES = ("meta", "groups", "frames", "entries")
 # A known key keeps its age.
 REMEMBER = "INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (memory, key) DO UPDATE SET value = excluded.value"
 
-FACTS = ("last_ms", "now_ms", "progress_offset", "row")  # of the table `meta`, beside next_offset: where the fold is
-
 _encoder = msgspec.msgpack.Encoder()
-_open_rows = msgspec.msgpack.Decoder(list[tuple[int, str, bytes]])
+_group_rows = msgspec.msgpack.Decoder(list[tuple[int, str, int, bytes]])
 _memories = msgspec.msgpack.Decoder(dict[str, bytes])
 _group_decoder = msgspec.msgpack.Decoder(Group)
 Rows = list[tuple[Any, ...]]
-
-
-class _SavedRows(NamedTuple):
-    """Rows that a save writes.
-
-    groups: (row, id, closed_ms, group as msgpack). gone: (id,) of groups. frames: (offset, bytes). removed: (offset,) of
-    frames. anew: (name,) of memories that are written whole. forgotten: (name, key) of their entries. entries: (name, key, age,
-    value as msgpack); of the new ones of a memory a later one has the higher age. meta: (key, number).
-    """
-
-    groups: Rows
-    gone: Rows
-    frames: Rows
-    removed: Rows
-    anew: Rows
-    forgotten: Rows
-    entries: Rows
-    meta: Rows
 
 
 class PendingFile:
@@ -78,7 +56,6 @@ class PendingFile:
         self._find_seal = find_seal
         path.parent.mkdir(parents=True, exist_ok=True)
         self.progress_offset = 0
-        self.leans = False
         self._row = 0  # last number given to a row; a row gets a new one with every change
         self._age = 0  # last one given to an entry of a memory
         self._kept: set[str] = set()  # memories of which the file lacks nothing but their changes
@@ -112,21 +89,9 @@ class PendingFile:
         rows = self._connection.execute("SELECT data FROM groups WHERE closed_ms = 0")
         for group in sorted((_group_decoder.decode(data) for (data,) in rows), key=lambda group: group.came_ms):
             state.restore(group)
-        if self.leans:
-            there = {offset for (offset,) in self._connection.execute("SELECT offset FROM frames")}
-            state.frames.absent = {at for group in state.groups.values() for at in group.offsets()} - there
+        there = {offset for (offset,) in self._connection.execute("SELECT offset FROM frames")}
+        state.frames.absent = {at for group in state.groups.values() for at in group.offsets()} - there
         return state
-
-    def snapshot(self) -> SnapshotManifest | None:
-        """The snapshot that the file was last stored as, or made from."""
-        return snapshot_in(self._connection)
-
-    def stored_as(self, snapshot: SnapshotManifest | None) -> None:
-        """The file was stored as this snapshot: the next needs what changed after it; None: the next needs all."""
-        if snapshot is None:
-            self._execute("DELETE FROM snapshot", ())
-        else:
-            self._execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
 
     def adopt(self, store: Store, snapshot: SnapshotManifest) -> None:
         """Become the snapshot, in one transaction; blocking. Raises SnapshotDamaged, StoreError, and is as before then."""
@@ -138,14 +103,11 @@ class PendingFile:
             try:
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table}")
-                for part in [part for name, part in snapshot.parts.items() if name.startswith("open/")]:
-                    rows = _open_rows.decode(read(store, part))
-                    connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, 0, ?)", rows)
+                for part in [part for name, part in snapshot.parts.items() if name.startswith("groups/")]:
+                    rows = _group_rows.decode(read(store, part))
+                    connection.executemany("INSERT INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", rows)
                 connection.executemany(REMEMBER, _memory_rows(memories))
-                meta = [("next_offset", snapshot.position), *((key, snapshot.about[key]) for key in FACTS)]
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
-                connection.execute("INSERT INTO snapshot VALUES (1, ?)", (msgspec.json.encode(snapshot),))
-                connection.execute(f"PRAGMA user_version = {LEANING}")
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", snapshot.about["meta"].items())
                 connection.execute("COMMIT")
             except BaseException as error:
                 connection.execute("ROLLBACK")
@@ -154,7 +116,6 @@ class PendingFile:
                 raise
             finally:
                 connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
-            self.leans = True
 
     def look_up(self, state: State, group_ids: Iterable[str]) -> None:
         """Bring closed groups that records are about to name into the state."""
@@ -164,11 +125,6 @@ class PendingFile:
                 if row is not None:
                     state.add(_group_decoder.decode(row[0]))
                     self._looked_up.add(group_id)
-
-    def put_back(self, state: State, group_id: str, data: bytes) -> None:
-        """Bring a closed group that lies elsewhere into the state, as `look_up` does."""
-        state.add(_group_decoder.decode(data))
-        self._looked_up.add(group_id)
 
     def look_up_sessions(self, state: State, sessions: Iterable[str]) -> None:
         """Bring all closed turns of these sessions into the state."""
@@ -195,23 +151,28 @@ class PendingFile:
         changed = {name: memory.changes() for name, memory in state.memories.items()}
         entries = _entry_rows({name: change.entries.items() for name, change in changed.items()}, self._age)
         self._age += len(entries)
-        rows = _SavedRows(
-            groups=groups,
-            gone=gone,
-            frames=list(state.frames.unsaved.items()),
-            removed=[(offset,) for offset in state.frames.removed],
-            anew=[(name,) for name in changed if name not in self._kept],
-            forgotten=[(name, key) for name, change in changed.items() for key in change.gone],
-            entries=entries,
-            meta=[
-                ("next_offset", state.next_offset),
-                ("last_ms", state.last_ms),
-                ("now_ms", state.now_ms),
-                ("progress_offset", self.progress_offset),
-                ("row", self._row),
-            ],
-        )
-        await asyncio.to_thread(self._write, rows, state.now_ms - keep_ms)
+        meta = {
+            "next_offset": state.next_offset,
+            "last_ms": state.last_ms,
+            "now_ms": state.now_ms,
+            "progress_offset": self.progress_offset,
+            "row": self._row,
+        }
+        changes: list[tuple[str, Rows]] = [
+            ("INSERT OR REPLACE INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", groups),
+            ("DELETE FROM groups WHERE id = ?", gone),
+            ("INSERT OR REPLACE INTO frames VALUES (?, ?)", list(state.frames.unsaved.items())),
+            ("DELETE FROM frames WHERE offset = ?", [(offset,) for offset in state.frames.removed]),
+            ("DELETE FROM entries WHERE memory = ?", [(name,) for name in changed if name not in self._kept]),
+            (
+                "DELETE FROM entries WHERE memory = ? AND key = ?",
+                [(name, key) for name, change in changed.items() for key in change.gone],
+            ),
+            (REMEMBER, entries),
+            ("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(meta.items())),
+            ("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", [(state.now_ms - keep_ms,)]),
+        ]
+        await asyncio.to_thread(self._write, changes)
         self._kept.update(changed)
         state.frames.mark_saved()
         for group_id in state.touched | self._looked_up:
@@ -228,9 +189,7 @@ class PendingFile:
             self._connection.execute("BEGIN IMMEDIATE")
             for table in TABLES:
                 self._connection.execute(f"DELETE FROM {table}")
-            self._connection.execute(f"PRAGMA user_version = {LAYOUT}")
             self._connection.execute("COMMIT")
-            self.leans = False
 
     def close(self) -> None:
         """Close the file; what was saved stays."""
@@ -245,20 +204,15 @@ class PendingFile:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             (layout,) = connection.execute("PRAGMA user_version").fetchone()
-            if layout not in (0, LAYOUT, LEANING):
-                raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT} or {LEANING}")
+            if layout not in (0, LAYOUT):
+                raise sqlite3.DatabaseError(f"layout {layout}, expected {LAYOUT}")
             connection.executescript(SCHEMA)
-            self.leans = layout == LEANING
-            connection.execute(f"PRAGMA user_version = {layout or LAYOUT}")
+            connection.execute(f"PRAGMA user_version = {LAYOUT}")
             connection.execute("SELECT count(*) FROM meta").fetchone()
         except sqlite3.DatabaseError:
             connection.close()
             raise
         return connection
-
-    def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
-        with self._writing:
-            self._connection.execute(statement, values)
 
     def _frame(self, offset: int) -> bytes:
         row = self._connection.execute("SELECT data FROM frames WHERE offset = ?", (offset,)).fetchone()
@@ -266,30 +220,18 @@ class PendingFile:
             raise KeyError(offset)
         return bytes(row[0])
 
-    def _write(self, rows: _SavedRows, expired_ms: int) -> None:
-        with self._writing:
-            self._write_all(rows, expired_ms)
-
-    def _write_all(self, rows: _SavedRows, expired_ms: int) -> None:
+    def _write(self, changes: Sequence[tuple[str, Rows]]) -> None:
         connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            connection.executemany(
-                "INSERT OR REPLACE INTO groups (rowid, id, closed_ms, data) VALUES (?, ?, ?, ?)", rows.groups
-            )
-            connection.executemany("DELETE FROM groups WHERE id = ?", rows.gone)
-            connection.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?)", rows.frames)
-            connection.executemany("DELETE FROM frames WHERE offset = ?", rows.removed)
-            connection.executemany("DELETE FROM entries WHERE memory = ?", rows.anew)
-            connection.executemany("DELETE FROM entries WHERE memory = ? AND key = ?", rows.forgotten)
-            connection.executemany(REMEMBER, rows.entries)
-            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows.meta)
-            connection.execute("DELETE FROM groups WHERE closed_ms > 0 AND closed_ms < ?", (expired_ms,))
-            reach("collect.before_commit")
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
+        with self._writing:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                for statement, rows in changes:
+                    connection.executemany(statement, rows)
+                reach("collect.before_commit")
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
         reach("collect.after_commit")
 
 
@@ -301,12 +243,6 @@ def _entry_rows(entries: Mapping[str, Iterable[tuple[str, Value]]], age: int) ->
 def _memory_rows(memories: Mapping[str, bytes]) -> Rows:
     """Rows of memories in the format of `Memory.to_bytes`. Raises msgspec.DecodeError."""
     return _entry_rows({name: entries_in(data) for name, data in memories.items()}, 0)
-
-
-def snapshot_in(connection: sqlite3.Connection) -> SnapshotManifest | None:
-    """Return the snapshot that the file was last stored as, or made from."""
-    row = connection.execute("SELECT data FROM snapshot").fetchone()
-    return None if row is None else msgspec.json.decode(row[0], type=SnapshotManifest)
 
 
 def saved_memories(connection: sqlite3.Connection) -> dict[str, bytes]:

@@ -114,7 +114,7 @@ def collect(size: int) -> Figures:
 
 
 def collector_of(log: Log, folder: Path) -> Collector:
-    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
+    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9)}
     rules = Rules(deadline_ms=300_000, keep_ms=30 * DAY_MS, sources=sources)
     return Collector(log, Metrics("process"), 0, CollectSettings(folder, rules, build_collect(TRAFFIC)))
 

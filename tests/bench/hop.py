@@ -371,7 +371,7 @@ async def feedback_rows(pending: int, joins: int) -> list[Row]:
     taken = [message.record async for message in log.read_all(VERIFIED)]
     gc.collect()
     gc.freeze()  # the log in memory is no garbage of a worker's
-    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9, per_rater=100, within_ms=3_600_000)}
+    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.9)}
     rules = Rules(deadline_ms=300_000, keep_ms=30 * DAY_MS, sources=sources)
     spent_us = []
     with tempfile.TemporaryDirectory() as folder:

@@ -192,7 +192,7 @@ async def _through(log: Log, config: StreamsConfig, *, verify: bool = True) -> N
         async for message in log.read_all(EXPERIENCES):
             handled = await verifier.handle(message)
             await publish_all(log, [*handled.first, *handled.then], GIVE_UP_S)
-    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.0, per_rater=0, within_ms=0)}
+    sources = {"csat": FeedbackRules(window_ms=DAY_MS, late="amend", discount=0.0)}
     rules = Rules(deadline_ms=DAY_MS, keep_ms=DAY_MS, sources=sources)
     with tempfile.TemporaryDirectory() as folder:
         settings = CollectSettings(Path(folder), rules, build_collect(config))

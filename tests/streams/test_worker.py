@@ -13,7 +13,6 @@ import pytest
 from actors.tasksets.loader import pair_block
 from actors.tasksets.taskset import Preference
 from infra.chain.chain import Context, new_memories, run_chain
-from infra.log.access import PLAINTEXT
 from infra.log.bus import Partition, RecordPosition
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -23,16 +22,13 @@ from infra.settings.config import Floor, Keep, decode
 from schemas import Block, Closure, Experience, Message, Progress
 from schemas.errors import BrokerUnavailable, StoreError
 from schemas.experience import pair_fault
-from schemas.topics import EXPERIENCES, EXPERTS, PROGRESS, VERIFIED
+from schemas.topics import PROGRESS, VERIFIED
 from streams.collect.fold import fold, make_chain
 from streams.collect.inbox import CollectDriver
 from streams.collect.state import State
 from streams.config import RewardConfig, ScoreConfig, StreamsConfig
 from streams.stages.chain_builder import build_collect, build_verify
-from streams.stages.driver import WindowDriver
-from streams.stages.hosted import BrokerLogin, HostedStage
 from streams.stages.stage import EXIT_BROKER, EXIT_BUG, end_for, process_exit
-from streams.stages.verify import Verifier
 from streams.worker import HeldTopic, LogTime, Movement, QuietRepeats, collect_rules, report, watch
 from tests.actors.rig import CharTokenizer
 from tests.simulator.virtual_loop import VirtualLoop
@@ -153,17 +149,6 @@ def test_a_repeated_message_is_logged_once_in_a_while() -> None:
     assert [quiet.filter(record), quiet.filter(record), quiet.filter(other)] == [True, False, True]
 
 
-async def test_a_stage_whose_consumer_has_not_begun_holds_nothing_and_does_not_fail(tmp_path: Path) -> None:
-    """Faust starts the thread of its consumer after it has said that it is started; reports ask in between."""
-    log = Log(MemoryBus(), "test")
-    async with asyncio.TaskGroup() as tasks:
-        stage = HostedStage(log, BrokerLogin("127.0.0.1:9", PLAINTEXT), "verify", tmp_path, "")
-        for topic in (EXPERIENCES, EXPERTS):
-            stage.add(topic, WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks))
-        assert stage.assignment() == {"test.experiences": set(), "test.experts": set()}
-        assert stage.partitions() == ()
-
-
 HOURS_MS = 2 * 3_600_000
 TRUE_MS = 1_763_715_600_000
 
@@ -236,14 +221,6 @@ def test_a_clock_that_is_put_right_is_gone_by_again() -> None:
     assert time.now_ms() == 2000
 
 
-@pytest.mark.parametrize("stored_ms", [1_000_000, 1_030_000, 1_060_000])
-def test_a_report_that_took_a_minute_says_nothing_against_the_clock(stored_ms: int) -> None:
-    now = [1_000_000]
-    time = LogTime(lambda: now[0])
-    heard(time, stored_ms, lambda: now.append(now.pop() + 60_000))
-    assert time.now_ms() == 1_060_000
-
-
 CONFIG = StreamsConfig(
     score=(ScoreConfig(name="exact", use="streams.scores.exact:exact"),), reward=RewardConfig(require=("exact",))
 )
@@ -306,14 +283,6 @@ def test_the_last_words_name_what_failed_in_a_group_of_tasks_and_not_the_group()
         "ValueError: no such topic; stopped before the acknowledgement"
     )
     assert code == EXIT_BUG
-
-
-def test_what_failed_many_times_alike_is_said_once_and_many_causes_are_counted() -> None:
-    alike = [StoreError("put claims/ab: refused") for _ in range(64)]
-    assert "StoreError: put claims/ab: refused; stopped" in last_words(BaseExceptionGroup("", alike))[0]
-    unlike = [StoreError(f"put claims/{number}: refused") for number in range(64)]
-    message, _ = last_words(BaseExceptionGroup("", unlike))
-    assert "claims/0: refused" in message and "and 61 other errors" in message and "claims/40" not in message
 
 
 def test_a_broker_that_is_away_is_said_as_such_wherever_it_lies_in_the_group(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from infra.log.log import Log
 from infra.log.memory import MemoryBus
 from infra.observe.metrics import Metrics
 from infra.store.memory import MemoryStore
-from infra.store.snapshots import SnapshotDamaged, candidates, read, save
+from infra.store.snapshots import candidates, read, save
 from schemas import Block, Closure, Control
 from schemas.errors import NotInLog, StoreError
 from schemas.ids import request_group
@@ -24,14 +24,14 @@ from schemas.topics import BUFFER, DEAD_LETTERS, PROGRESS, VERIFIED
 from streams.collect.collector import Collector, CollectSettings
 from streams.collect.feedback import FeedbackRules
 from streams.collect.rules import Rules
-from streams.collect.snapshots import MAX_ROWS, closed_parts, series_name
+from streams.collect.snapshots import series_name
 from tests.names import session_name
 from tests.stored import newest
 from tests.streams.collect.collecting import answer, block, said, stub, tick
 from tests.streams.deliveries import values
 
 DAY_MS = 86_400_000
-SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5, per_rater=6, within_ms=600)
+SOURCE = FeedbackRules(window_ms=400, late="amend", discount=0.5)
 RULES = Rules(deadline_ms=300, keep_ms=10 * DAY_MS, sources={"csat": SOURCE}, session_ms=150, session_turns=5)
 SERIES = series_name("app", 0)
 STEP_MS = 20
@@ -212,38 +212,10 @@ async def test_a_file_that_is_further_than_the_snapshot_is_kept(tmp_path: Path) 
     again.close()
 
 
-async def test_parts_of_closed_groups_stay_few_and_expire(tmp_path: Path) -> None:
-    store = MemoryStore()
-    log = await filled([], store)
-    clock = log.bus.clock  # type: ignore[attr-defined]
-    rules = msgspec.structs.replace(RULES, keep_ms=200 * STEP_MS)
-    collector = collector_of(log, tmp_path, None, rules)
-    await collector.recover(0, lambda: False)
-    counts = []
-    for number in range(300):
-        clock.now_ms += STEP_MS
-        await log.publish(VERIFIED, block(*(answer(f"t{number}.0", episode) for episode in range(2))))
-        await collector.take([message.record async for message in log.scan(VERIFIED, {0: number})])
-        await collector.snapshot()
-        snapshot = newest(store, SERIES, lambda reason, line: None)
-        assert snapshot is not None and snapshot.position == number + 1
-        counts.append(len(closed_parts(snapshot)))
-    assert max(counts) <= 10 < MAX_ROWS
-    assert snapshot is not None and sum(part.rows for part in closed_parts(snapshot)) <= 400
-    assert len(list(store.keys("snapshots/"))) <= 2 * (2 * max(counts) + 3)
-    collector.close()
-
-
 def damage_open(store: MemoryStore) -> None:
     snapshot = newest(store, SERIES, lambda reason, line: None)
     assert snapshot is not None
-    store.put(snapshot.parts["open/0"].key, b"something else")
-
-
-def damage_index(store: MemoryStore) -> None:
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    store.put(snapshot.parts["index/0"].key, b"something else")
+    store.put(snapshot.parts["groups/0"].key, b"something else")
 
 
 def lose_part(store: MemoryStore) -> None:
@@ -264,7 +236,7 @@ def newer_manifest(store: MemoryStore) -> None:
 
 def newer_layout(store: MemoryStore) -> None:
     (key,) = store.keys(f"snapshots/{SERIES}/manifests/")
-    store.put(key, store.get(key).replace(b'"layout":2', b'"layout":3'))
+    store.put(key, store.get(key).replace(b'"layout":8', b'"layout":9'))
 
 
 def other_bytes(store: MemoryStore) -> None:
@@ -273,7 +245,7 @@ def other_bytes(store: MemoryStore) -> None:
     assert snapshot is not None
     store.delete(snapshot.key)
     parts = [
-        (name, b"\x93 no rows" if name == "open/0" else read(store, part)) for name, part in snapshot.parts.items()
+        (name, b"\x93 no rows" if name == "groups/0" else read(store, part)) for name, part in snapshot.parts.items()
     ]
     save(store, SERIES, snapshot.position, parts, snapshot.about)
 
@@ -282,7 +254,6 @@ def other_bytes(store: MemoryStore) -> None:
     ("harm", "reason"),
     [
         (damage_open, "damaged"),
-        (damage_index, "damaged"),
         (lose_part, "a part is missing"),
         (damage_manifest, "damaged"),
         (newer_manifest, "written by a newer release"),
@@ -364,35 +335,6 @@ async def test_a_store_that_is_away_costs_a_snapshot_and_no_record(tmp_path: Pat
         "snapshots_failed": 1.0,
     }
     collector.close()
-
-
-async def test_a_closed_group_that_lies_in_the_store_alone_is_not_joined_anew_and_damage_there_ends_the_worker(
-    tmp_path: Path,
-) -> None:
-    log, store, first = await stored_once(tmp_path / "a")
-    first.close()
-    snapshot = newest(store, SERIES, lambda reason, line: None)
-    assert snapshot is not None
-    closed = snapshot.parts["closed/0"]
-    second = await opened(log, tmp_path / "b")
-    whole = store.get(closed.key)
-    store.put(closed.key, b"something else")
-    await log.publish(VERIFIED, record_of("said", 0, 3))
-    last = (await everything(log))[-1:]
-    with pytest.raises(SnapshotDamaged):
-        await second.take(last)
-    second.close()
-    assert whole and not list(candidates(store, SERIES, lambda reason, line: None))
-    third = await opened(log, tmp_path / "b", committed=first.next_offset)
-    await third.take(last)
-    third.close()
-    plain = await filled([*some(8), ("said", 0, 3)], None)
-    reader = await opened(plain, tmp_path / "plain")
-    await reader.take((await everything(plain))[:-1])
-    await reader.take((await everything(plain))[-1:])
-    reader.close()
-    closures = [item for item in (await outcome(log))[0]]
-    assert closures == (await outcome(plain))[0]
 
 
 async def test_a_block_that_is_gone_ends_the_worker_before_it_decides_without_it(tmp_path: Path) -> None:

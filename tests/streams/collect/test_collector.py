@@ -78,31 +78,6 @@ async def test_a_missing_file_is_rebuilt_without_sending_anything_again(tmp_path
         assert await groups_in(log) == await closed_groups(log) == ["t.0", "u.0"]
 
 
-async def test_an_older_file_is_brought_up_to_the_groups_offset(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await log.publish(VERIFIED, block(answer("u.0", 0)))
-        old = await opened(log, tmp_path / "a")
-        await fold_everything(log, old)
-        old.close()
-        other = await opened(log, tmp_path / "b", committed=1)
-        await log.publish(VERIFIED, block(answer("u.0", 1)))
-        await fold_everything(log, other)
-        other.close()
-        back = await opened(log, tmp_path / "a", committed=2)
-        assert (back.next_offset, back.num_open()) == (2, 0)
-        back.close()
-        assert await groups_in(log) == ["u.0"]
-
-
-async def test_outputs_without_a_closure_are_sent_when_a_dead_worker_left_them_out(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await feed(log, "t.0")
-        # The group's offset is past the records, but their closure never reached the log.
-        collector = await opened(log, tmp_path, committed=2)
-        collector.close()
-        assert await groups_in(log) == await closed_groups(log) == ["t.0"]
-
-
 async def test_a_worker_that_died_before_saving_sends_no_second_closure(tmp_path: Path) -> None:
     async with memory_log() as log:
         await feed(log, "t.0")
@@ -149,19 +124,6 @@ async def test_how_far_closures_are_known_moves_on_while_a_worker_goes_on(tmp_pa
         back.close()
         assert closures_known_to(tmp_path) >= 6
         assert len(await closed_groups(log)) == 8
-
-
-async def test_a_file_of_another_log_is_not_believed(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await feed(log, "t.0", "u.0")
-        collector = await opened(log, tmp_path)
-        await fold_everything(log, collector)
-        collector.close()
-    async with memory_log() as log:
-        await log.publish(VERIFIED, block(answer("v.0", 0)))
-        collector = await opened(log, tmp_path)
-        assert collector.next_offset == 0
-        collector.close()
 
 
 async def test_records_already_folded_are_skipped_and_gaps_are_read_from_the_log(tmp_path: Path) -> None:
@@ -217,24 +179,6 @@ async def test_an_unreadable_record_is_dead_lettered_and_its_neighbours_are_fold
         assert (dead.topic, dead.offset, dead.stage) == ("verified", 1, "collect")
 
 
-async def test_late_feedback_finds_its_answer_in_the_log_after_a_restart(tmp_path: Path) -> None:
-    source = FeedbackRules(window_ms=3_600_000, late="amend")
-    rules = msgspec.structs.replace(RULES, sources={"csat": source})
-
-    async with memory_log() as log:
-        await log.publish(VERIFIED, block(answer("live.0", 0, size=1, lane="live")))
-        await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.8))
-        collector = await opened(log, tmp_path, rules=rules)
-        await fold_everything(log, collector)
-        collector.close()
-        await log.publish(VERIFIED, said("hr-live.0.0-0-0", 0.2, id="later"))
-        collector = await opened(log, tmp_path, committed=2, rules=rules)
-        await fold_everything(log, collector)
-        collector.close()
-        sent = [record.experiences[0] for record in await values(log, BUFFER) if isinstance(record, Block)]
-        assert [(sent_block.revision, sent_block.score("csat")) for sent_block in sent] == [(0, 0.8), (1, 0.2)]
-
-
 async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path: Path) -> None:
     async with memory_log() as log:
         await feed(log, "t.0", "u.0")
@@ -259,26 +203,6 @@ async def test_a_driver_folds_acknowledges_and_lets_go_of_its_partition(tmp_path
             await until(lambda: all(delivery.is_acknowledged for delivery in again))
             await driver.finish()
         assert sorted(await closed_groups(log)) == ["t.0", "u.0"]
-
-
-async def test_letting_go_of_one_generation_leaves_the_next_at_work(tmp_path: Path) -> None:
-    async with memory_log() as log:
-        await feed(log, "t.0")
-
-        async def committed(partition: int) -> int:
-            return 0
-
-        async with asyncio.TaskGroup() as tasks:
-            driver = CollectDriver(log, Metrics("process"), settings(tmp_path), committed, tasks)
-            driver.assigned({0}, 1)
-            driver.assigned({0}, 2)
-            driver.retire(1)
-            deliveries = [KeptDelivery(message.record, generation=2) for message in await stored(log, VERIFIED)]
-            for delivery in deliveries:
-                await driver.accept(delivery)
-            await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-            assert driver.marks() == {0: 2}
-            await driver.finish()
 
 
 def everything_in(folder: Path) -> bytes:
@@ -363,16 +287,6 @@ async def test_a_shorter_window_closes_what_waits_for_the_longer_one(tmp_path: P
     second.close()
 
 
-async def test_a_longer_window_keeps_what_waits_open(tmp_path: Path) -> None:
-    clock = Clock()
-    log = await log_by(clock)
-    second = await begun_anew(log, tmp_path, rules(csat=HOUR_MS), rules(csat=DAY_MS))
-    assert second.waits() == FeedbackWait(1, START_MS + DAY_MS)
-    assert await ended_at(log, second, clock, START_MS + HOUR_MS) == []
-    assert await ended_at(log, second, clock, START_MS + DAY_MS) == ["a1b2.0"]
-    second.close()
-
-
 @pytest.mark.parametrize("is_rated", [True, False])
 async def test_a_source_that_was_taken_out_is_waited_for_no_more(tmp_path: Path, is_rated: bool) -> None:
     clock = Clock()
@@ -383,18 +297,6 @@ async def test_a_source_that_was_taken_out_is_waited_for_no_more(tmp_path: Path,
     assert await ended_at(log, second, clock, START_MS + 1) == (["a1b2.0"] if is_rated else [])
     assert await ended_at(log, second, clock, START_MS + HOUR_MS) == ["a1b2.0"]
     second.close()
-
-
-def test_of_several_answers_of_a_group_all_must_be_rated_before_it_closes() -> None:
-    """A group that may have all it waits for is looked at again, and not just closed."""
-    inbox = FakePartition().extend([block(*(answer("a1b2.0", at, size=2, lane="live") for at in range(2)))])
-    inbox.extend([said(REF, 1.0), said("hr-a1b2.0.0-9-0", 1.0)])
-    state = State()
-    assert not decisions(folded(inbox, rules(csat=DAY_MS, user=HOUR_MS), state=state))
-    assert go_by(state, rules(csat=DAY_MS)) == 1, "as many words as answers, though one is about none of them"
-    inbox.append(tick())
-    assert not decisions(folded(inbox, rules(csat=DAY_MS), state=state))
-    assert state.waits() == FeedbackWait(2, state.oldest_ms() + DAY_MS)
 
 
 def test_what_new_rules_would_have_closed_by_now_closes_in_portions() -> None:

@@ -97,29 +97,11 @@ def test_an_edited_answer_becomes_a_demonstration_and_a_pair_on_the_answers_own_
         assert (member.reward, member.advantage, member.scores) == (None, None, ())
 
 
-def test_an_edit_gives_its_answer_no_value() -> None:
-    (decision,) = decided([live(), edit("ok", id="1")])
-    assert (decision.closure.outcome, decision.closure.reason) == ("dropped", "unlabelled")
-    valued = decided([live(), edit("ok", id="1"), said(REF, 0.25, id="2")])
-    ((kept,),) = sent(valued, "live")
-    assert kept.reward == 0.25 and kept.edit is None
-
-
-def test_the_same_edit_twice_makes_the_same_once() -> None:
-    assert decided([live(), edit("ok", id="1"), edit("ok", id="1")]) == decided([live(), edit("ok", id="1")])
-
-
 def test_a_newer_edit_replaces_what_was_made_of_the_older_one() -> None:
     decisions = decided([live(), edit("ok", id="1"), edit("fine", id="2", rater="bob")])
     ((shown,),), (pair,) = held_by_a_trainer(decisions, "expert"), held_by_a_trainer(decisions, "human")
     assert shown.response == pair[0].response == "fine"
     assert {decision[0].id for decision in sent(decisions, "expert")} == {shown.id}
-
-
-def test_feedback_that_edits_nothing_makes_no_new_revision_of_the_edit() -> None:
-    decisions = decided([live(), edit("ok", id="1"), said(REF, 1.0, id="2")])
-    assert [decision[0].revision for decision in sent(decisions, "expert")] == [0, 0]
-    assert [decision[0].revision for decision in sent(decisions, "live")] == [1]
 
 
 def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
@@ -130,12 +112,6 @@ def test_a_retracted_edit_is_taken_back_from_what_was_not_drawn_yet() -> None:
     assert [item[0].response for item in held_by_a_trainer(again, "expert")] == ["fine"]
 
 
-def test_a_retracted_value_is_taken_back_from_what_was_not_drawn_yet() -> None:
-    decisions = decided([live(), said(REF, 1.0, id="1", rater="ann"), BACK])
-    assert len(sent(decisions, "live")) == 2 and held_by_a_trainer(decisions, "live") == []
-    assert decisions[-1].closure.outcome == "dropped"
-
-
 def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     given = msgspec.structs.replace(RULES, sources={"csat": SOURCE, "other": SOURCE})
     records = [live(), edit("ok", id="1"), BACK]
@@ -144,14 +120,6 @@ def test_an_edit_taken_back_before_the_window_closed_makes_nothing() -> None:
     for arrival in inbox.arrivals:
         found += asyncio.run(fold(state, arrival, given, make_chain(STEPS))).decisions
     assert [decision.blocks for decision in found] == [()]
-
-
-def test_an_edit_of_an_answer_that_was_never_recorded_makes_nothing() -> None:
-    inbox, state = FakePartition().extend([edit("ok", id="1")]), State()
-    inbox.append(tick(), after_ms=WINDOW_MS)
-    results = [asyncio.run(fold(state, arrival, RULES, make_chain(STEPS))) for arrival in inbox.arrivals]
-    assert not any(result.decisions for result in results)
-    assert [result.dropped for result in results] == [{}, {"feedback without an answer": 1}]
 
 
 def test_where_edits_are_not_learned_from_they_are_counted() -> None:

@@ -13,7 +13,6 @@ from infra.chain.processor import Memory
 from schemas import Closure, Experience, Feedback, Rating
 from streams.collect.feedback import (
     MAX_COUNTED,
-    MAX_KNOWN,
     MAX_RATINGS,
     NEUTRAL,
     TOO_MANY,
@@ -21,9 +20,7 @@ from streams.collect.feedback import (
     USUAL_WINDOW,
     FeedbackRules,
     credited,
-    is_repeat,
     learn_usual,
-    mean_values,
     named_answer,
     newest_edit,
     ratings,
@@ -113,35 +110,11 @@ def test_an_answer_waits_for_every_source() -> None:
     assert rewards(inbox, given) == {("a1b2.0", 0): 0.8}
 
 
-def test_rollouts_do_not_wait_for_feedback() -> None:
-    inbox = FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))])
-    assert len(decisions(folded(inbox, rules("drop")))) == 1
-
-
 def test_feedback_is_credited_to_the_answer_it_names_and_to_no_other() -> None:
     answers = block(*(answer("a1b2.0", episode, size=2, lane="live") for episode in range(2)))
     inbox = FakePartition().extend([answers, said("a1b2.0.0-1-0", 0.7)])
     inbox.append(tick(), after_ms=WINDOW_MS)
     assert buffered(folded(inbox, rules("drop"))) == {("a1b2.0", 0): [("a1b2.0.0-0-0", 0.0), ("a1b2.0.0-1-0", 0.7)]}
-
-
-def test_feedback_for_an_answer_that_never_was_is_counted() -> None:
-    inbox = FakePartition().extend([said("a1b2.0.0-9-0", 0.7), live(), said(REF, 0.5)])
-    assert drops(folded(inbox, rules("drop"))) == {"feedback for an unknown answer": 1}
-
-
-def test_the_same_feedback_twice_counts_once() -> None:
-    inbox = FakePartition().extend([live(), said(REF, 0.8, id="x"), said(REF, 0.8, id="x")])
-    results = folded(inbox, rules("amend"))
-    assert len(decisions(results)) == 1
-
-
-def test_late_feedback_is_counted_when_its_policy_is_drop() -> None:
-    inbox = FakePartition().extend([live(), said(REF, 0.8)])
-    inbox.append(said(REF, 0.1, id="later"), after_ms=WINDOW_MS)
-    results = folded(inbox, rules("drop"))
-    assert len(decisions(results)) == 1
-    assert drops(results) == {"late feedback": 1}
 
 
 @pytest.mark.parametrize(("late", "lane"), [("amend", "live"), ("retrain", "human")])
@@ -223,15 +196,6 @@ def test_four_sessions_of_ten_turns_praised_once_each_are_four_ratings_and_none_
     assert [rating.value for rating in rated] == [1.0] * 4
 
 
-def test_a_revision_that_an_echo_alone_causes_leaves_the_ratings_as_they_were() -> None:
-    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 1.0, rater="ann"), said(ref(1), 0.0, rater="ann")])
-    inbox.append(said(ref(1), 1.0, id="changed", rater="ann"))
-    inbox.append(tick(), after_ms=WINDOW_MS)
-    first = [closure for closure in closures(inbox) if closure.group == group_of_turn(0)]
-    assert len(first) > 1 and first[-1].mean_reward != 1.0
-    assert [values(closure) for closure in first] == [[("ann", 1.0)]] * len(first)
-
-
 def test_a_rating_is_what_stands_of_each_source_and_rater() -> None:
     inbox = live_inbox().extend(
         [
@@ -249,24 +213,11 @@ def test_a_rating_is_what_stands_of_each_source_and_rater() -> None:
     ]
 
 
-def test_a_rating_says_when_it_was_given_and_a_closure_when_the_answer_was() -> None:
-    inbox = live_inbox().extend([said(REF, 0.25, rater="ann")])
-    (closure,) = closures(inbox)
-    answered, rated = (arrival.timestamp_ms for arrival in inbox.arrivals)
-    assert closure.answered_ms == answered
-    assert closure.ratings == (Rating(source="csat", value=0.25, rater="ann", time_ms=rated),)
-
-
 def test_silence_and_its_default_are_no_rating() -> None:
     inbox = live_inbox()
     inbox.append(tick(), after_ms=WINDOW_MS)
     (closure,) = closures(inbox, rules(default=0.7))
     assert (closure.mean_reward, closure.ratings) == (0.7, ())
-
-
-def test_a_rollout_was_not_answered_in_production() -> None:
-    (closure,) = closures(FakePartition().extend([block(answer("t.0", 0), answer("t.0", 1))]))
-    assert (closure.answered_ms, closure.ratings) == (-1, ())
 
 
 def answered_with(words: Sequence[Feedback]) -> FakePartition:
@@ -300,12 +251,6 @@ def test_another_rater_of_the_same_mind_is_a_rating_and_trains_nothing_anew(late
     assert [(sent_block.revision, sent_block.lane) for sent_block in sent(inbox, rules(late))] == [(0, "live")]
 
 
-def test_amend_never_marks_an_answer_as_to_be_trained_again() -> None:
-    inbox = answered_with(words(0.5, 0.25, 0.75))
-    found = [(sent_block.revision, sent_block.lane, sent_block.retrained) for sent_block in sent(inbox, rules("amend"))]
-    assert found == [(0, "live", 0), (1, "live", 0), (2, "live", 0)]
-
-
 def test_retrain_trains_again_once_per_verdict_and_no_more_than_so_often() -> None:
     inbox = answered_with(words(0.5, 0.25, 0.25, 0.75, 0.5, 0.25))
     found = [
@@ -324,13 +269,6 @@ def test_a_credit_of_later_turns_trains_no_turn_again() -> None:
         for sent_block in sent(inbox, rules("retrain", 0.5))
     ]
     assert found == [("0", 0, "live", 0), ("1", 0, "live", 0), ("0", 1, "live", 0)]
-
-
-def test_a_later_turn_of_the_same_credit_makes_no_revision() -> None:
-    inbox = FakePartition().extend([turn(0), said(ref(0), 0.5), turn(1), said(ref(1), 1.0, rater="ann")])
-    inbox.extend([said(ref(1), 1.0, id="again", rater="ann"), said(ref(1), 1.0, id="other", rater="bob")])
-    revisions = [(closure.group[-1], closure.revision) for closure in closures(inbox, rules("amend", 0.5))]
-    assert revisions == [("0", 0), ("1", 0), ("0", 1), ("1", 1)]
 
 
 def test_late_words_close_an_answer_anew_no_more_than_so_often_and_the_rest_is_counted() -> None:
@@ -398,18 +336,6 @@ def edit(on_answer: AnswerFeedback, number: int, text: str, **more: object) -> s
     return take(on_answer, number, type="correction", text=text, **more)
 
 
-def test_the_last_words_are_known_and_older_ones_are_forgotten() -> None:
-    on_answer = AnswerFeedback()
-    for number in range(MAX_KNOWN + 1):
-        assert take(on_answer, number, number / 1000) == ""
-    assert len(on_answer.known) == MAX_KNOWN == 256
-    known = [is_repeat(on_answer, Feedback(ref=ANSWER, id=str(number), source="csat")) for number in (0, 1, MAX_KNOWN)]
-    assert known == [False, True, True]
-    assert is_repeat(on_answer, Feedback(ref=ANSWER, id="1", source="other")) is False
-    assert is_repeat(None, Feedback(ref=ANSWER, id="1")) is False
-    assert len(on_answer.counted) == 1 and mean_values(on_answer) == {"csat": 0.256}
-
-
 def test_a_retraction_takes_back_all_of_its_rater_at_its_source_and_nobody_elses() -> None:
     on_answer = AnswerFeedback()
     take(on_answer, 1, 0.5, rater="ann")
@@ -449,14 +375,6 @@ def test_the_newest_edit_that_can_still_be_opened_stands() -> None:
     assert newest_edit(on_answer, opened) == "OLD" and asked == [("new", ANSWER), ("old", ANSWER)]
     assert newest_edit(on_answer, lambda text, of: None) is None
     assert named_answer(f"hr-{ANSWER}") == named_answer(ANSWER) == ANSWER
-
-
-def test_of_several_values_of_a_source_the_mean_counts_and_words_without_a_value_count_for_nothing() -> None:
-    on_answer = AnswerFeedback()
-    for number, value in enumerate((0.25, 1.0, 0.5)):
-        take(on_answer, number, value, rater=f"r{number}")
-    take(on_answer, 9, None, type="label", text="x", source="note")
-    assert mean_values(on_answer) == {"csat": pytest.approx(1.75 / 3)} and mean_values(None) == {}
 
 
 def test_ratings_are_the_newest_of_each_rater_of_each_answer_in_log_order() -> None:

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
-from infra.observe.metrics import Metrics
 from schemas import Block, Control, Experience, Join, Score
 from schemas.ids import partition_key, request_group
 from schemas.parts import HISTORY_REWRITTEN
 from schemas.topics import BUFFER, PROGRESS, VERIFIED
-from streams.collect.collector import Collector, CollectSettings
 from streams.collect.decision import Folded
 from streams.collect.feedback import USUAL_PRIOR, FeedbackRules
 from streams.collect.rules import Rules
@@ -101,11 +99,6 @@ def test_an_outcome_is_credited_to_earlier_turns_with_the_discount_of_each_turn_
     assert last_scores(records, turn_rules(), WINDOW_MS) == pytest.approx(expected)
 
 
-def test_without_a_discount_the_named_turn_alone_is_credited() -> None:
-    records = [turn(0), turn(1), said(ref(1), 0.8)]
-    assert last_scores(records, turn_rules(discount=0.0)) == {1: 0.8}
-
-
 def test_a_turn_gets_what_was_said_of_itself_and_what_comes_after() -> None:
     records = [said(ref(0), 0.5, rater="ann"), turn(0), turn(1), said(ref(1), 1.0, rater="ann")]
     u = usually(0.5, 1.0)
@@ -142,12 +135,6 @@ def test_a_retraction_is_heard_by_earlier_turns_and_takes_back_what_it_took_back
     assert last_scores(records, turn_rules()) == {0: 0.5, 1: None}
 
 
-def test_repeated_feedback_is_credited_once_to_every_turn() -> None:
-    once = said(ref(1), 0.8, id="x")
-    expected = {0: credit(None, 0.8, usual=usually(0.8)), 1: 0.8}
-    assert last_scores([turn(0), turn(1), once, once], turn_rules(), WINDOW_MS) == pytest.approx(expected)
-
-
 def test_other_sessions_and_turns_with_several_choices_hear_nothing() -> None:
     other = session_name("acme", "chat-82")
     records = [turn(0, other), turn(0, size=2), turn(1), said(ref(1), 0.8)]
@@ -175,13 +162,6 @@ def test_what_is_said_of_a_later_turn_ends_no_turns_wait_for_its_own_verdict(lat
     assert drops(results) == {} and not any(decision.closure.revision for decision in decisions(results))
 
 
-def test_a_turn_that_comes_late_puts_those_before_it_one_further_from_those_behind() -> None:
-    records = [turn(0), turn(2), said(ref(2), 0.8), turn(1)]
-    u = usually(0.8)
-    expected = {0: credit(None, NAN, 0.8, usual=u), 1: credit(None, 0.8, usual=u), 2: 0.8}
-    assert last_scores(records, turn_rules(), WINDOW_MS) == pytest.approx(expected)
-
-
 def test_what_is_said_of_a_later_turn_is_heard_by_a_bounded_number_before_it() -> None:
     number = MAX_TURNS + 3
     records = [*(turn(index) for index in range(number)), said(ref(number - 1), 1.0)]
@@ -199,43 +179,6 @@ async def test_all_turns_of_a_session_and_what_is_said_about_them_lie_in_one_par
             for record in (turn(number), said(ref(number), 0.5))
         }
         assert len(where) == 1
-
-
-async def test_a_worker_that_lost_its_memory_between_any_two_records_credits_the_same(tmp_path: Path) -> None:
-    records = [turn(0), said(ref(2), 0.8), turn(1), said(ref(0), 1.0, id="own"), turn(2), said(ref(1), 0.0)]
-    expected = await asyncio.to_thread(last_scores, list(records), turn_rules())
-
-    async with memory_log() as log:
-        for record in records:
-            await log.publish(VERIFIED, record)
-        settings = CollectSettings(folder=tmp_path, rules=turn_rules(), steps=())
-        for message in await stored(log, VERIFIED):
-            collector = Collector(log, Metrics("process"), 0, settings)
-            await collector.recover(message.offset, lambda: False)
-            await collector.take([message.record])
-            collector.close()
-        newest = {
-            int(sent.group.rpartition("-")[2]): sent.experiences[0].score("csat")
-            for sent in await values(log, BUFFER)
-            if isinstance(sent, Block)
-        }
-        assert newest == expected
-
-
-def test_what_a_later_turn_takes_back_is_taken_back_of_earlier_ones_however_often_they_were_revised() -> None:
-    inbox = FakePartition().extend([turn(0), turn(1)])
-    inbox.append(tick(), after_ms=WINDOW_MS)
-    inbox.extend([said(ref(1), 1.0), said(ref(1), 1.0, id="back", type="retraction")])
-    results = folded(inbox, msgspec.structs.replace(turn_rules(), revisions=1))
-    first = [decision.closure.revision for decision in decisions(results) if decision.closure.group == turn(0).group]
-    assert first == [0, 1, 2] and "revised often enough" not in drops(results)
-
-
-def test_a_word_that_comes_late_to_an_earlier_turn_is_counted_once() -> None:
-    inbox = FakePartition().extend([turn(0)])
-    inbox.append(tick(), after_ms=WINDOW_MS)
-    inbox.extend([turn(1), turn(2), said(ref(2), 1.0), said(ref(1), 0.0)])
-    assert drops(folded(inbox, turn_rules("drop")))["late feedback"] == 2
 
 
 @pytest.mark.parametrize("type", ["value", "correction"])
@@ -319,16 +262,6 @@ def test_turns_are_closed_together_once_their_session_is_silent_in_the_order_of_
     assert [decision.closure.outcome for decision in decisions(results)] == ["buffered"] * 3
 
 
-def test_every_turn_starts_the_silence_anew() -> None:
-    inbox = FakePartition().extend([exact(0)])
-    for number in range(1, 4):
-        inbox.append(exact(number), after_ms=SESSION_MS - 1)
-    inbox.append(tick(), after_ms=SESSION_MS - 1)
-    assert joins(folded(inbox, session_rules(window_ms=0))) == []
-    inbox.append(tick(), after_ms=1)
-    assert joins(folded(inbox, session_rules(window_ms=0))) == [[0, 1, 2, 3]]
-
-
 def test_a_session_waits_for_the_feedback_of_its_slowest_turn_and_each_is_credited_with_its_own() -> None:
     inbox = FakePartition().extend([turn(0), turn(1), turn(2), said(ref(0), 0.2), said(ref(2), 0.9)])
     inbox.append(tick(), after_ms=2 * SESSION_MS)
@@ -348,12 +281,6 @@ def test_turns_that_nobody_spoke_of_are_dropped_and_the_others_are_joined_withou
     assert drops(results) == {"unlabelled": 1}
 
 
-def test_a_session_of_one_turn_is_closed_alone_and_says_nothing_of_a_join() -> None:
-    inbox = FakePartition().extend([exact(0)])
-    inbox.append(tick(), after_ms=SESSION_MS)
-    assert sent(folded(inbox, session_rules(window_ms=0))) == [(0, 0, None)]
-
-
 def test_a_client_that_ends_its_session_has_it_closed_at_once_and_what_comes_then_is_another() -> None:
     inbox = FakePartition().extend(
         [exact(0), exact(1), marked(2, scores=turn_scores(), ends_session=True), exact(3), exact(4)]
@@ -363,52 +290,12 @@ def test_a_client_that_ends_its_session_has_it_closed_at_once_and_what_comes_the
     assert joins(folded(inbox, session_rules(window_ms=0))) == [[0, 1, 2], [3, 4]]
 
 
-def test_a_session_that_was_ended_still_waits_for_feedback() -> None:
-    inbox = FakePartition().extend([turn(0), marked(1, ends_session=True), said(ref(1), 1.0)])
-    assert joins(folded(inbox, session_rules())) == []
-    inbox.append(said(ref(0), 1.0))
-    assert joins(folded(inbox, session_rules())) == [[0, 1]]
-
-
 def test_rewritten_history_closes_what_came_before_it() -> None:
     rewritten = marked(2, scores=turn_scores(), part_reason=HISTORY_REWRITTEN)
     inbox = FakePartition().extend([exact(0), exact(1), rewritten, exact(3)])
     assert joins(folded(inbox, session_rules(window_ms=0))) == [[0, 1]]
     inbox.append(tick(), after_ms=SESSION_MS)
     assert joins(folded(inbox, session_rules(window_ms=0))) == [[0, 1], [2, 3]]
-
-
-def test_what_is_said_late_of_one_turn_revises_that_turn_alone_under_the_name_of_its_join() -> None:
-    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9)])
-    inbox.append(tick(), after_ms=SESSION_MS)
-    inbox.append(said(ref(0), 0.6, id="again"))
-    name = group_of_turn(0)
-    assert sent(folded(inbox, session_rules())) == [(0, 0, Join(name, 1)), (1, 0, Join(name, 0)), (0, 1, Join(name, 0))]
-
-
-def test_a_verdict_that_is_taken_back_while_the_session_goes_on_makes_its_turn_wait_again() -> None:
-    back = said(ref(0), 0.0, id="back", type="retraction")
-    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2), said(ref(1), 0.9), back])
-    inbox.append(tick(), after_ms=SESSION_MS)
-    assert joins(folded(inbox, session_rules())) == [], "turn 0 may be spoken of again"
-    inbox.append(said(ref(0), 0.7, id="anew"))
-    assert joins(folded(inbox, session_rules())) == [[0, 1]]
-
-
-def test_feedback_that_meets_the_end_of_its_session_is_late_and_not_lost() -> None:
-    inbox = FakePartition().extend([turn(0), turn(1), said(ref(0), 0.2)])
-    inbox.append(said(ref(0), 0.6, id="again"), after_ms=WINDOW_MS + SESSION_MS)  # its own time closes both turns first
-    results = folded(inbox, session_rules())
-    assert [(number, revision) for number, revision, _ in sent(results)] == [(0, 0), (0, 1)]
-    assert drops(results) == {"unlabelled": 1}
-
-
-def test_what_is_said_of_a_later_turn_is_credited_to_those_that_wait_with_it() -> None:
-    inbox = FakePartition().extend([turn(0), turn(1), said(ref(1), 0.8)])
-    inbox.append(tick(), after_ms=WINDOW_MS + SESSION_MS)
-    results = folded(inbox, session_rules(discount=0.5))
-    scores = [member.score("csat") for d in decisions(results) for block in d.blocks for member in block.experiences]
-    assert joins(results) == [[0, 1]] and scores == pytest.approx([credit(None, 0.8, usual=usually(0.8)), 0.8])
 
 
 def test_a_session_without_an_end_is_closed_in_runs() -> None:

@@ -5,20 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.chain.processor import Memory, Value
-from infra.store.directory import DirectoryStore
-from infra.store.snapshots import read
+from infra.chain.processor import Memory
 from schemas import Block, Control, Experience
 from streams.collect.feedback import FeedbackRules
 from streams.collect.fold import Decision, fold, wanted
 from streams.collect.pending import PendingFile
 from streams.collect.rules import Rules, group_named
-from streams.collect.snapshots import write
 from tests.streams.collect.collecting import (
     DEADLINE_MS,
     FakePartition,
@@ -264,24 +260,6 @@ def test_a_memory_of_which_only_changes_are_saved_is_read_as_it_was(
     assert loaded(path).to_bytes() == kept.memory.to_bytes() == plain.to_bytes()
 
 
-@given(done=DONE)
-def test_changes_alone_make_the_same_memory(done: list[tuple[str, int | None]]) -> None:
-    memory, copy = Memory(LIMIT), dict[str, Value]()
-    for at, item in enumerate(done):
-        do(memory, [item])
-        if at % 3 == 0:
-            gone, entries = memory.changes()
-            for key in gone:
-                copy.pop(key, None)
-            copy |= entries
-    gone, entries = memory.changes()
-    for key in gone:
-        copy.pop(key, None)
-    copy |= entries
-    assert msgspec.msgpack.encode(list(copy.items())) == memory.to_bytes()
-    assert memory.changes() == ((), {})
-
-
 def test_what_a_save_writes_does_not_grow_with_what_is_remembered(tmp_path: Path) -> None:
     written = {}
     for size in (10, 4096):
@@ -297,52 +275,3 @@ def test_what_a_save_writes_does_not_grow_with_what_is_remembered(tmp_path: Path
         written[size] = connection.total_changes - before
         kept.close()
     assert written[10] == written[4096] < 20
-
-
-def test_a_memory_that_comes_into_use_later_replaces_what_the_file_had_of_that_name(tmp_path: Path) -> None:
-    path = tmp_path / "collect-0.sqlite"
-    kept = KeptFile(path)
-    kept.memory.set("old", 1)
-    kept.save()
-    kept.close()
-    pending = PendingFile(path)
-    state = pending.load({})
-    state.memories["said"] = Memory(LIMIT)
-    state.memories["said"].set("new", 2)
-    asyncio.run(pending.save(state, KEEP_MS))
-    pending.close()
-    assert list(loaded(path)) == ["new"]
-
-
-def test_a_smaller_limit_forgets_the_oldest_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "collect-0.sqlite"
-    kept = KeptFile(path)
-    do(kept.memory, [("a", 1), ("b", 2), ("c", 3), ("d", 4)])
-    kept.save()
-    kept.close()
-    smaller = KeptFile(path, 2)
-    assert list(smaller.memory) == ["c", "d"]
-    smaller.memory.set("e", 5)
-    smaller.save()
-    smaller.close()
-    assert list(loaded(path, 2)) == ["d", "e"]
-
-
-def test_a_snapshot_carries_each_memory_as_its_bytes(tmp_path: Path) -> None:
-    path, store = tmp_path / "collect-0.sqlite", DirectoryStore(tmp_path / "store")
-    kept = KeptFile(path)
-    do(kept.memory, [("b", 1), ("a", 2), ("b", 3)])
-    kept.save()
-    kept.memory.set("c", [1, 2.5, "three"])
-    kept.state.next_offset = 7
-    kept.save()
-    snapshot = write(store, "a/collect-0", path, KEEP_MS, lambda: False)
-    assert snapshot is not None
-    stored = read(store, snapshot.parts["memories"])
-    assert msgspec.msgpack.decode(stored, type=dict[str, bytes]) == {"said": kept.memory.to_bytes()}
-    taken = PendingFile(tmp_path / "other" / "collect-0.sqlite")
-    taken.adopt(store, snapshot)
-    assert taken.load({"said": Memory(LIMIT)}).memories["said"].to_bytes() == kept.memory.to_bytes()
-    assert msgspec.msgpack.decode(kept.memory.to_bytes()) == [["b", 3], ["a", 2], ["c", [1, 2.5, "three"]]]
-    taken.close()
-    kept.close()
