@@ -74,11 +74,6 @@ def run(settings: StreamsConfig, *texts: str) -> ChainResult:
     return asyncio.run(both())
 
 
-def test_the_default_chains() -> None:
-    assert names("verify", score=[EXACT]) == ["validate", "dedupe", "filter", "exact"]
-    assert names("collect") == ["reward", "advantage", "difficulty", "prioritize"]
-
-
 def test_switches_take_steps_in_and_out() -> None:
     assert names("verify", verify={"dedupe": {"on": False}, "redact": {"on": True}}) == ["validate", "redact", "filter"]
     collect = {"difficulty": {"on": False}, "synthesize": {"on": True}}
@@ -99,11 +94,6 @@ def test_processors_take_their_places_in_the_files_order() -> None:
         "validate", "first", "second", "before_dedupe", "dedupe", "filter", "anywhere", "exact", "after_score",
     ]  # fmt: skip
     assert names("collect", processor=tables) == ["reward", "advantage", "whole", "difficulty", "prioritize", "end"]
-
-
-def test_a_place_next_to_a_step_that_is_off_is_still_a_place() -> None:
-    tables = [{"use": f"{HERE}:first", "after": "dedupe"}]
-    assert names("verify", processor=tables, verify={"dedupe": {"on": False}}) == ["validate", "first", "filter"]
 
 
 @pytest.mark.parametrize(
@@ -128,44 +118,6 @@ def test_what_cannot_be_assembled_is_one_config_error(tables: dict[str, Any], me
     with pytest.raises(ConfigError) as caught:
         build_verify(config(processor=[tables]))
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        (
-            {"processor": [{"use": "a:b", "after": "x", "before": "y"}]},
-            'processor[0]: got after = "x" and before = "y"',
-        ),
-        ({"feedback": [{"name": "c", "use": "a:b", "from": {}}]}, "feedback[0].from: got 0 of topic"),
-        (
-            {"feedback": [{"name": "c", "use": "a:b", "from": {"webhook": "/z"}}]},
-            "feedback[0].from: a webhook needs secret_env",
-        ),
-        (
-            {"feedback": [{"name": "c", "use": "a:b", "from": {"topic": "t"}, "default": "none"}]},
-            "feedback[0].default: got 'none'",
-        ),
-        ({"reward": {"use": "a:b", "blend": {"x": 1}}}, "reward: got use and blend"),
-        ({"reward": {"blend": {"x": -1}}}, "reward: blend: got {'x': -1.0}, expected no weight of 0, and one above 0"),
-        ({"verify": {"filter": {"max_repetition": 2}}}, "verify.filter.max_repetition: got 2"),
-        ({"score": [{"name": "a b", "use": "a:b"}]}, "score[0].name: got 'a b'"),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_table(tables: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(**tables)
-    assert message in str(caught.value)
-
-
-def test_two_scores_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match='score: a step "exact" is there already'):
-        build_verify(config(score=[EXACT, EXACT]))
-
-
-def test_dedupe_remembers_as_many_as_the_settings_say() -> None:
-    steps = build_verify(config(verify={"dedupe": {"memory": 5}}))
-    assert new_memories(steps)["dedupe"].limit == 5
 
 
 def test_a_group_goes_through_both_stages() -> None:

@@ -157,65 +157,10 @@ async def test_outputs_of_one_key_keep_the_order_of_the_records() -> None:
         assert [task.id for task in tasks_out] == ["task-0", "task-1"]
 
 
-async def test_poison_between_good_records_is_dead_lettered_and_they_go_on() -> None:
-    async with memory_log() as log, asyncio.TaskGroup() as tasks:
-        driver = WindowDriver("verify", Verifier(()), log, Metrics("process"), tasks)
-        await log.publish(EXPERIENCES, block(answer("t.0", 0)))
-        await log.bus.send(log.name(EXPERIENCES), b"HR\x01\x00garbage", key=b"t.0")
-        await log.publish(EXPERIENCES, block(answer("t.0", 1)))
-        deliveries = [KeptDelivery(message.record) for message in await stored(log, EXPERIENCES)]
-        for delivery in deliveries:
-            await driver.accept(delivery)
-        await until(lambda: all(delivery.is_acknowledged for delivery in deliveries))
-        sent = await values(log, VERIFIED)
-        assert [sent_block.experiences[0].episode for sent_block in sent if isinstance(sent_block, Block)] == [0, 1]
-        assert not any(isinstance(sent_block, DropMarker) for sent_block in sent)
-        (dead,) = await values(log, DEAD_LETTERS)
-        assert isinstance(dead, DeadLetter)
-        assert (dead.reason, dead.value) == ("bad frame", b"HR\x01\x00garbage")
-
-
 def taken(window: Window[int], partition: int, offset: int, generation: int = 1) -> Ticket:
     ticket = window.take(partition, offset, generation, offset)
     assert ticket is not None
     return ticket
-
-
-@given(st.permutations(range(12)))
-def test_handles_come_back_in_offset_order_whatever_finishes_first(order: list[int]) -> None:
-    window: Window[int] = Window(64)
-    tickets = [taken(window, 0, offset) for offset in range(12)]
-    acked: list[int] = []
-    done: set[int] = set()
-    for place in order:
-        done.add(place)
-        acked += window.complete(tickets[place])
-        assert acked == list(range(len(acked)))
-        assert set(acked) <= done
-    assert acked == list(range(12))
-    assert window.num_in_flight() == 0
-
-
-def test_a_window_acks_each_record_of_the_newest_generation_once() -> None:
-    window: Window[int] = Window(64)
-    stale = taken(window, 0, 5, generation=1)
-    first, second = taken(window, 0, 5, generation=2), taken(window, 0, 9, generation=2)
-    assert window.take(0, 10, 1, 10) is None, "delivered by an older generation"
-    assert window.take(0, 9, 2, 9) is None, "in flight already"
-    assert window.complete(taken(window, 1, 7)) == [7], "partitions do not wait for each other"
-    assert window.complete(stale) == window.complete(second) == []
-    assert window.complete(first) == [5, 9], "gaps between offsets hold nothing back"
-    assert window.complete(first) == []
-
-
-def test_forgotten_records_are_never_acked_and_block_nothing() -> None:
-    window: Window[int] = Window(2)
-    slow, quick = taken(window, 0, 5), taken(window, 0, 6)
-    assert window.is_full(0, 1)
-    assert window.forget() == [5, 6]
-    assert not window.is_full(0, 1)
-    assert window.complete(quick) == []
-    assert window.complete(slow) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "done", "rebalance"]), st.integers(0, 30)), max_size=120))

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from google.protobuf.json_format import MessageToDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opentelemetry._logs import LogRecord
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.sdk._logs import LoggerProvider
@@ -154,18 +151,6 @@ async def test_more_than_a_round_takes_is_read_from_its_oldest_on(fake: FakeLang
     assert 0 < seen[0] < len(fake.scores) and seen == sorted(set(seen))
 
 
-async def test_a_cursor_that_never_ends_stops_at_a_last_page_and_loses_nothing(
-    fake: FakeLangfuse, tmp_path: Path
-) -> None:
-    reader = SourceRounds(source(fake, since="1s"), await opened(), tmp_path)
-    fake.score("s1", 1.0, **NAMED)
-    fake.broken = [(200, b'{"data": [], "meta": {"cursor": "again"}}')] * 2000
-    with pytest.raises(LangfuseAway, match="has more scores than 1000 pages") as caught:
-        await reader.round()
-    assert caught.value.reason == "no last page" and len(fake.asked) == langfuse.LAST_PAGES
-    assert reader.known == LangfuseState()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
@@ -253,12 +238,6 @@ def test_it_is_built_from_settings_and_says_what_is_missing(fake: FakeLangfuse, 
         decode({"feedback": [both]}, StreamsConfig, "bot.toml")
 
 
-def test_a_damaged_state_stops_the_source(tmp_path: Path) -> None:
-    (tmp_path / "feedback-csat.json").write_text("{")
-    with pytest.raises(msgspec.DecodeError):
-        load_state(tmp_path / "feedback-csat.json")
-
-
 def emitted(*events: Mapping[str, Any], name: str = EVENT) -> bytes:
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider()
@@ -294,25 +273,10 @@ def test_an_evaluation_becomes_feedback_on_the_answer_that_its_response_id_names
     assert named is not None and named.id == "e-17"
 
 
-def test_other_events_and_other_evaluations_are_ignored() -> None:
-    assert read_event(result(1.0), event="gen_ai.client.inference.operation.details") is None
-    assert read_event({**result(1.0), "gen_ai.evaluation.name": "brief"}) is None
-    assert evaluation_result({"body": {"stringValue": "a line of a log"}}, name="helpful") is None
-
-
 def test_an_event_has_the_same_id_however_often_it_is_delivered_and_others_have_others() -> None:
     first, again, other = (read_event(result(value)) for value in (1.0, 1.0, 0.5))
     assert first is not None and again is not None and other is not None
     assert first.id == again.id != other.id
-
-
-@settings(deadline=None)
-@given(
-    st.binary(max_size=200) | st.recursive(st.none() | st.text(), lambda of: st.dictionaries(st.text(), of)).map(repr)
-)
-def test_whatever_is_no_message_of_otlp_is_left_as_it_is(value: bytes | str) -> None:
-    found = value.encode("utf-8", "replace") if isinstance(value, str) else value
-    assert split_otlp(found) == [found]
 
 
 async def test_a_topic_that_a_collector_writes_is_read_event_by_event(tmp_path: Path) -> None:
@@ -351,9 +315,3 @@ def test_a_message_of_very_many_records_is_one_dead_letter() -> None:
     assert len(split_otlp(emitted(*[{}] * otel.MAX_RECORDS))) == otel.MAX_RECORDS
     flood = emitted(*[{}] * (otel.MAX_RECORDS + 1))
     assert split_otlp(flood) == [flood]
-
-
-def test_otlp_is_of_a_topic() -> None:
-    table = {"name": "a", "use": "a:b", "from": {"file": "e.jsonl", "otlp": True}}
-    with pytest.raises(ConfigError, match="got otlp = true without topic"):
-        decode({"feedback": [table]}, StreamsConfig, "bot.toml")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.chain.chain import ChainTurn, make_step
+from infra.chain.chain import make_step
 from infra.chain.processor import Memory, processor
 from infra.log.log import Log
 from infra.log.memory import MemoryBus
@@ -121,24 +121,6 @@ async def test_memories_see_records_in_log_order_whatever_overtakes_before() -> 
         assert {sent_block.group: sent_block.score("number") for sent_block in sent} == {
             f"g{n}.0": float(n) for n in range(12)
         }
-
-
-async def test_a_turn_waits_for_all_before_it_and_not_against_its_own_time() -> None:
-    first = ChainTurn()
-    second = ChainTurn(first)
-    third = ChainTurn(second)
-    second.end()
-    assert not second.is_over
-    async with asyncio.timeout(0.05) as limit:
-        third.limit = limit
-        waiting = asyncio.create_task(third.wait())
-        await asyncio.sleep(0)
-        assert limit.when() is None
-        first.end()
-        await waiting
-        assert limit.when() is not None
-    third.end()
-    assert third.is_over
 
 
 def traffic(seed: int) -> list[Block]:

@@ -23,7 +23,7 @@ from infra.store.memory import MemoryStore
 from schemas import DeadLetter, Feedback, Received, encode, kafka_headers
 from schemas.errors import ConfigError
 from schemas.topics import DEAD_LETTERS, FEEDBACK, VERIFIED
-from streams.config import FEEDBACK_PATH, StreamsConfig
+from streams.config import StreamsConfig
 from streams.sources.event import Event, EventSource, publish_events, read_events
 from streams.sources.file import FilePosition, load_position, read_lines
 from streams.sources.file import take_once as take_from_file
@@ -44,11 +44,6 @@ def csat(ticket: dict[str, Any]) -> Feedback | None:
     if "csat" not in ticket:
         return None
     return Feedback(ref=ticket["answer_id"], id=ticket["id"], value=ticket["csat"] / 5)
-
-
-@feedback(version=1)
-async def remote(ticket: dict[str, Any]) -> Feedback:
-    return Feedback(ref=REF, id="1", value=1.0)
 
 
 def ticket(**fields: Any) -> bytes:
@@ -74,16 +69,6 @@ async def stored(log: Log) -> tuple[list[Feedback], list[DeadLetter]]:
     said = [message.value async for message in log.read_all(VERIFIED) if isinstance(message.value, Feedback)]
     dead = [message.value async for message in log.read_all(DEAD_LETTERS) if isinstance(message.value, DeadLetter)]
     return said, dead
-
-
-def test_an_event_becomes_feedback_under_the_sources_name() -> None:
-    (reading,) = asyncio.run(read_events(source(), events(ticket())))
-    assert reading.feedback == Feedback(ref=REF, id="t-1", value=0.8, source="csat")
-
-
-def test_an_async_function_reads_events_too() -> None:
-    (reading,) = asyncio.run(read_events(source(function=remote), events(ticket())))
-    assert reading.outcome == "accepted"
 
 
 @pytest.mark.parametrize(
@@ -268,11 +253,6 @@ def settings(**table: Any) -> StreamsConfig:
     return decode({"feedback": [{"name": "csat", "from": {"file": "e.jsonl"}, **table}]}, StreamsConfig, "bot.toml")
 
 
-def test_sources_are_built_from_settings(tmp_path: Path) -> None:
-    (built,) = build_sources(settings(use=f"{HERE}:csat").feedback, tmp_path)
-    assert (built.name, built.file) == ("csat", tmp_path / "e.jsonl")
-
-
 def test_a_function_that_is_no_feedback_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"feedback\[0\]: .* is marked @score, expected @feedback"):
         build_sources(settings(use="streams.scores.exact:exact").feedback, tmp_path)
@@ -301,16 +281,6 @@ async def test_a_rebalance_between_reading_and_committing_ends_nothing() -> None
         reader = await log.bus.assigned({Partition("tickets", 0): 0}, group="g")
         listening = EventSource(name="csat", function=csat, topic="tickets")
         assert await take_once(listening, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
-        assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
-
-
-async def test_a_rebalance_while_clients_feedback_is_published_ends_nothing() -> None:
-    async with memory_log() as log:
-        received = Received(path=FEEDBACK_PATH, body=ticket(), id="f", ref="hr-a.0-0-0")
-        at = await log.publish(FEEDBACK, received)
-        reader = await log.assigned(FEEDBACK, {at.partition: at.offset}, group="g")
-        by_path = {FEEDBACK_PATH: EventSource(name="user", function=csat, webhook=FEEDBACK_PATH)}
-        assert await received_once(by_path, LosingReader(reader), log, Metrics("process")) == 1  # type: ignore[arg-type]
         assert [type(record) for record in await values(log, VERIFIED)] == [Feedback]
 
 
@@ -382,27 +352,3 @@ def test_what_no_source_listens_to_is_a_dead_letter_that_can_be_read_again() -> 
     found, dead = asyncio.run(read([Received(path="/gone", body=b"{}", id="x"), said(value=1, kind="value")], USER))
     assert len(found) == 1
     assert [(letter.reason, "/gone" in letter.error) for letter in dead] == [("no source for this webhook", True)]
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        ({}, "expected one of"),
-        ({"topic": "a", "webhook": "/b", "secret_env": "X"}, "expected one of"),
-        ({"webhook": "zendesk", "secret_env": "X"}, "expected a path"),
-        ({"webhook": "/zendesk"}, "secret_env"),
-        ({"webhook": "/v1/models", "secret_env": "X"}, "the gateway's own"),
-        ({"webhook": "/openapi.json", "secret_env": "X"}, "the gateway's own"),
-        ({"webhook": "/v1/feedback", "secret_env": "X"}, "secret_env"),
-    ],
-)
-def test_a_source_that_listens_nowhere_or_twice_is_refused(where: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        decode({"feedback": [{"name": "a", "use": f"{HERE}:csat", "from": where}]}, StreamsConfig, "x.toml")
-
-
-def test_two_sources_of_one_webhook_are_refused() -> None:
-    item = {"use": f"{HERE}:csat", "from": {"webhook": "/z", "secret_env": "X"}}
-    config = decode({"feedback": [{"name": "a", **item}, {"name": "b", **item}]}, StreamsConfig, "x.toml")
-    with pytest.raises(ConfigError, match="listens to"):
-        build_sources(config.feedback, Path())

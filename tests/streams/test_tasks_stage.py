@@ -22,7 +22,7 @@ from schemas.topics import DEAD_LETTERS, TASKSET
 from streams.config import StreamsConfig
 from streams.processors.task_dedupe import minhash, shingles, similarity
 from streams.processors.task_vary import Vary
-from streams.stages.chain_builder import build_tasks, build_verify
+from streams.stages.chain_builder import build_tasks
 from streams.stages.tasks_stage import TaskStage
 
 HERE = "tests.streams.test_tasks_stage"
@@ -92,20 +92,12 @@ def raises(task: Task) -> Task | Drop:
     raise KeyError("field")
 
 
-def test_blanks_around_question_and_answer_are_taken_off() -> None:
-    assert through(task("a", " 37+45=  \n", " 82 ")) == [(TASKSET.name, task("a"))]
-
-
 def test_the_same_question_under_another_id_is_dead_lettered_whatever_its_partition() -> None:
     kept, dead = through(task("a"), task("b"))
     assert kept == (TASKSET.name, task("a"))
     assert dead[0] == DEAD_LETTERS.name
     assert isinstance(dead[1], DeadLetter)
     assert dead[1].reason == "duplicate task"
-
-
-def test_a_redelivered_task_passes_again() -> None:
-    assert through(task("a"), task("a")) == [(TASKSET.name, task("a"))] * 2
 
 
 def test_tasks_that_hide_what_is_asked_are_compared_whole() -> None:
@@ -256,14 +248,6 @@ def test_a_processor_of_ones_own_is_inserted_into_the_stage() -> None:
     assert isinstance(kept, Task) and (kept.answer, kept.priority) == ("YES!", 3.0)
     names = [step.name for step in build_tasks(config(processor=[mine], tasks={"dedupe": {"on": False}}))]
     assert names == ["clean", "upper", "filter", "difficulty"]
-
-
-@pytest.mark.parametrize(("stage", "expected"), [("verify", '"tasks"'), ("tasks", '"verify", "collect" or "batch"')])
-def test_a_processor_in_a_stage_that_gives_it_something_else_is_refused(stage: str, expected: str) -> None:
-    use = f"{HERE}:upper" if stage == "verify" else "streams.processors.filter:validate"
-    build = build_verify if stage == "verify" else build_tasks
-    with pytest.raises(ConfigError, match=f"expected stage = {expected}"):
-        build(config(processor=[{"use": use, "name": "mine", "stage": stage}]))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ import pytest
 from infra.chain.processor import Drop, Memory
 from schemas import BatchItem, Block, Experience, Message, Score, Span, Stretch, decode, encode, ids, make_experience
 from schemas.errors import ConfigError
-from streams.config import AdvantageConfig, RewardConfig
 from streams.processors.advantage import group_normalized, leave_one_out, less_the_mean
 from streams.processors.control import shuffle_advantages
 from streams.processors.difficulty import difficulty
 from streams.processors.length import length
 from streams.processors.prioritize import prioritize
 from streams.processors.reward import blended
-from streams.processors.synthesize import make_demonstration
 from streams.scores.overlong import Overlong
 from tests.streams.processors.by_default import advantage, reward, synthesize
 from trainer.batch.batch import TrainItem, pack
@@ -102,11 +100,6 @@ def test_rewards_given_turn_by_turn_count_as_their_discounted_sum_over_all_parts
         result = reward(group, blend={"environment": 1.0}, discount=discount)
         rewards = [member.reward for member in result if isinstance(member, Experience)]
         assert rewards == pytest.approx(expected)  # 0.1 + γ·0.2 + γ²·1, and 0.5 + γ·0.5
-
-
-def test_a_score_of_the_whole_stands_before_those_of_its_turns() -> None:
-    (member,) = reward((answer(scores=(*turns(0.5, 0.5), Score("environment", 0.2))),), blend={"environment": 1.0})
-    assert isinstance(member, Experience) and member.reward == 0.2
 
 
 def test_an_episode_counted_by_turns_is_dropped_where_a_part_is_missing() -> None:
@@ -244,12 +237,6 @@ def test_a_lone_answer_is_divided_by_no_spread_where_the_mean_alone_is_asked_for
     )
 
 
-def test_a_demonstration_beside_the_parts_of_an_episode_stays_as_it_is() -> None:
-    given = answer(0, lane="expert", reward=1.0, part=1)
-    group = (*rewarded([1.0, 0.0]), given)
-    assert advantage(group, memory=Memory(8))[2] is given
-
-
 NAME = "environment"
 
 
@@ -322,16 +309,6 @@ def test_what_a_batch_step_adds_is_added_to_every_token() -> None:
     assert per_token(member, advantage=member.advantage + 1.0) == pytest.approx([1.5] * 2 + [0.75] * 3)
 
 
-def test_what_is_made_of_an_experience_takes_no_advantages_along() -> None:
-    member, _ = judged(episode(0, (3, 1.0), (7, 0.0)), episode(1, (3, 0.0), (7, 0.0)))
-    assert make_demonstration(member).advantages == ()
-
-
-def test_turns_and_leave_one_out_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match="leave_one_out"):
-        AdvantageConfig(kind="leave_one_out", turns=NAME)
-
-
 def long(num_sampled: int, episode: int = 0, right: float | None = None, **header: Any) -> Experience:
     member = answer(episode, scores=() if right is None else (Score("exact", right),), **header)
     tokens, logprobs = [1, 2, *range(num_sampled)], [-0.1] * num_sampled
@@ -371,9 +348,3 @@ def test_a_weight_below_0_takes_a_penalty_off_the_mean_of_the_others() -> None:
     assert blended({"exact": 1.0, "overlong": 0.5}, weights) == pytest.approx(0.75), "absent weights go to the others"
     assert blended({"exact": 1.0}, weights) == 1.0
     assert isinstance(blended({"overlong": 1.0}, weights), Drop), "a penalty alone is no verdict"
-
-
-@pytest.mark.parametrize("blend", [{"overlong": -1.0}, {"exact": 1.0, "judge": 0.0}])
-def test_a_blend_without_a_verdict_is_refused(blend: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="a penalty is no verdict"):
-        RewardConfig(blend=blend)

@@ -1,18 +1,14 @@
 """code: right programs pass, wrong ones do not, and none of the known ways to cheat a grader works."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from schemas.errors import ConfigError
 from streams.scores.code import Code, answer_code, same
 from tests.infra.sandbox.confining import sandbox_or_skip
 from tests.streams.scores.answers import answered
-from tests.streams.scores.cheats import CHEATS, FOOLS_THE_NAIVE, HANGS
+from tests.streams.scores.cheats import CHEATS, HANGS
 
 CALLS = [{"args": [2, 3], "equals": 5}, {"args": [-4, 1], "equals": -3}, {"args": [0, 0], "equals": 0}]
 ADD = json.dumps({"function": "add", "calls": CALLS})
@@ -88,17 +84,6 @@ def test_what_never_ends_fails_at_the_deadline(hasty: Code, name: str) -> None:
     assert hasty(answered(HANGS[name], tests=ADD)) == 0.0
 
 
-@pytest.mark.parametrize("name", FOOLS_THE_NAIVE)
-def test_a_naive_grader_would_be_fooled(name: str, tmp_path: Path) -> None:
-    """The table above is not made of straw."""
-    grader = CHEATS[name] + (
-        "\ndef check():\n    for call in [{'args': [2, 3], 'equals': 5}, {'args': [-4, 1], 'equals': -3}]:\n"
-        "        assert add(*call['args']) == call['equals']\ncheck()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", grader], capture_output=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_sandbox_never_sees_tests_or_expected_values(code: Code) -> None:
     found = (
         "import gc\ndef add(a, b):\n    wanted = 'eldeen'[::-1]\n"
@@ -149,15 +134,6 @@ def test_without_tests_there_is_no_verdict(code: Code) -> None:
 def test_tests_that_cannot_be_read_are_an_error_that_names_them(code: Code, tests: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         code(answered("x", tests=tests))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"command": ["perl"]}, "file"), ({"limits": {"wall": 1}}, 'limits: wall: unknown key, did you mean "wall_s"')],
-)
-def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Code(**options)
 
 
 def test_the_last_fenced_block_is_the_code() -> None:

@@ -4,65 +4,45 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.scores.boxes import MAX_BOXES, num_matched, overlap, read_boxes
 from streams.scores.k12 import k12
 from streams.scores.quantity import read_quantity
-from streams.scores.vision import Vision, edits
-from streams.scores.words import normal, read_number
+from streams.scores.vision import Vision
+from streams.scores.words import normal
 from tests.streams.scores.answers import answered
 
 PLANETS = json.dumps(["Venus", "Mars", "Jupiter", "Saturn"])
 CHOICE = {"answer": "B", "options": PLANETS}
 RIGHT_CHOICE = [
     "B",
-    "(B)",
-    "b",
     "**B**",
-    "B.",
     "B) Mars",
     "Mars",
-    "The answer is B.",
     "The answer is (B) Mars.",
-    "Answer: B",
     "answer is: **B**",
     "A is too hot, C is a giant. So the correct answer is B.",
-    "I choose option B.",
     "\\boxed{B}",
     "\\boxed{\\text{B}}",
     "The answer is Mars.",
-    "Venus is closer.\nThe correct option is B",
     "I first thought the answer is A. Wait, the answer is B.",
     "Option A is wrong.\n\nB",
-    "The answer is B, because Mars is red.",
     "The answer is B and not A.",
     "Option B is the correct one.",
 ]
 WRONG_CHOICE = [
     "A",
-    "C) Jupiter",
     "A B C D",
-    "A, B, C, D",
-    "A, B",
     "The answer is A or B.",
-    "The answer is B or C.",
-    "The answer is B and C.",
     "The answer is not B.",
     "It is not Mars",
-    "Mars or Venus",
     "The answer is B. No, the answer is C.",
-    "\\boxed{A}",
     "\\boxed{B, C}",
     "Venus, Mars, Jupiter, Saturn",
     "Maybe Mars, but Jupiter is larger, so Jupiter it is.",
-    "E",
     "",
-    "I do not know.",
-    "A) Mars",
     "B is wrong.\nThe answer is D",
-    "Big planets are interesting",
     "B\nC",
     "All of A, B, C and D are planets.",
     "Neither A nor B",
@@ -92,9 +72,7 @@ FILL: list[tuple[dict[str, Any], str, float]] = [
     (MITOCHONDRION, "mitochondrion", 1.0),
     (MITOCHONDRION, "The mitochondria.", 1.0),
     (MITOCHONDRION, "The powerhouse of the cell makes ATP.\nThe answer is: the **Mitochondrion**", 1.0),
-    (MITOCHONDRION, "Answer:\nmitochondrion", 1.0),
     (MITOCHONDRION, "It is the mitochondrion.", 1.0),
-    (MITOCHONDRION, "ribosome", 0.0),
     (MITOCHONDRION, "mitochondrion or ribosome", 0.0),
     (MITOCHONDRION, "mitochondrion, ribosome, nucleus", 0.0),
     (MITOCHONDRION, "not the mitochondrion", 0.0),
@@ -105,7 +83,6 @@ FILL: list[tuple[dict[str, Any], str, float]] = [
     (MITOCHONDRION, "", 0.0),
     ({"answer": "São Paulo"}, "Sa\u0303o Paulo", 1.0),
     ({"answer": "São Paulo"}, "SÃO PAULO", 1.0),
-    ({"answer": "São Paulo"}, "Sao Tome", 0.0),
     ({"answer": "Battle of Hastings"}, "The Battle of Hastings", 1.0),
     ({"answer": "Battle of Hastings"}, "the battle", 0.0),
     ({"answer": "twenty-one", "kind": "fill"}, "21", 1.0),
@@ -118,31 +95,23 @@ NUMBER: list[tuple[str, str, float]] = [
     ("9.8 m/s^2", "9.81 m/s²", 1.0),
     ("9.8 m/s^2", "The answer is 9.8 meters per second squared", 1.0),
     ("9.8 m/s^2", "9.8 m/s", 0.0),
-    ("9.8 m/s^2", "9.8", 0.0),
     ("9.8 m/s^2", "980 cm/s^2", 1.0),
     ("1.5 km", "1500 m", 1.0),
-    ("1.5 km", "about 1500 meters.", 1.0),
     ("1.5 km", "1,500 m", 1.0),
-    ("1.5 km", "1.5 m", 0.0),
     ("1.5 km", "1.5 kg", 0.0),
     ("1.5 km", "1.5 km or 2 km", 0.0),
-    ("1.5 km", "1.5 km\n2 km", 0.0),
     ("1.5 km", "not 1.5 km", 0.0),
-    ("1.5 km", "1.5 kilometres", 1.0),
     ("90 km/h", "25 m/s", 1.0),
     ("90 km/h", "ninety kilometers per hour", 1.0),
     ("90 km/h", "90 mph", 0.0),
     ("1 g/cm^3", "1000 kg/m^3", 1.0),
     ("1 g/cm^3", "1 kg/m^3", 0.0),
     ("20 N", "20 kg m/s^2", 1.0),
-    ("20 N", "20 kg·m/s²", 1.0),
     ("20 N", "20 J", 0.0),
     ("5 MJ", "5 mJ", 0.0),
     ("100 °C", "212 °F", 1.0),
     ("100 °C", "373.15 K", 1.0),
-    ("100 °C", "100", 0.0),
     ("0.5 mol/L", "0.5 M", 1.0),
-    ("0.5 mol/L", "500 mmol/L", 1.0),
     ("25 %", "0.25", 0.0),
     ("25%", "25 percent", 1.0),
     ("$12.50", "12.50 dollars", 1.0),
@@ -150,19 +119,14 @@ NUMBER: list[tuple[str, str, float]] = [
     ("$12.50", "1250 cents", 1.0),
     ("3.0e8 m/s", "3 x 10^8 m/s", 1.0),
     ("3.0e8 m/s", "3 × 10^5 km/s", 1.0),
-    ("3.0e8 m/s", "3 m/s", 0.0),
-    ("42", "42", 1.0),
     ("42", "42.0", 1.0),
     ("42", "forty-two", 1.0),
     ("42", "x = 42", 1.0),
     ("42", "42.3", 0.0),
-    ("42", "420", 0.0),
     ("42", "-42", 0.0),
     ("42", "41, 42, 43", 0.0),
     ("42", "42 apples", 0.0),
-    ("42", "between 40 and 44", 0.0),
     ("42", "the answer is 42, no, the answer is 43", 0.0),
-    ("1200", "1,200", 1.0),
     ("1200", "1,20", 0.0),
     ("0.75", "3/4", 1.0),
     ("1.5", "1 1/2", 1.0),
@@ -202,18 +166,6 @@ def test_a_task_that_cannot_be_judged_is_an_error_that_says_why(meta: dict[str, 
         k12(answered("1", **meta))
 
 
-@pytest.mark.parametrize(
-    ("words", "number"),
-    [
-        ("zero", 0), ("nineteen", 19), ("twenty one", 21), ("two hundred and five", 205), ("one thousand two hundred", 1200),
-        ("three million forty thousand and one", 3_040_001), ("two three", None), ("twenty ten", None), ("hundred", None),
-        ("one million million", None), ("apples", None), ("", None), ("zero one", None), ("one hundred hundred", None),
-    ],
-)  # fmt: skip
-def test_number_words(words: str, number: int | None) -> None:
-    assert read_number(words) == number
-
-
 def test_what_is_ignored_in_words() -> None:
     assert normal("  The  ‘Sea-Horse’. ") == normal("a sea horse")
     assert normal("well–known") != normal("well known fact")
@@ -231,17 +183,14 @@ COUNT = [
     ("5", "I see 3 squares.\nSo the answer is 5.", 1.0),
     ("21", "twenty-one", 1.0),
     ("0", "There are no circles.", 1.0),
-    ("5", "15", 0.0),
     ("5", "5.5", 0.0),
     ("5", "-5", 0.0),
     ("5", "4, 5 or 6", 0.0),
-    ("5", "5 or six", 0.0),
     ("5", "not 5", 0.0),
     ("5", "There are 5 circles and 3 squares.", 0.0),
     ("5", "1 2 3 4 5", 0.0),
     ("5", "one two three four five", 0.0),
     ("5", "The answer is 5. No, the answer is 6.", 0.0),
-    ("5", "many", 0.0),
     ("5", "", 0.0),
 ]
 READ = [
@@ -252,7 +201,6 @@ READ = [
     ("Main Street 12", "Main Street 13", 1.0),  # one edit in fourteen: 0.07
     ("Main Street 12", "Main Street 99", 0.0),
     ("STOP", "STOPS", 0.0),
-    ("STOP", "GO", 0.0),
     ("STOP", 'It says "STOP" or "GO"', 0.0),
     ("STOP", "The sign with the big letters on it says STOP to all the cars that come along here", 0.0),
     ("STOP", "STOP GO YIELD MERGE", 0.0),
@@ -287,7 +235,6 @@ BOX: list[tuple[str, str, dict[str, Any], float]] = [
     ("[]", "There is none: []", {}, 1.0),
     ("[]", "[1, 1, 2, 2]", {}, 0.0),
 ]
-OPTIONS = {"answer": "B", "options": '["red", "green"]', "kind": "choose"}
 
 
 @pytest.mark.parametrize(("answer", "response", "value"), COUNT)
@@ -298,11 +245,6 @@ def test_a_count_is_one_number(answer: str, response: str, value: float) -> None
 @pytest.mark.parametrize(("answer", "response", "value"), READ)
 def test_a_reading_may_have_few_errors(answer: str, response: str, value: float) -> None:
     assert Vision(kind="read")(answered(response, answer=answer)) == value
-
-
-@pytest.mark.parametrize(("response", "value"), [("B", 1.0), ("green", 1.0), ("red", 0.0), ("A or B", 0.0)])
-def test_a_choice_is_that_of_k12(response: str, value: float) -> None:
-    assert Vision()(answered(response, **OPTIONS)) == value
 
 
 @pytest.mark.parametrize(("answer", "response", "options", "value"), BOX)
@@ -357,25 +299,5 @@ boxes = st.lists(
 )
 
 
-@given(boxes, boxes)
-def test_no_more_is_matched_than_there_is_and_order_does_not_matter(item: Any, other: Any) -> None:
-    matched = num_matched(item, other, 0.3)
-    assert matched <= min(len(item), len(other))
-    assert matched == num_matched(other, item, 0.3) == num_matched(item[::-1], other, 0.3)
-    assert num_matched(item, item, 1.0) == len(item)
-
-
-@given(boxes)
-def test_boxes_are_read_back_from_prose(item: Any) -> None:
-    assert read_boxes(f"Here [they] are: {json.dumps(item)}. That's {{all}}.", "xyxy") == [tuple(box) for box in item]
-
-
 def test_too_many_boxes_are_no_answer() -> None:
     assert read_boxes(json.dumps([[0, 0, 1, 1]] * (MAX_BOXES + 1)), "xyxy") is None
-
-
-@given(st.text(max_size=12), st.text(max_size=12))
-def test_edits_are_a_distance(text: str, other: str) -> None:
-    assert edits(text, other) == edits(other, text)
-    assert (edits(text, other) == 0) == (text == other)
-    assert abs(len(text) - len(other)) <= edits(text, other) <= max(len(text), len(other))

@@ -21,7 +21,6 @@ from infra.policies.publish import NewVersion, publish
 from infra.policies.tensors import Tensor, from_numpy, to_numpy
 from infra.store.memory import MemoryStore
 from schemas import PolicyEvent
-from schemas.errors import ConfigError
 from schemas.topics import POLICIES
 from streams.app import companions
 from streams.scores.model import Model, probability
@@ -185,26 +184,6 @@ async def test_weights_of_another_shape_and_adapters_are_refused(
         await log.publish(POLICIES, published(store, 1, tensors, adapter))
         await until(lambda: any(name.startswith("reward_models_refused") for name in metrics.counters()))
     assert score.version == -1
-
-
-def test_before_the_first_version_the_score_is_absent_with_a_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    score = Model(folder=str(tmp_path), policy="reward", wait_s=0.01)
-    outcome = asyncio.run(run_chain([make_step("quality", score)], [ANSWER], Context()))
-    assert outcome.absent == {("quality", "model not loaded"): 1}
-    assert outcome.kept[0].scores == ()
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        Model(folder=str(tmp_path), policy="reward")
-
-
-def test_without_a_store_the_worker_is_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    score = Model(folder=str(tmp_path), policy="reward")
-    with pytest.raises(ConfigError, match="object store"):
-        asyncio.run(score.accompany(Log(MemoryBus(), "test"), Metrics("test")))
 
 
 def test_probabilities() -> None:

@@ -5,7 +5,6 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from schemas import Experience, Message, Span, ids, make_experience
 from schemas.errors import ConfigError
@@ -60,12 +59,6 @@ def test_exact(text: str, expected: str | None, options: dict[str, Any], value: 
     assert exact(answer(text, expected), **options) == value
 
 
-def test_exact_reads_the_reference_from_the_key_it_is_told() -> None:
-    assert exact(answer("280", "280"), answer="other") is None
-    assert exact(replace(answer("280", None), meta={"answer": "280"})) is None, "meta is no reference unasked"
-    assert exact(replace(answer("280", "281"), meta={"other": 280}), answer="other") == 1.0
-
-
 THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
 
 
@@ -85,10 +78,6 @@ THINK = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</ans
 )
 def test_format_wants_the_whole_response_in_shape(text: str, value: float) -> None:
     assert matched(text, THINK) == value
-
-
-def test_format_counts_an_endless_response_as_out_of_shape() -> None:
-    assert matched("a" * 100_000, "a*") == 0.0
 
 
 def test_a_pattern_that_backtracks_without_end_is_given_up_and_the_next_answer_is_matched() -> None:
@@ -184,10 +173,6 @@ def test_equal_answers_are_right_however_they_are_written(math: Math, gold: str,
 @pytest.mark.parametrize(("gold", "response"), WRONG)
 def test_wrong_answers_that_fool_naive_checkers_are_wrong(math: Math, gold: str, response: str) -> None:
     assert math(answered(response, answer=gold)) == 0.0
-
-
-def test_without_a_reference_there_is_no_verdict(math: Math) -> None:
-    assert math(answered("280", answer=None)) is None
 
 
 def test_a_reference_that_is_no_mathematics_is_an_error_and_the_next_goes_on(math: Math) -> None:
