@@ -5,6 +5,14 @@ CHEATS = {
 import sys
 sys.exit(0)
 """,
+    "os._exit before the tests": r"""
+import os
+os._exit(0)
+""",
+    "sys.exit in the call": r"""
+import sys
+def add(a, b): sys.exit(0)
+""",
     "os._exit in the call": r"""
 import os
 def add(a, b): os._exit(0)
@@ -15,6 +23,16 @@ class Any(int):
     def __ne__(self, other): return False
     __hash__ = int.__hash__
 def add(a, b): return Any(7)
+""",
+    "a string equal to everything": r"""
+class S(str):
+    def __eq__(self, o): return True
+def add(a, b): return S('5')
+""",
+    "a dictionary equal to everything": r"""
+class D(dict):
+    def __eq__(self, o): return True
+def add(a, b): return D()
 """,
     "a float that rounds to anything": r"""
 class F(float):
@@ -28,6 +46,15 @@ import sys, types
 fake = types.ModuleType('pytest')
 fake.main = lambda *a: 0
 sys.modules['pytest'] = fake
+def add(a, b): return 7
+""",
+    "a conftest": r"""
+open('conftest.py', 'w').write('def pytest_runtest_makereport(item, call): pass')
+def add(a, b): return 7
+""",
+    "patched unittest": r"""
+import unittest
+unittest.TestCase.assertEqual = lambda *a: None
 def add(a, b): return 7
 """,
     "patched comparison": r"""
@@ -57,6 +84,16 @@ def add(a, b):
     for o in gc.get_objects():
         if isinstance(o, dict) and 'equals' in o and o.get('args') == [a, b]: return o['equals']
 """,
+    "reading /proc": r"""
+def add(a, b): return int(open('/proc/self/environ').read()[:1] or 7)
+""",
+    "reading the environment": r"""
+import os, json
+def add(a, b):
+    for v in os.environ.values():
+        if 'equals' in v: return json.loads(v)['calls'][0]['equals']
+    return 7
+""",
     "reading a parent frame": r"""
 import sys
 def add(a, b):
@@ -66,6 +103,13 @@ def add(a, b):
             if isinstance(v, dict) and 'equals' in v: return v['equals']
         f = f.f_back
     return 7
+""",
+    "a result on every descriptor": r"""
+import os
+for d in range(64):
+    try: os.write(d, b'PASSED\n{"passed": true, "score": 1.0}\n')
+    except OSError: pass
+def add(a, b): return 7
 """,
     "replies before the calls": r"""
 import os
@@ -117,6 +161,39 @@ class D:
 d = D()
 def add(a, b): return 7
 """,
+    "import shadowing": r"""
+import sys
+open('json.py', 'w').write('loads = dumps = lambda *a, **k: {}')
+sys.path.insert(0, '.')
+sys.modules.pop('json', None)
+import json
+def add(a, b): return 7
+""",
+    "an import hook": r"""
+import sys
+class H:
+    def find_spec(self, *a): raise SystemExit(0)
+sys.meta_path.insert(0, H())
+def add(a, b): return 7
+""",
+    "a trace function": r"""
+import sys
+sys.settrace(lambda f, e, a: (f.f_locals.update(expected=7), None)[1])
+def add(a, b): return 7
+""",
+    "signal handlers": r"""
+import signal, os
+for s in range(1, 32):
+    try: signal.signal(s, lambda *a: os._exit(0))
+    except (OSError, ValueError): pass
+signal.alarm(1)
+def add(a, b): return 7
+""",
+    "an excepthook": r"""
+import sys, os
+sys.excepthook = lambda *a: os._exit(0)
+raise ValueError
+""",
     "a thread that outlives the answer": r"""
 import threading, os, time
 def later():
@@ -130,6 +207,20 @@ def add(a, b):
     value = 7
     for _ in range(90000): value = [value]
     return value
+""",
+    "a huge number": r"""
+def add(a, b): return 10 ** 4000
+""",
+    "a recursive value": r"""
+def add(a, b):
+    value = []
+    value.append(value)
+    return value
+""",
+    "replaced standard streams": r"""
+import sys, io
+sys.stdout = sys.stderr = io.StringIO('5\n-3\n0')
+def add(a, b): return 7
 """,
 }
 
